@@ -1,0 +1,45 @@
+# make quickstart | test | bench | lint | venv
+#
+#   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
+#   VENV              where it is made
+#   TORCH_INDEX_ARGS  extra arguments for installing torch. On a machine without a GPU, where pip would fetch the large CUDA build:
+#                       make quickstart TORCH_INDEX_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+
+.PHONY: quickstart test bench lint venv
+
+quickstart: $(VENV)/.core
+	$(BIN)/agentevo models get smollm2-135m-instruct
+	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.core
+	$(BIN)/python benchmarks/run.py
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+venv: $(VENV)/.dev
+
+# Torch goes first and alone, so that TORCH_INDEX_ARGS can't redirect anything else.
+$(VENV)/.core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentEvo needs Python 3.11 or newer: make ... PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(TORCH_INDEX_ARGS) torch
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(INSTALL) --editable '.[dev,all]'
+	touch $@

@@ -1,0 +1,41 @@
+"""AgentEvo trains decision-making language-model agents: any agent in, a better model out.
+
+    import agentevo
+    run = agentevo.train("coins", model="smollm2-135m-instruct", trainer={"steps": 20})
+    print(run.summary, run.checkpoint)
+
+Invariant: importing this package imports no room of it; each name below loads what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentevo.api import load_run, train
+    from agentevo.errors import AgentEvoError, ConfigError
+    from agentevo.types import Task
+
+__version__ = "0.1.0"
+__all__ = ["AgentEvoError", "ConfigError", "Task", "__version__", "load_run", "train"]
+
+_HOMES = {
+    "AgentEvoError": "agentevo.errors",
+    "ConfigError": "agentevo.errors",
+    "Task": "agentevo.types",
+    "load_run": "agentevo.api",
+    "train": "agentevo.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'agentevo' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

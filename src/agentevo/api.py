@@ -1,0 +1,170 @@
+"""The Python door: `agentevo.train` takes what a program has at hand and makes of it the same `RunConfig` that a recipe makes.
+
+Options have the names and the checks of the YAML: a section is a mapping (`trainer={"steps": 5}`), and `overrides` are the command line's
+`a.b=c`. Wrong ones raise `ConfigError` before anything is created.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+import pydantic
+
+from agentevo import config_sources
+from agentevo.config import RunConfig, build_config
+from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
+from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.registry import nearest
+from agentevo.run_folder import run_config
+from agentevo.types import Task
+
+if TYPE_CHECKING:
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.run import Run
+
+AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[float | None]]
+"""`async def run(task, policy) -> float`: acts through the policy and returns the reward."""
+Trainable: TypeAlias = str | Path | RunConfig | EnvironmentConfig | TextEnvironment | type[TextEnvironment] | AgentFunction
+Option: TypeAlias = str | Path | Mapping[str, Any] | pydantic.BaseModel
+
+
+def train(
+    agent_or_env: Trainable,
+    tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+    *,
+    model: Option | None = None,
+    algorithm: Option | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    view: LiveView | None = None,
+    **sections: Option,
+) -> Run:
+    """Trains, and returns the finished run.
+
+    `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or object), or an async agent function,
+    which needs `tasks`. `model` and `algorithm` are names or whole sections; None leaves the recipe's, or the defaults. Every other section
+    of the configuration is an option of its name. Raises `ConfigError` for whatever the command line would refuse.
+    """
+    from agentevo.orchestration.run import train as train_run
+
+    config, agent = resolve(agent_or_env, model=model, algorithm=algorithm, overrides=overrides, **sections)
+    return train_run(config, agent=agent, tasks=_tasks(tasks, agent), resume=resume, view=view)
+
+
+def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """A run that was trained earlier, from its folder."""
+    from agentevo.orchestration.run import Run
+
+    return Run(run_config(Path(run_dir), overrides))
+
+
+def resolve(
+    agent_or_env: Trainable,
+    *,
+    model: Option | None = None,
+    algorithm: Option | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Option,
+) -> tuple[RunConfig, AgentFunction | None]:
+    """What `train` will run: the checked configuration, and the agent function if that was given."""
+    named = {"model": model, "algorithm": algorithm}
+    options = {key: _plain(value, named=key in named) for key, value in {**sections, **named}.items() if value is not None}
+    tree, name, agent = _starting_point(agent_or_env)
+    try:
+        tree = config_sources.overlay(tree, options)
+    except ConfigError as error:
+        raise ConfigError(f"agentevo.train: {error}") from error
+    return build_config(tree, overrides, where="agentevo.train", name=name, needs_environment=agent is None), agent
+
+
+def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunction | None]:
+    """(configuration so far, name of the run, agent function)."""
+    if isinstance(given, (str, Path)):
+        return _named(str(given))
+    if isinstance(given, RunConfig):
+        return given.model_dump(mode="json"), given.run.name, None
+    if isinstance(given, EnvironmentConfig):
+        options = _plain(given, named=False)
+        return {"environment": options}, str(options.get("type")), None
+    if isinstance(given, TextEnvironment):
+        kind = _registered(type(given))
+        return {"environment": {**given.config.model_dump(mode="json"), "type": kind}}, kind, None
+    if inspect.isclass(given) and issubclass(given, TextEnvironment):
+        kind = _registered(given)
+        return {"environment": {"type": kind}}, kind, None
+    if callable(given) and (inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)):
+        agent: AgentFunction = given
+        return {}, str(getattr(given, "__name__", type(given).__name__)).strip("<>"), agent
+    if callable(given):
+        raise ConfigError(
+            f"agentevo.train: the agent {getattr(given, '__name__', given)!r} must be async: `async def run(task, policy) -> float`"
+        )
+    raise ConfigError(
+        f"agentevo.train: can't train a {type(given).__name__}: "
+        "give a recipe, an environment (name, options, class), or an async agent function"
+    )
+
+
+def _named(name: str) -> tuple[dict[str, Any], str, None]:
+    """A recipe, which has vetted settings, is preferred to an environment of the same name."""
+    recipes, worlds = config_sources.recipe_names(), environments.names()
+    if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
+        path = config_sources.find_recipe(name)
+        return config_sources.read_yaml(path), path.stem, None
+    if name in worlds:
+        return {"environment": {"type": name}}, name, None
+    guess = nearest(name, [*recipes, *worlds])
+    hint = f"did you mean {guess!r}? " if guess else ""
+    raise UnknownNameError(
+        f"agentevo.train: {name!r} is no recipe and no environment: {hint}recipes: {', '.join(recipes)}; environments: {', '.join(worlds)}"
+    )
+
+
+def _registered(environment: type[TextEnvironment]) -> str:
+    """Files a user's environment under its `type`, so that recipes and run folders can name it; returns the type."""
+    options = getattr(environment, "Config", None)
+    kind = options.model_fields["type"].default if options is not None and "type" in options.model_fields else None
+    if not isinstance(kind, str):
+        raise ConfigError(
+            f"agentevo.train: {environment.__name__} needs a `Config` (an EnvironmentConfig) with a name for recipes: "
+            f'`type: Literal["{environment.__name__.lower()}"] = "{environment.__name__.lower()}"`'
+        )
+    try:
+        environments.register(kind)(environment)
+    except ValueError as error:
+        raise ConfigError(f"agentevo.train: {error}: give {environment.__name__}.Config another `type`") from error
+    return kind
+
+
+def _plain(value: Option, *, named: bool) -> Any:
+    """An option as the YAML would hold it. A `named` one may be only a name."""
+    if isinstance(value, pydantic.BaseModel):
+        chosen = value.model_dump(mode="json", exclude_unset=True)
+        return {"type": value.type, **chosen} if hasattr(value, "type") else chosen
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, named=False) for key, item in value.items()}
+    return {"name": str(value)} if named and isinstance(value, (str, Path)) else value
+
+
+def _tasks(tasks: Sequence[Task | Mapping[str, Any]] | None, agent: AgentFunction | None) -> list[Task] | None:
+    """Tasks as records. Raises `ConfigError`: none for an agent function, a mapping that is no task, an id twice."""
+    if not tasks:
+        if agent is not None or tasks is not None:
+            example = "tasks=[agentevo.Task(id='1', query='2+2?', answer='4')]"
+            raise ConfigError(f"agentevo.train: no tasks: an agent function needs them, for example {example}")
+        return None
+    found: list[Task] = []
+    for index, task in enumerate(tasks):
+        try:
+            found.append(task if isinstance(task, Task) else msgspec.convert(task, Task))
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"agentevo.train: tasks[{index}]: {error}") from error
+    task_id, times = Counter(task.id for task in found).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(f"agentevo.train: tasks: the id {task_id!r} is there {times} times: give each task an id of its own")
+    return found

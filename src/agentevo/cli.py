@@ -1,0 +1,268 @@
+"""The `agentevo` command: turns words into calls, prints what comes back, and decides the exit code.
+
+    0    done
+    1    it failed on the way (`AgentEvoError`), or `doctor` found something wrong
+    2    the words or the configuration are wrong: said in one line per problem on stderr, and nothing was created
+    130  stopped by Ctrl-C
+
+`main` is the one boundary where errors become messages; commands let them through. Whatever is heavy (torch, transformers, SQLAlchemy,
+matplotlib) is imported inside the command that needs it, so `agentevo --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo import __version__
+from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from agentevo.config_keys import Explanation
+    from agentevo.store import Store, TrajectorySummary
+    from agentevo.types import Trajectory
+
+app = typer.Typer(
+    name="agentevo",
+    help="Trains language-model agents that act over many turns: any agent in, a better model out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+models = typer.Typer(no_args_is_help=True, help="Small models known by name.")
+config_commands = typer.Typer(no_args_is_help=True, help="What a recipe resolves to, and what each key means.")
+trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
+app.add_typer(models, name="models")
+app.add_typer(config_commands, name="config")
+app.add_typer(trajectories, name="trajectories")
+
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="Path of a .yaml file, or the name of a packaged recipe (`agentevo list recipes`).")
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Changes to the recipe, such as trainer.steps=10.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/coins.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. The only place that turns an error into a message."""
+    try:
+        typer.main.get_command(app)(args=None if argv is None else list(argv), prog_name="agentevo")
+    except ConfigError as error:
+        return _fail(error, 2)
+    except AgentEvoError as error:
+        return _fail(error, 1)
+    except SystemExit as exit_request:
+        if exit_request.code == 130:
+            print("stopped: what was committed is kept; `agentevo train RECIPE --resume` goes on from the last checkpoint", file=sys.stderr)
+        return exit_request.code if isinstance(exit_request.code, int) else 0
+    return 0
+
+
+def _fail(error: AgentEvoError, code: int) -> int:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"agentevo {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None: ...
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint of the run's folder.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved configuration and create nothing.")] = False,
+) -> None:
+    """Train an agent: evaluate, train, evaluate again, report."""
+    from agentevo.config import load_config, to_yaml
+
+    config = load_config(recipe, overrides or [])
+    if resume and config.run.overwrite:
+        raise ConfigError("--resume goes on with the run in the folder and run.overwrite deletes it: give only one of the two")
+    if dry_run:
+        print(to_yaml(config), end="")
+        return
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.run import train as train_run
+
+    train_run(config, resume=resume, view=LiveView(config.run.name))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|RUN_DIR", help="A recipe's model as it is, or what a run has trained.")],
+    overrides: Overrides = None,
+    checkpoint: Annotated[str, typer.Option(metavar="PATH|best|last", help="Which checkpoint; of a run, best by default.")] = "",
+) -> None:
+    """Measure success on held-out tasks, beside a random and an optimal player."""
+    from agentevo.api import evaluate as evaluate_target
+    from agentevo.observability import LiveView
+
+    evaluate_target(target, overrides=overrides or [], checkpoint=checkpoint or None, view=LiveView(target))
+
+
+@app.command()
+def report(run_dir: RunDir) -> None:
+    """Write RUN_DIR/report.html and plots/ again, also of a run that is under way or was interrupted."""
+    from agentevo.observability import report_from_run
+    from agentevo.run_folder import check_run_folder, token_texts
+
+    print(report_from_run(check_run_folder(run_dir), token_texts(run_dir)))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str, typer.Argument(metavar="[RECIPE]", help="A recipe to try with one group. Without it, the installation.")] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Say in plain words whether a recipe (or the installation) is in order, and what to change if not."""
+    from agentevo.orchestration.doctor import check_installation, check_recipe
+
+    if recipe:
+        from agentevo.config import load_config
+
+        verdicts = check_recipe(load_config(recipe, overrides or []))
+    else:
+        verdicts = check_installation()
+    for verdict in verdicts:
+        print(verdict)
+    if any(verdict.status == "wrong" for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+@app.command("list")
+def list_names(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="environments, algorithms, models, recipes, engines or stores.")],
+) -> None:
+    """List what a recipe may name."""
+    from agentevo.listings import LISTS
+    from agentevo.registry import nearest
+
+    if kind not in LISTS:
+        guess = nearest(kind, list(LISTS))
+        hint = f"did you mean {guess!r}? " if guess else ""
+        raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(LISTS)}")
+    _print_table(LISTS[kind]())
+
+
+@models.command("list")
+def list_models() -> None:
+    """List the known models and whether they are on this machine."""
+    from agentevo.listings import models as known
+
+    _print_table(known())
+
+
+@models.command("get")
+def get_model(name: Annotated[str, typer.Argument(metavar="NAME", help="A known model, or a hub name org/name.")]) -> None:
+    """Download a model, so that training starts at once and needs no network."""
+    from agentevo.models.resolve import fetch
+
+    print(fetch(name, progress=lambda line: print(line, file=sys.stderr)))
+
+
+@config_commands.command("show")
+def show_config(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print the whole resolved configuration as YAML."""
+    from agentevo.config import load_config, to_yaml
+
+    print(to_yaml(load_config(recipe, overrides or [])), end="")
+
+
+@config_commands.command("explain")
+def explain(
+    key: Annotated[str, typer.Argument(metavar="[KEY]", help="A dotted key, or a section. Without it, the sections.")] = "",
+) -> None:
+    """Say what a key means: type, range, default, unit."""
+    from agentevo.config import config_keys
+
+    keys = config_keys()
+    if not key:
+        _print_table((section.key, section.meaning) for section in keys.sections())
+        return
+    print("\n\n".join(_explanation_text(one) for one in keys.explain(key)))
+
+
+@trajectories.command("export")
+def export(
+    run_dir: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT.jsonl[.gz]", help="File to write, one trajectory a line.")]
+) -> None:
+    """Write every trajectory of a run to a file, token ids and log-probs included."""
+    from agentevo.run_folder import read_store
+    from agentevo.store import export_jsonl
+
+    count = read_store(run_dir, lambda store: export_jsonl(store, out))
+    print(f"{count} trajectories written to {out}")
+
+
+@trajectories.command("show")
+def show(
+    run_dir: RunDir,
+    trajectory_id: Annotated[str, typer.Argument(metavar="[ID]", help="Id, or the beginning of it.")] = "",
+    best: Annotated[bool, typer.Option("--best", help="The one with the highest reward (of equals, the newest).")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="The one with the lowest reward (of equals, the newest).")] = False,
+    last: Annotated[bool, typer.Option("--last", help="The newest one (also what is shown when nothing is chosen).")] = False,
+) -> None:
+    """Print one trajectory turn by turn, each token with its log-prob."""
+    if sum([bool(trajectory_id), best, worst, last]) > 1:
+        raise ConfigError("trajectories show: give an ID or one of --best, --worst, --last")
+    from rich.console import Console
+
+    from agentevo.observability import render_trajectory
+    from agentevo.run_folder import read_store, token_texts
+
+    async def work(store: Store) -> Trajectory:
+        found = await store.summaries()
+        return await store.trajectory(_choose(found, trajectory_id, "best" if best else "worst" if worst else "last", run_dir))
+
+    trajectory = read_store(run_dir, work)
+    Console().print(render_trajectory(trajectory, token_texts(run_dir) or (lambda token: f"<{token}>")))
+
+
+def _choose(found: Sequence[TrajectorySummary], trajectory_id: str, which: str, run_dir: Path) -> str:
+    if trajectory_id:
+        matches = [one.id for one in found if one.id == trajectory_id] or [one.id for one in found if one.id.startswith(trajectory_id)]
+        if len(matches) == 1:
+            return matches[0]
+        many = (
+            f"{len(matches)} begin so, the first is {matches[0]}" if matches else f"`agentevo trajectories show {run_dir}` shows the newest"
+        )
+        raise UnknownNameError(f"{run_dir}: no trajectory is called {trajectory_id!r}: {many}")
+    finished = [one for one in found if one.status == "completed"] or list(found)
+    if not finished:
+        raise ConfigError(f"{run_dir}: the store holds no trajectory yet")
+    sign = {"best": 1.0, "worst": -1.0, "last": 0.0}[which]
+    return max(enumerate(finished), key=lambda pair: (sign * pair[1].reward, pair[0]))[1].id
+
+
+def _explanation_text(one: Explanation) -> str:
+    heading = f"{one.key} (with {one.key.split('.')[0]}.type={', '.join(one.option_of)})" if one.option_of else one.key
+    lines = [heading, f"  {one.meaning}"]
+    if one.keys:
+        width = max(len(key.key) for key in one.keys)
+        return "\n".join([*lines, "", *(f"  {key.key:<{width}}  {key.meaning}" for key in one.keys)])
+    return "\n".join(
+        [*lines, f"  type     {one.type}", f"  default  {one.default or 'none: it must be given'}", f"  unit     {one.unit or 'none'}"]
+    )
+
+
+def _print_table(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}".rstrip())

@@ -1,0 +1,68 @@
+"""The environment contract: Gymnasium's reset and step, with text for observations and actions.
+
+An environment is one world for one player. Everything random in it comes from the seed given to `reset`. A bad action is part of the game
+(`info["valid"]` is false, the world does not change, it still counts as an action), never an exception.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import gymnasium
+import pydantic
+
+from agentevo.registry import Registry
+from agentevo.types import Baselines
+
+
+class EnvironmentConfig(pydantic.BaseModel):
+    """Options shared by every environment; each environment subclasses this with its own `type` and difficulty."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    max_actions: int = pydantic.Field(default=10, ge=1)
+    """Actions after which an unfinished episode is truncated."""
+
+
+class TextEnvironment(gymnasium.Env[str, str], ABC):
+    """A seeded text world. Subclasses also say how to play it: the actions, a random player, a solver.
+
+    `info` of `reset` and `step` holds `valid: bool` (was the action understood and legal), `effective: bool` (did it change the world) and
+    `success: bool` (is the task solved).
+    """
+
+    Config: ClassVar[type[EnvironmentConfig]]
+    config: EnvironmentConfig
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def instructions(self) -> str:
+        """Rules, legend and action names, told to the player once, before the first observation."""
+
+    @abstractmethod
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]: ...
+
+    @abstractmethod
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Returns (observation, reward, terminated, truncated, info)."""
+
+    @abstractmethod
+    def random_action(self, rng: random.Random) -> str:
+        """One action drawn uniformly from those a player may take now."""
+
+    @abstractmethod
+    def optimal_action(self) -> str | None:
+        """The action an optimal player takes now with the actions it has left; None where no solver exists or nothing can still succeed."""
+
+    @abstractmethod
+    def baselines(self, max_actions: int | None = None) -> Baselines:
+        """Success rates, from the state after `reset`, of a uniform random and an optimal player with at most `max_actions` actions
+        (default: the config's). Exact where the world is small, else by seeded play; None where unknown. Does not disturb the episode."""
+
+
+environments: Registry[type[TextEnvironment]] = Registry("environments")

@@ -1,0 +1,87 @@
+"""One episode's bookkeeping, shared by every environment of this room.
+
+A subclass says how a world starts (`start`), looks (`observe`) and answers an action (`act`); this class counts the actions, truncates
+at `config.max_actions`, fills `info`, and refuses a step after the end. Lifecycle:
+
+    reset(seed) -> start -> observe ;  step(action) -> act -> observe ;  ... until terminated or truncated ;  reset(seed) again
+"""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from typing import Any, NamedTuple
+
+from agentevo.environments.environment import EnvironmentConfig, TextEnvironment
+from agentevo.errors import EnvironmentFailure
+
+
+class Outcome(NamedTuple):
+    """What one action did."""
+
+    reward: float = 0.0
+    valid: bool = True
+    """Understood and legal."""
+    effective: bool = True
+    """Changed the world."""
+    terminated: bool = False
+    """The world has ended (won or lost)."""
+    success: bool = False
+
+
+class EpisodicEnvironment(TextEnvironment):
+    """Gymnasium's reset and step, written once. `num_actions` counts the actions taken in this episode, invalid ones too."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self.num_actions = 0
+        self._running = False
+
+    @abstractmethod
+    def start(self, seed: int) -> None:
+        """Builds the world of `seed`; everything random in the episode comes from it."""
+
+    @abstractmethod
+    def observe(self) -> str:
+        """The current state as text."""
+
+    @abstractmethod
+    def act(self, action: str) -> Outcome:
+        """Plays one action (white space at both ends is gone). An action it does not understand is `Outcome(valid=False, ...)`."""
+
+    @property
+    def actions_left(self) -> int:
+        """How many more actions `config.max_actions` allows."""
+        return self.config.max_actions - self.num_actions
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Starts the episode of `seed`; None draws a seed from the operating system."""
+        self.start(random.SystemRandom().randrange(2**31) if seed is None else seed)
+        self.num_actions = 0
+        self._running = True
+        return self.observe(), {"valid": True, "effective": False, "success": False}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if not self._running:
+            raise EnvironmentFailure(f"{self.config.type}: step() outside an episode; call reset(seed=...) first")
+        self.num_actions += 1
+        outcome = self.act(action.strip())
+        truncated = not outcome.terminated and self.actions_left <= 0
+        self._running = not (outcome.terminated or truncated)
+        info = {"valid": outcome.valid, "effective": outcome.effective, "success": outcome.success}
+        return self.observe(), outcome.reward, outcome.terminated, truncated, info
+
+
+def stream(config: EnvironmentConfig, seed: int, name: str) -> random.Random:
+    """The random stream called `name` of one seed's world: streams of other names, seeds and environment types are unrelated."""
+    return random.Random(f"{config.type}/{name}/{seed}")
+
+
+INVALID = Outcome(valid=False, effective=False)
+"""The outcome of an action that was not understood: nothing happens and nothing is paid."""
+
+
+def choose(action: str, names: tuple[str, ...] | list[str]) -> int | None:
+    """Index of the name that `action` is, ignoring case; None if it is none of them."""
+    wanted = action.casefold()
+    return next((index for index, name in enumerate(names) if name.casefold() == wanted), None)

@@ -1,0 +1,163 @@
+"""FrozenLake on random solvable maps: reach the goal, avoid the holes, slip on the ice.
+
+Rules as in RAGEN's variant of Gymnasium's FrozenLake: each tile is frozen with probability 0.8, start and goal are random tiles joined by a
+path, +1 at the goal, else 0, a hole ends the episode. On slippery ice a move goes the intended way with probability 1/3 and each
+perpendicular way with probability 1/3. Both reference players are computed exactly from the map (see `planning`).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
+from agentevo.environments.planning import SuccessTables
+from agentevo.types import Baselines
+
+ACTIONS = ("Left", "Down", "Right", "Up")
+"""In turning order: an action's neighbours in this cycle are the perpendicular ones."""
+STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
+"""(row, column) change of each action."""
+ALPHABETS = {"ragen": "P_OGX√", "ascii": "P_OGXV"}
+"""Player, frozen tile, hole, goal, player in a hole, player on the goal."""
+
+
+class FrozenLakeConfig(EnvironmentConfig):
+    """A square lake; RAGEN's settings by default."""
+
+    type: Literal["frozen_lake"] = "frozen_lake"
+    size: int = pydantic.Field(default=4, ge=2, le=16)
+    """Rows and columns of the map."""
+    frozen_probability: float = pydantic.Field(default=0.8, gt=0, le=1)
+    """Chance that a tile is frozen rather than a hole, before maps without a path are redrawn."""
+    slippery: bool = True
+    """Moves go astray two times in three."""
+    alphabet: Literal["ragen", "ascii"] = "ragen"
+    """Symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
+
+
+class LakeMap(NamedTuple):
+    """Tiles are numbered row by row from the top left."""
+
+    size: int
+    holes: frozenset[int]
+    start: int
+    goal: int
+
+    def neighbour(self, tile: int, direction: int) -> int:
+        """The tile next to `tile`; `tile` itself at the shore."""
+        row, column = divmod(tile, self.size)
+        row, column = row + STEPS[direction][0], column + STEPS[direction][1]
+        return row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
+
+    def has_path(self) -> bool:
+        """Whether the goal can be reached from the start over frozen tiles."""
+        seen = {self.start}
+        frontier = [self.start]
+        while frontier:
+            tile = frontier.pop()
+            for direction in range(4):
+                following = self.neighbour(tile, direction)
+                if following not in seen and following not in self.holes:
+                    seen.add(following)
+                    frontier.append(following)
+        return self.goal in seen
+
+
+def random_map(size: int, frozen_probability: float, rng: random.Random) -> LakeMap:
+    """A map with start != goal and a path between them, drawn by rejection. With very few frozen tiles start and goal end up adjacent."""
+    num_tiles = size * size
+    while True:
+        holes = {tile for tile in range(num_tiles) if rng.random() >= frozen_probability}
+        start, goal = rng.sample(range(num_tiles), 2)
+        lake = LakeMap(size, frozenset(holes - {start, goal}), start, goal)
+        if lake.has_path():
+            return lake
+
+
+def success_tables(lake: LakeMap, slippery: bool) -> SuccessTables:
+    """The map as a Markov decision process whose states are the tiles."""
+    num_tiles = lake.size**2
+    win = np.zeros((4, num_tiles))
+    move = np.zeros((4, num_tiles, num_tiles))
+    for tile in range(num_tiles):
+        if tile in lake.holes or tile == lake.goal:
+            continue
+        for action in range(4):
+            directions = ((action - 1) % 4, action, (action + 1) % 4) if slippery else (action,)
+            for direction in directions:
+                following = lake.neighbour(tile, direction)
+                if following == lake.goal:
+                    win[action, tile] += 1 / len(directions)
+                elif following not in lake.holes:
+                    move[action, tile, following] += 1 / len(directions)
+    return SuccessTables(win, move)
+
+
+@environments.register("frozen_lake")
+class FrozenLakeEnvironment(EpisodicEnvironment):
+    """Walk to the goal. A seed fixes the map and, action by action, which way the ice slips."""
+
+    Config: ClassVar[type[EnvironmentConfig]] = FrozenLakeConfig
+    config: FrozenLakeConfig
+
+    @property
+    def instructions(self) -> str:
+        player, frozen, hole, goal, fallen, arrived = ALPHABETS[self.config.alphabet]
+        ice = " The ice is slippery: a move may go to either side instead." if self.config.slippery else ""
+        return (
+            f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
+            f"Symbols: {player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player in hole, {arrived} player on goal.\n"
+            f"Actions: {', '.join(ACTIONS)}."
+        )
+
+    def start(self, seed: int) -> None:
+        self.lake = random_map(self.config.size, self.config.frozen_probability, stream(self.config, seed, "map"))
+        self._tile = self.lake.start
+        self._slips = stream(self.config, seed, "slips")
+        self._tables: SuccessTables | None = None
+
+    def observe(self) -> str:
+        player, frozen, hole, goal, fallen, arrived = ALPHABETS[self.config.alphabet]
+        tiles = [hole if tile in self.lake.holes else frozen for tile in range(self.lake.size**2)]
+        tiles[self.lake.goal] = goal
+        tiles[self._tile] = fallen if self._tile in self.lake.holes else arrived if self._tile == self.lake.goal else player
+        size = self.lake.size
+        return "\n".join("".join(tiles[row * size : (row + 1) * size]) for row in range(size))
+
+    def act(self, action: str) -> Outcome:
+        chosen = choose(action, ACTIONS)
+        if chosen is None:
+            return INVALID
+        direction = (chosen + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else chosen
+        previous, self._tile = self._tile, self.lake.neighbour(self._tile, direction)
+        success = self._tile == self.lake.goal
+        return Outcome(
+            reward=float(success),
+            effective=self._tile != previous,
+            terminated=success or self._tile in self.lake.holes,
+            success=success,
+        )
+
+    def tables(self) -> SuccessTables:
+        """Exact success rates on this episode's map, computed at the first call."""
+        if self._tables is None:
+            self._tables = success_tables(self.lake, self.config.slippery)
+        return self._tables
+
+    def random_action(self, rng: random.Random) -> str:
+        return rng.choice(ACTIONS)
+
+    def optimal_action(self) -> str | None:
+        if not self._running:
+            return None
+        return ACTIONS[self.tables().best_action(self._tile, self.actions_left)]
+
+    def baselines(self, max_actions: int | None = None) -> Baselines:
+        limit = self.config.max_actions if max_actions is None else max_actions
+        tables = self.tables()
+        return Baselines(random=tables.random(self.lake.start, limit), optimal=tables.optimal(self.lake.start, limit))

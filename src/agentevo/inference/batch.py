@@ -1,0 +1,125 @@
+"""One engine step as tensors: which tokens of which sequences, where their keys go, and which rows of attention that makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from agentevo.inference.kv_cache import CacheAttention, KVCache, PrefixSegment, Rows, SharedRows
+from agentevo.inference.scheduler import Sequence
+
+MAX_CHUNK = 512
+"""Most new tokens of one sequence in a step: bounds the attention mask."""
+
+
+@dataclass
+class StepBatch:
+    """Inputs of one forward pass over the new tokens of several sequences, side by side."""
+
+    work: list[tuple[Sequence, int]]
+    """Each sequence with how many of its tokens this step computes."""
+    input_ids: torch.Tensor
+    """[1, T]"""
+    position_ids: torch.Tensor
+    """[1, T]"""
+    plan: CacheAttention
+    sampled: list[Sequence]
+    """Sequences whose last token is in this step, so that a next one can be drawn."""
+    logit_rows: torch.Tensor
+    """[len(sampled)] places of those last tokens in the row."""
+
+
+def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequence, int]]:
+    """Every sequence that needs one token gets it; longer stretches share `prefill_tokens`, first come first served."""
+    work = []
+    left = prefill_tokens
+    for sequence in running:
+        missing = len(sequence.ids) - sequence.cached
+        count = 1 if missing == 1 else min(missing, MAX_CHUNK, left)
+        if count > 0:
+            work.append((sequence, count))
+            left -= count if missing > 1 else 0
+    return work
+
+
+def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.device) -> StepBatch:
+    """Lays out the step; sequences come in order of slots so that neighbouring slots can be viewed instead of copied."""
+    work = sorted(work, key=lambda item: item[0].slot)
+    ids = [token for s, n in work for token in s.ids[s.cached : s.cached + n]]
+    counts = np.array([n for _, n in work])
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    cached = np.array([s.cached for s, _ in work])
+    offsets = np.array([s.offset for s, _ in work])
+    slots = np.array([s.slot for s, _ in work])
+    within = np.arange(len(ids)) - np.repeat(starts, counts)
+    positions = np.repeat(cached, counts) + within
+    places = positions - np.repeat(offsets, counts)
+
+    def tensor(array: np.ndarray | list[int]) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(array, dtype=np.int64), device=device)
+
+    rows = [_rows(bucket, slots, starts, counts, cached + counts - offsets, tensor, cache.num_slots) for bucket in _buckets(counts)]
+    by_segment: dict[int, tuple[PrefixSegment, list[int]]] = {}
+    for index, (sequence, _) in enumerate(work):
+        if sequence.segment is not None:
+            tokens = by_segment.setdefault(id(sequence.segment), (sequence.segment, []))[1]
+            tokens.extend(range(starts[index], starts[index] + counts[index]))
+    shared = [SharedRows(segment, tensor(tokens), tensor(positions[tokens])) for segment, tokens in by_segment.values()]
+    done = [index for index, (s, n) in enumerate(work) if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None]
+    return StepBatch(
+        work=work,
+        input_ids=tensor(ids).unsqueeze(0),
+        position_ids=tensor(positions).unsqueeze(0),
+        plan=CacheAttention(cache, tensor(np.repeat(slots, counts)), tensor(places), rows, shared),
+        sampled=[work[index][0] for index in done],
+        logit_rows=tensor(starts[done] + counts[done] - 1 if done else []),
+    )
+
+
+def _buckets(counts: np.ndarray) -> list[np.ndarray]:
+    """Indices of sequences, bucketed so that none is padded to more than about twice its tokens; single tokens are a bucket of their own."""
+    order = np.argsort(counts, kind="stable")
+    found: list[list[int]] = []
+    for index in order:
+        if found and counts[index] <= 2 * counts[found[-1][0]] and (counts[index] == 1) == (counts[found[-1][0]] == 1):
+            found[-1].append(int(index))
+        else:
+            found.append([int(index)])
+    return [np.sort(np.array(bucket)) for bucket in found]
+
+
+def _rows(
+    bucket: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    lengths: np.ndarray,
+    tensor: object,
+    num_slots: int,
+) -> Rows:
+    """The attention rows of one bucket. `lengths`: keys in each slot after the step."""
+    assert callable(tensor)
+    first, last = int(slots[bucket[0]]), int(slots[bucket[-1]])
+    span = last - first + 1
+    dense = span <= 1.25 * len(bucket) + 2 and last < num_slots
+    batch = span if dense else len(bucket)
+    lines = slots[bucket] - first if dense else np.arange(len(bucket))  # row of each sequence; a dense span may hold idle slots between
+    width = int(counts[bucket].max())
+    tokens = np.zeros((batch, width), dtype=np.int64)
+    queries, keys = np.ones(batch, dtype=np.int64), np.ones(batch, dtype=np.int64)
+    steps = np.arange(width)
+    tokens[lines] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
+    queries[lines], keys[lines] = counts[bucket], lengths[bucket]
+    real = steps < counts[bucket, None]  # [n, width]
+    return Rows(
+        slots=tensor(slots[bucket]),
+        tokens=tensor(tokens),
+        queries=tensor(queries),
+        lengths=tensor(keys),
+        max_length=int(keys.max()),
+        first_slot=first if dense else None,
+        take_rows=tensor((lines[:, None] * width + steps)[real]),
+        take_tokens=tensor(tokens[lines][real]),
+    )

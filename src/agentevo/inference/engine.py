@@ -1,0 +1,43 @@
+"""The engine contract: token ids in, token ids out, with the log-probs of the distribution that each token was really drawn from.
+
+An engine knows nothing of agents, rewards or text. It stamps every token with the version of the weights that emitted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from agentevo.types import Completion, SamplingParams
+
+
+class Engine(Protocol):
+    """Anything that generates tokens under weights that can be replaced."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that new tokens come from."""
+        ...
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float) -> Completion:
+        """Completes `prompt_ids`, the whole context.
+
+        `session` names a conversation whose key-value cache is kept: the next call with the same name costs only its new tokens.
+        Raises RequestTooLongError if the tokens can never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees
+        whatever the request held.
+        """
+        ...
+
+    async def release(self, session: str) -> None:
+        """Forgets a conversation; unknown names are fine."""
+        ...
+
+    async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float) -> None:
+        """Serves new weights from now on; verifies all of them before it changes any. None: they were changed in place."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: generated and computed tokens, prefix hits, queue lengths, memory."""
+        ...

@@ -1,0 +1,345 @@
+"""Who computes next, and where its keys and values lie: the waiting queue, slots, sessions, shared prefixes and the memory budget.
+
+Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two turns: owns its slot until the next turn, a
+release, or eviction). Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never fit is refused at
+the door. Idle sessions and unused prefixes are dropped, oldest first, before anyone waits; what was dropped is computed again when needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentevo.config import EngineSection
+from agentevo.errors import RequestTooLongError
+from agentevo.inference.kv_cache import KVCache, PrefixSegment
+from agentevo.types import Completion, SamplingParams
+
+MIN_SHARED_TOKENS = 16
+"""A shorter common prefix is not worth a step of its own."""
+MIN_REFERRED_TOKENS = 128
+"""From this length on, sequences refer to a shared prefix; a shorter one is copied into their slots, which costs less per step."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of `generate`, or (future None) the computation of a shared prefix."""
+
+    ids: list[int]
+    """The prompt; after an interruption, with what was completed so far."""
+    params: SamplingParams
+    future: asyncio.Future[Completion] | None
+    session: str | None = None
+    completion: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.max_tokens = len(self.ids) + (self.params.max_new_tokens if self.future is not None else 0)
+        self.rng = np.random.Generator(np.random.Philox(key=self.params.seed & (2**64 - 1)))
+        self.stop_ids = frozenset(self.params.stop_token_ids)
+
+    @property
+    def abandoned(self) -> bool:
+        return self.future is not None and self.future.done()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens with a slot. `ids[:cached]` have keys and values; the first `offset` of them in `segment`, the rest in the slot."""
+
+    slot: int
+    ids: list[int]
+    request: Request | None
+    cached: int = 0
+    segment: PrefixSegment | None = None
+    offset: int = 0
+    need: int = 0
+    """Slot places that the sequence may come to use."""
+    last_used: int = 0
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    return next(i for i in range(size) if a[i] != b[i])
+
+
+class Scheduler:
+    """Holds every sequence; `admit` moves requests from the queue into slots."""
+
+    def __init__(self, config: EngineSection, context_length: int) -> None:
+        self.config = config
+        self.context_length = context_length
+        self.cache = KVCache()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Sequence] = []
+        self.sessions: dict[str, Sequence] = {}
+        """Idle ones only."""
+        self.segments: dict[int, dict[tuple[int, ...], PrefixSegment]] = {}
+        """length -> ids -> segment."""
+        self.pending_prefixes: dict[tuple[int, ...], Request] = {}
+        self.unshareable: set[tuple[int, ...]] = set()
+        """Prefixes that there was no memory to keep."""
+        self.clock = 0
+        self.prefix_hit_tokens = 0
+        self.session_hit_tokens = 0
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RequestTooLongError if it can never run."""
+        need = request.max_tokens
+        if need > self.context_length:
+            raise RequestTooLongError(
+                f"prompt of {len(request.ids)} tokens plus max_new_tokens={request.params.max_new_tokens} exceeds the model's context of "
+                f"{self.context_length} tokens: shorten the prompt or lower sampling.max_new_tokens"
+            )
+        if _round_up(need) > self.config.kv_cache_tokens:
+            raise RequestTooLongError(
+                f"prompt of {len(request.ids)} tokens plus max_new_tokens={request.params.max_new_tokens} can't fit "
+                f"engine.kv_cache_tokens={self.config.kv_cache_tokens}: raise engine.kv_cache_tokens"
+            )
+        self.waiting.append(request)
+
+    def drop_abandoned(self) -> None:
+        """Frees what cancelled and expired requests hold."""
+        self.waiting = deque(r for r in self.waiting if not r.abandoned)
+        for sequence in [s for s in self.running if s.request is not None and s.request.abandoned]:
+            self.retire(sequence)
+
+    def admit(self) -> None:
+        """Moves waiting requests into slots, in order, as far as memory goes."""
+        if self.config.prefix_sharing:
+            self._request_prefixes()
+        held_back: list[Request] = []
+        while self.waiting and len(self.running) < self.config.max_running:
+            request = self.waiting.popleft()
+            if self._prefix_coming(request):
+                held_back.append(request)
+            elif not self._place(request):
+                held_back.append(request)
+                break
+        self.waiting.extendleft(reversed(held_back))
+
+    def finish(self, sequence: Sequence) -> None:
+        """The request is answered: keep the sequence as an idle session, or free it."""
+        request = sequence.request
+        if request is not None and request.session is not None:
+            self.running.remove(sequence)
+            sequence.request = None
+            sequence.last_used = self._tick()
+            self.sessions[request.session] = sequence
+        else:
+            self.retire(sequence)
+
+    def finish_prefix(self, sequence: Sequence) -> None:
+        """A shared prefix is computed: file it, free the slot."""
+        key = tuple(sequence.ids)
+        self.retire(sequence)
+        segment = self.cache.cut_segment(sequence.slot, sequence.ids)
+        if self.memory_tokens() + len(key) > self.config.kv_cache_tokens and not self._shrink(len(key)):
+            self.unshareable.add(key)
+            return
+        segment.last_used = self._tick()
+        self.segments.setdefault(len(key), {})[key] = segment
+
+    def retire(self, sequence: Sequence) -> None:
+        """Takes the sequence out of its slot."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence.segment is not None:
+            sequence.segment.users -= 1
+        if sequence.request is not None and sequence.request.future is None:
+            self.pending_prefixes.pop(tuple(sequence.ids), None)
+
+    def release(self, session: str) -> None:
+        sequence = self.sessions.pop(session, None)
+        if sequence is not None:
+            self.retire(sequence)
+
+    def forget_cache(self) -> None:
+        """New weights: nothing cached is worth anything. Running requests go back to the head of the queue with what they have completed."""
+        self.sessions.clear()
+        self.segments.clear()
+        self.unshareable.clear()
+        for sequence in reversed(list(self.running)):
+            self.retire(sequence)
+            if sequence.request is not None and sequence.request.future is not None:
+                sequence.request.ids = sequence.ids
+                self.waiting.appendleft(sequence.request)
+
+    def memory_tokens(self) -> int:
+        """Tokens of key-value memory in use, slots' free places included."""
+        return self.cache.num_slots * self.cache.capacity + self._segment_tokens()
+
+    def _tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def _segment_tokens(self) -> int:
+        return sum(length * len(group) for length, group in self.segments.items())
+
+    def _match(self, ids: list[int]) -> PrefixSegment | None:
+        """The longest segment that is a proper prefix of `ids` (one token must be left to predict from)."""
+        for length in sorted(self.segments, reverse=True):
+            if length < len(ids) and (segment := self.segments[length].get(tuple(ids[:length]))):
+                return segment
+        return None
+
+    def _prefix_coming(self, request: Request) -> bool:
+        return request.future is not None and any(len(key) < len(request.ids) and tuple(request.ids[: len(key)]) == key for key in self.pending_prefixes)
+
+    def _request_prefixes(self) -> None:
+        """Queues the computation of prefixes that several waiting requests share: equal prompts first, then common beginnings of the rest."""
+        fresh = [r for r in self.waiting if r.future is not None and (r.session is None or r.session not in self.sessions)]
+        by_prompt: dict[tuple[int, ...], int] = {}
+        for request in fresh:
+            key = tuple(request.ids)
+            by_prompt[key] = by_prompt.get(key, 0) + 1
+        wanted = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
+        singles = sorted(list(key) for key, count in by_prompt.items() if count == 1)
+        for ids in wanted + _shared_beginnings(singles):
+            matched = self._match([*ids, -1])
+            have = len(matched.ids) if matched else 0
+            if len(ids) - have >= MIN_SHARED_TOKENS and tuple(ids) not in self.pending_prefixes and tuple(ids) not in self.unshareable:
+                request = Request(ids, SamplingParams(max_new_tokens=0), None)
+                self.pending_prefixes[tuple(ids)] = request
+                self.waiting.appendleft(request)
+
+    def _place(self, request: Request) -> bool:
+        """Gives the request a slot (its session's, or a new one filled from a shared prefix); False if memory is short now."""
+        idle = self.sessions.pop(request.session, None) if request.session is not None else None
+        if idle is not None:
+            return self._resume(idle, request)
+        segment = self._match(request.ids) if self.config.prefix_sharing else None
+        offset = len(segment.ids) if segment is not None and len(segment.ids) >= MIN_REFERRED_TOKENS and request.future is not None else 0
+        need = request.max_tokens - offset
+        if segment is not None:
+            segment.users += 1  # not to be evicted while room is made
+        slot = self._take_slot(need)
+        if segment is not None and (slot is None or not offset):
+            segment.users -= 1
+        if slot is None:
+            return False
+        sequence = Sequence(slot, list(request.ids), request, need=need)
+        if segment is not None:
+            segment.last_used = self._tick()
+            sequence.cached = len(segment.ids)
+            self.prefix_hit_tokens += len(segment.ids)
+            if offset:
+                sequence.segment, sequence.offset = segment, offset
+            else:
+                self.cache.paste_segment(slot, segment, len(segment.ids))
+        self.running.append(sequence)
+        return True
+
+    def _resume(self, idle: Sequence, request: Request) -> bool:
+        """The next turn of a session: keeps what its cache has in common with the new prompt."""
+        assert request.session is not None
+        keep = min(common_prefix(idle.ids, request.ids), idle.cached, len(request.ids) - 1)
+        if keep < idle.offset:  # it left the shared prefix: start over
+            self.retire(idle)
+            return self._place(request)
+        need = request.max_tokens - idle.offset
+        if need > self.cache.capacity:
+            self.running.append(idle)  # in use while room is made
+            grown = self._make_room(extra=0, capacity=need)
+            self.running.remove(idle)
+            if not grown:
+                self.sessions[request.session] = idle
+                if not self.running:  # nobody will leave: give up the cache rather than wait for ever
+                    self.release(request.session)
+                    return self._place(request)
+                return False
+        idle.ids, idle.cached, idle.request, idle.need = list(request.ids), keep, request, need
+        self.session_hit_tokens += keep
+        self.running.append(idle)
+        return True
+
+    def _take_slot(self, need: int) -> int | None:
+        """A free slot with room for `need` tokens, or None if memory is short now."""
+        if not self._make_room(extra=1, capacity=need):
+            return None
+        used = {s.slot for s in self._live()}
+        return next(slot for slot in range(self.cache.num_slots) if slot not in used)
+
+    def _live(self) -> list[Sequence]:
+        return [*self.running, *self.sessions.values()]
+
+    def _make_room(self, extra: int, capacity: int) -> bool:
+        """Sees to `extra` free slots of at least `capacity` places; evicts idle sessions and unused prefixes, oldest first, if it must."""
+        if len(self._live()) + extra <= self.cache.num_slots and capacity <= self.cache.capacity:
+            return True
+        while not self._resize(extra, capacity):
+            idle = sorted(self.sessions.items(), key=lambda item: item[1].last_used)
+            unused = sorted((s for group in self.segments.values() for s in group.values() if not s.users), key=lambda s: s.last_used)
+            if unused and (not idle or unused[0].last_used < idle[0][1].last_used):
+                self._drop_segment(unused[0])
+            elif idle:
+                self.release(idle[0][0])
+            else:
+                return False
+        return True
+
+    def _shrink(self, spare: int) -> bool:
+        """Gives back free slots until `spare` tokens of the budget are unused; False if the live sequences need them."""
+        live = self._live()
+        places = _round_up(max((s.need for s in live), default=1))
+        room = self.config.kv_cache_tokens - self._segment_tokens() - spare
+        if len(live) * places > room:
+            return False
+        self._move(max(len(live), min(self.cache.num_slots, room // places)), places)
+        return True
+
+    def _drop_segment(self, segment: PrefixSegment) -> None:
+        group = self.segments[len(segment.ids)]
+        del group[tuple(segment.ids)]
+        if not group:
+            del self.segments[len(segment.ids)]
+
+    def _resize(self, extra: int, capacity: int) -> bool:
+        """New buffers for the live sequences and `extra` more, within the budget; with room to grow if that fits too."""
+        live = self._live()
+        budget = self.config.kv_cache_tokens - self._segment_tokens()
+        num_slots = len(live) + extra
+        least = _round_up(max([capacity, *(s.need for s in live)]))
+        generous = max(least, min(2 * self.cache.capacity, _round_up(least + least // 2))) if self.cache.capacity else least
+        if num_slots * least > budget:
+            return False
+        places = generous if num_slots * generous <= budget else least
+        wanted = min(num_slots + len(self.waiting), self.config.max_running)
+        num_slots = max(num_slots, min(max(wanted, self.cache.num_slots), budget // places))
+        self._move(num_slots, places)
+        return True
+
+    def _move(self, num_slots: int, capacity: int) -> None:
+        live = self._live()
+        moved = self.cache.resize(num_slots, capacity, [(s.slot, s.cached - s.offset) for s in live])
+        for sequence in live:
+            sequence.slot = moved[sequence.slot]
+
+
+def _round_up(tokens: int, multiple: int = 32) -> int:
+    return -(-tokens // multiple) * multiple
+
+
+def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
+    """Prefixes worth computing once among sorted, distinct prompts: runs of neighbours that share at least half of their tokens."""
+    found: list[list[int]] = []
+    run: list[int] | None = None
+    for before, prompt in zip(prompts, prompts[1:], strict=False):
+        base = run if run is not None else before
+        size = min(common_prefix(base, prompt), len(base) - (run is None), len(prompt) - 1)
+        if size >= MIN_SHARED_TOKENS and 2 * size >= len(prompt):
+            run = base[:size]
+        else:
+            if run is not None:
+                found.append(run)
+            run = None
+    if run is not None:
+        found.append(run)
+    return found

@@ -1,0 +1,217 @@
+"""The embedded engine: continuous batching over any transformers causal LM, on the trainer's own weights.
+
+Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks, completions one token each), draws a token
+for those that are up to date, and lets finished ones go. Steps run on the event loop; agents wake between steps, so their next turns join
+the next step.
+
+Promises: a token's log-prob is that of the distribution it was drawn from; the same request (prompt, parameters, seed, weights) gives the same
+tokens in any company, up to float rounding; memory stays within `engine.kv_cache_tokens`.
+Not promised: bit-equal logits for different batch shapes (matrix libraries sum in another order).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentevo.config import EngineSection
+from agentevo.errors import DeadlineExceededError, EngineError
+from agentevo.inference.batch import StepBatch, build_batch, choose_work
+from agentevo.inference.sampling import draw
+from agentevo.inference.scheduler import Request, Scheduler, Sequence
+from agentevo.types import Completion, FinishReason, SamplingParams
+
+
+class TorchEngine:
+    """See the module. `model` must have gone through `agentevo.models.attention.prepare`; `tokenizer` is needed for stop strings only."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, config: EngineSection | None = None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config or EngineSection()
+        self.scheduler = Scheduler(self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)))
+        self._version = 0
+        self._pump: asyncio.Task[None] | None = None
+        self._publishing = False
+        self._generated = self._computed = self._steps = 0
+        self._busy_s = 0.0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float) -> Completion:
+        """See Engine.generate."""
+        if not prompt_ids:
+            raise EngineError("the prompt is empty: an engine needs at least one token to predict from")
+        if sampling.stop_strings and self.tokenizer is None:
+            raise EngineError("stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.scheduler.submit(Request(list(prompt_ids), sampling, future, session))
+        self._wake()
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"no completion within {deadline_s:g} s ({len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting): "
+                "raise engine.timeout_s or lower sampling.max_new_tokens"
+            ) from None
+
+    async def release(self, session: str) -> None:
+        """See Engine.release."""
+        self.scheduler.release(session)
+
+    async def publish(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None = None, *, deadline_s: float = 60.0, in_flight: str = "finish"
+    ) -> None:
+        """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights (new ones wait); "continue" recomputes their
+        context under the new weights and goes on, each token stamped with the version that emitted it."""
+        if version <= self._version:
+            raise EngineError(f"weights version {version} is not newer than {self._version}: versions only grow")
+        if weights is not None:
+            self._verify(weights)
+        if in_flight == "finish":
+            await self._drain(deadline_s)
+        try:
+            if weights is not None:
+                with torch.no_grad():
+                    own = dict(self.model.named_parameters())
+                    for name, tensor in weights.items():
+                        own[name].copy_(tensor)
+            self._version = version
+            self.scheduler.forget_cache()
+        finally:
+            self._publishing = False
+            self._wake()
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        scheduler = self.scheduler
+        return {
+            "engine/generated_tokens": self._generated,
+            "engine/computed_tokens": self._computed,
+            "engine/steps": self._steps,
+            "engine/busy_s": self._busy_s,
+            "engine/prefix_hit_tokens": scheduler.prefix_hit_tokens,
+            "engine/session_hit_tokens": scheduler.session_hit_tokens,
+            "engine/running": len(scheduler.running),
+            "engine/waiting": len(scheduler.waiting),
+            "engine/kv_tokens": scheduler.memory_tokens(),
+        }
+
+    def _verify(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = dict(self.model.named_parameters())
+        unknown = sorted(set(weights) - set(own))
+        missing = sorted(set(own) - set(weights))
+        if unknown or missing:
+            raise EngineError(f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: publish the model's own parameter names")
+        for name, tensor in weights.items():
+            if tensor.shape != own[name].shape:
+                raise EngineError(f"weights refused, nothing changed: {name} has shape {tuple(tensor.shape)}, the engine {tuple(own[name].shape)}")
+            if not torch.isfinite(tensor).all():
+                raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
+
+    async def _drain(self, deadline_s: float) -> None:
+        """Waits until no request is running; new ones stay in the queue meanwhile."""
+        self._publishing = True
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.scheduler.running:
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            self._publishing = False
+            raise DeadlineExceededError(f"publish: requests were still running after {deadline_s:g} s; the old weights go on serving") from None
+
+    def _wake(self) -> None:
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        """Steps until there is nothing to do. A failure answers every open request with the error."""
+        scheduler = self.scheduler
+        await asyncio.sleep(0)  # requests made in the same breath join the first step
+        try:
+            while True:
+                scheduler.drop_abandoned()
+                if not self._publishing:
+                    self._admit()
+                if not scheduler.running:
+                    break
+                finished = self._step()
+                for _ in range(4 if finished else 1):  # let answered agents ask for their next turn
+                    await asyncio.sleep(0)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+            failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
+            for request in [*scheduler.waiting, *(s.request for s in scheduler.running if s.request)]:
+                if request.future is not None and not request.future.done():
+                    request.future.set_exception(failure)
+            scheduler.waiting.clear()
+            for sequence in list(scheduler.running):
+                scheduler.retire(sequence)
+            raise failure from error
+
+    @torch.inference_mode()
+    def _admit(self) -> None:
+        self.scheduler.admit()
+
+    @torch.inference_mode()
+    def _step(self) -> int:
+        """One forward pass; returns how many requests it finished."""
+        started = time.perf_counter()
+        device = next(self.model.parameters()).device
+        batch = build_batch(self.scheduler.cache, choose_work(self.scheduler.running, self.config.prefill_tokens), device)
+        logits = self.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.plan, logits_to_keep=batch.logit_rows
+        ).logits[0]  # [sampled, V]
+        for sequence, count in batch.work:
+            sequence.cached += count
+        finished = self._emit(batch, logits)
+        for sequence, _ in batch.work:
+            if sequence.request is not None and sequence.request.future is None and sequence.cached == len(sequence.ids):
+                self.scheduler.finish_prefix(sequence)
+                finished += 1
+        self._steps += 1
+        self._computed += batch.input_ids.shape[1]
+        self._busy_s += time.perf_counter() - started
+        return finished
+
+    def _emit(self, batch: StepBatch, logits: torch.Tensor) -> int:
+        """Draws a token for each sequence that is up to date; answers those that end."""
+        if not batch.sampled:
+            return 0
+        requests = [s.request for s in batch.sampled if s.request is not None]
+        tokens, logprobs = draw(logits, [r.params for r in requests], [float(r.rng.random()) for r in requests])
+        finished = 0
+        for sequence, request, token, logprob in zip(batch.sampled, requests, tokens, logprobs, strict=True):
+            request.completion.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self._version)
+            sequence.ids.append(token)
+            reason = self._finish_reason(request)
+            if reason is not None:
+                finished += 1
+                self._answer(sequence, request, reason)
+        self._generated += len(tokens)
+        return finished
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        if request.completion[-1] in request.stop_ids:
+            return "stop"
+        if request.params.stop_strings and self.tokenizer is not None:
+            longest = max(len(s) for s in request.params.stop_strings)
+            tail = self.tokenizer.decode(request.completion[-longest - 4 :], skip_special_tokens=False)
+            if any(s in tail for s in request.params.stop_strings):
+                return "stop"
+        return "length" if len(request.completion) >= request.params.max_new_tokens else None
+
+    def _answer(self, sequence: Sequence, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(sequence)
+        if request.future is not None and not request.future.done():
+            request.future.set_result(
+                Completion(ids=request.completion, logprobs=request.logprobs, versions=request.versions, finish_reason=reason)
+            )

@@ -1,0 +1,69 @@
+"""What a recipe may name, per kind, with one line about each: the tables of `agentevo list`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+
+Row = tuple[str, str]
+
+
+def environments() -> list[Row]:
+    from agentevo.environments import environments as registry
+
+    return [(name, _first_line(inspect.getdoc(registry.get(name)) or "")) for name in registry.names()]
+
+
+def algorithms() -> list[Row]:
+    from agentevo.config import config_keys
+
+    found = config_keys().explain("algorithm.name")[0]
+    return [(name, found.meaning) for name in found.choices]
+
+
+def models() -> list[Row]:
+    """Known models, and whether each is on this machine."""
+    from agentevo.models.cache import cache_folder, is_complete
+    from agentevo.models.known import known_models
+
+    rows = [("tiny", "made on the spot with random weights, shape and tokenizer under model.tiny")]
+    for name in known_models.names():
+        model = known_models.get(name)
+        rows.append((name, f"{model.summary} ({'here' if is_complete(model, cache_folder(name)) else 'not downloaded yet'})"))
+    return rows
+
+
+def recipes() -> list[Row]:
+    """Packaged recipes; the line is the first comment of each file."""
+    from agentevo.config_sources import PACKAGED_RECIPES, recipe_names
+
+    rows = []
+    for name in recipe_names():
+        first = (PACKAGED_RECIPES / f"{name}.yaml").read_text(encoding="utf-8").lstrip().splitlines()[:1]
+        rows.append((name, first[0].lstrip("# ") if first and first[0].startswith("#") else ""))
+    return rows
+
+
+def engines() -> list[Row]:
+    return [("torch", "embedded: continuous batching in this process, on the trainer's own weights")]
+
+
+def stores() -> list[Row]:
+    from agentevo.store import stores as registry
+
+    about = {"sqlite": "one file in the run's folder, or where store.url=sqlite:///PATH says"}
+    return [(name, about.get(name, "")) for name in sorted({*about, *registry.names()})]
+
+
+LISTS: Mapping[str, Callable[[], list[Row]]] = {
+    "environments": environments,
+    "algorithms": algorithms,
+    "models": models,
+    "recipes": recipes,
+    "engines": engines,
+    "stores": stores,
+}
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

@@ -1,0 +1,86 @@
+"""Matrix products of linear layers through oneDNN where that is the fast library: float32 on an x86 CPU.
+
+PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the speed of oneDNN (2 cores of an AMD EPYC,
+64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s; `benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch; only the
+operator that reaches it has a private name, which is why it is used in this one file.
+
+`FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not copied), same state dict, same gradients to
+float32 rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def available() -> bool:
+    """Is oneDNN's linear operator in this build of PyTorch, on an x86 CPU?"""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias for x [rows, in], weight [out, in], any strides; float32 on the CPU."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0]  # [rows, out]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            _product(grad, weight.t()) if needs_x else None,
+            _product(grad.t(), x.t()) if needs_weight else None,
+            grad.sum(0) if ctx.has_bias and needs_bias else None,
+        )
+
+
+class FastLinear(nn.Linear):
+    """`nn.Linear` whose float32 CPU products run in oneDNN."""
+
+    @classmethod
+    def sharing(cls, linear: nn.Linear) -> FastLinear:
+        """A layer over the very parameters of `linear`."""
+        fast = cls.__new__(cls)
+        nn.Module.__init__(fast)
+        fast.in_features, fast.out_features = linear.in_features, linear.out_features
+        fast.weight, fast.bias = linear.weight, linear.bias
+        fast.training = linear.training
+        return fast
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.device.type != "cpu" or input.dtype != torch.float32 or self.weight.dtype != torch.float32 or input.numel() == 0:
+            return super().forward(input)
+        rows = input.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):
+            out = _LinearFunction.apply(rows, self.weight, self.bias)
+        else:
+            out = _product(rows, self.weight, self.bias)
+        return out.view(*input.shape[:-1], self.out_features)
+
+
+def use_fast_linear(model: nn.Module) -> int:
+    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing where `available()` is false."""
+    if not available():
+        return 0
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, FastLinear.sharing(child))
+                replaced += 1
+    return replaced

@@ -1,0 +1,122 @@
+"""A config section -> model and tokenizer in memory; and back to a folder.
+
+`save_model` and `load_model` are inverses: the weights come back bit for bit (in the same dtype), the tokenizer encodes the same. The
+folder is in Hugging Face format, so every other tool reads it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from agentevo.errors import ModelError
+from agentevo.models.cache import Progress
+from agentevo.models.folder import atomic_folder
+from agentevo.models.resolve import fetch
+from agentevo.models.tiny import make_tiny
+
+if TYPE_CHECKING:
+    from agentevo.config import ModelSection
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A policy in memory."""
+
+    model: PreTrainedModel
+    """In eval mode, on its device, with transformers' own attention."""
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """As the recipe called it."""
+
+
+def load_model(
+    section: ModelSection, *, corpus: Callable[[], Iterable[str]] | None = None, seed: int = 0, progress: Progress | None = None
+) -> LoadedModel:
+    """Loads (or, for `tiny`, makes) the policy that the section names.
+
+    `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights; nothing else uses them. Raises `ModelError` or
+    `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
+    """
+    device = _device(section.device)
+    dtype: torch.dtype = getattr(torch, section.dtype)
+    if section.name == "tiny":
+        if corpus is None and section.tiny.tokenizer == "word":
+            raise ModelError("model.name=tiny needs texts to take its words from: pass corpus=..., or set model.tiny.tokenizer=byte")
+        model, tokenizer = make_tiny(section.tiny, corpus() if corpus else (), seed)
+        return LoadedModel(_placed(model, device, dtype), tokenizer, section.name)
+    return _from_pretrained(section.name, fetch(section.name, progress), dtype, device)
+
+
+def _from_pretrained(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    try:
+        with no_progress_bars(), torch.random.fork_rng(devices=[]):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model {name!r}: {folder} can't be read as a causal language model ({reason}): save or fetch it again") from error
+    model, info = loaded
+    if info["missing_keys"] or info["mismatched_keys"]:
+        lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        raise ModelError(
+            f"model {name!r}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save or fetch it again"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ModelError(f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: they don't belong together")
+    return LoadedModel(_placed(model, device, dtype), tokenizer, name)
+
+
+def _placed(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    module: torch.nn.Module = model
+    module.to(device=device, dtype=dtype).eval()
+    return model
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device=cuda, but PyTorch sees no CUDA GPU: set model.device=auto or cpu, or install PyTorch for CUDA")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """Saves both into `folder` so that readers see all or nothing; an older model there is replaced. Returns the folder.
+
+    Raises `ModelError` rather than replace a folder that holds something else.
+    """
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file()):
+        raise ModelError(f"{folder} exists and holds no model, so it is not replaced by one: choose another folder")
+    with atomic_folder(folder) as staging:
+        write_model(model, tokenizer, staging)
+    return folder
+
+
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes both into an existing folder, file by file. For callers that make the whole folder appear at once by `atomic_folder`."""
+    with no_progress_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers' progress bars off the terminal, which belongs to the live view."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,294 @@
+"""Early signs that a run is collapsing, in plain words with what to change.
+
+Multi-turn RL tends to die quietly: RAGEN (arXiv 2504.20073, "echo trap") finds that the reward spread inside groups and the entropy move tens
+of steps before the reward does, and that by the time the gradient norm spikes the policy is usually lost. `CollapseMonitor` watches these on
+running means, because single steps are noisy.
+
+It is a pure function of the metrics fed to it so far: no clock, no randomness. `load_state_dict(state_dict())` restores it exactly (also
+through JSON), so a resumed run warns as the uninterrupted one would. Missing metrics switch off only the signs that need them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import CheckpointError
+
+SCORE, SUCCESS = "critic/score/mean", "train/success"
+SPREAD, ZERO_SPREAD = "group/reward_std/mean", "group/zero_std_ratio"
+GRAD_NORM, ENTROPY, LOSS = "actor/grad_norm", "actor/entropy", "actor/pg_loss"
+LENGTH, CLIPPED = "response_length/mean", "response_length/clip_ratio"
+SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
+
+
+class CollapseWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """One sign of trouble at one step."""
+
+    code: str
+    """Name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
+    step: int
+    message: str
+    """What was seen, what it means, what to change."""
+
+
+class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Where normal ends. Steps are RL steps."""
+
+    smoothing: float = 0.2
+    """Weight of the newest step in a running mean."""
+    warmup_steps: int = 5
+    """Steps before a running mean is believed."""
+    patience_steps: int = 10
+    """Steps without a better reward after which the run counts as stalled."""
+    gain: float = 0.05
+    """What makes a reward better: this share of the distance between the lowest and the highest running mean."""
+    cooldown_steps: int = 20
+    """Steps for which a warning is not repeated."""
+    solved_success: float = 0.9
+    """Success rate from which low entropy and equal rewards are the goal and not a fault."""
+    zero_spread_ratio: float = 0.8
+    """Share of groups in which every attempt has the same reward."""
+    spread_drop: float = 0.2
+    """In-group reward spread as a share of its highest running mean."""
+    gradient_factor: float = 5.0
+    """Gradient norm over its running mean."""
+    entropy_drop: float = 0.1
+    """Entropy as a share of its level after the warm-up."""
+    entropy_rise: float = 0.5
+    """Rise of the entropy over its lowest running mean, in nats; it must also have doubled."""
+    clip_ratio: float = 0.3
+    """Share of completions cut by the token limit."""
+    reward_drop: float = 0.5
+    """Lost share of what the reward had gained."""
+    reward_noise: float = 2.0
+    """A fall of the reward must also exceed this many running mean deviations of single steps."""
+    lost_rollouts: float = 0.25
+    """Share of a step's trajectories dropped for failing."""
+
+
+class RunningMean(msgspec.Struct):
+    """Plain mean of the first values, exponential afterwards; `deviation` is the running mean of the distance from it."""
+
+    mean: float = 0.0
+    deviation: float = 0.0
+    count: int = 0
+
+    def add(self, value: float, smoothing: float) -> None:
+        self.count += 1
+        weight = max(smoothing, 1.0 / self.count)
+        if self.count > 1:
+            self.deviation += max(smoothing, 1.0 / (self.count - 1)) * (abs(value - self.mean) - self.deviation)
+        self.mean += weight * (value - self.mean)
+
+
+class CollapseState(msgspec.Struct):
+    """Everything the monitor remembers."""
+
+    step: int = 0
+    means: dict[str, RunningMean] = msgspec.field(default_factory=dict)
+    first_score: float | None = None
+    best_score: float | None = None
+    best_score_step: int = 0
+    lowest_score: float | None = None
+    highest_spread: float = 0.0
+    usual_gradient: float | None = None
+    """Running mean of the gradient norm before the newest step; None during the warm-up."""
+    start_entropy: float | None = None
+    lowest_entropy: float | None = None
+    failing_steps: int = 0
+    last_warned: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class CollapseMonitor:
+    """Feed it every step's metrics, once and in order; it answers with the warnings that are due."""
+
+    def __init__(self, limits: CollapseLimits | None = None) -> None:
+        self.limits = limits or CollapseLimits()
+        self._state = CollapseState()
+        self._signs: dict[str, Callable[[Mapping[str, float | None]], str | None]] = {
+            "not_finite": self._not_finite,
+            "rollouts_lost": self._rollouts_lost,
+            "all_failing": self._all_failing,
+            "gradient_spike": self._gradient_spike,
+            "spread_vanished": self._spread_vanished,
+            "entropy_collapsed": self._entropy_collapsed,
+            "entropy_exploded": self._entropy_exploded,
+            "length_limit": self._length_limit,
+            "reward_fell": self._reward_fell,
+        }
+
+    def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[CollapseWarning]:
+        """The warnings of this step, worst first; usually none."""
+        self._remember(step, metrics)
+        found = []
+        for code, sign in self._signs.items():
+            message = sign(metrics)
+            last = self._state.last_warned.get(code)
+            if message is not None and (last is None or step - last >= self.limits.cooldown_steps):
+                self._state.last_warned[code] = step
+                found.append(CollapseWarning(code=code, step=step, message=message))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings and dicts only: fit for JSON."""
+        return msgspec.to_builtins(self._state)  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._state = msgspec.convert(state, CollapseState)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(
+                f"the checkpoint's collapse monitor can't be read ({error}): it was written by another version of agentevo; resume with that one"
+            ) from error
+
+    def _remember(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        state, limits = self._state, self.limits
+        state.step = step
+        state.usual_gradient = self._believed(GRAD_NORM)
+        for key in SMOOTHED:
+            value = _finite(metrics, key)
+            if value is None or (key == GRAD_NORM and value == 0.0):  # a step whose groups were all dropped says nothing of gradients
+                continue
+            past = state.means.setdefault(key, RunningMean())
+            if key == GRAD_NORM and past.count >= limits.warmup_steps:
+                value = min(value, limits.gradient_factor * past.mean)  # a spike must not hide the next one
+            past.add(value, limits.smoothing)
+        state.failing_steps = state.failing_steps + 1 if _finite(metrics, SUCCESS) == 0.0 else 0
+        score = self._mean(SCORE)
+        if score is not None:
+            state.first_score = score if state.first_score is None else state.first_score
+            state.lowest_score = score if state.lowest_score is None else min(state.lowest_score, score)
+            gain = limits.gain * ((state.best_score if state.best_score is not None else score) - state.lowest_score)
+            if state.best_score is None or score > state.best_score + gain:
+                state.best_score, state.best_score_step = score, step
+        state.highest_spread = max(state.highest_spread, self._believed(SPREAD) or 0.0)
+        entropy = self._believed(ENTROPY)
+        if entropy is not None:
+            state.start_entropy = entropy if state.start_entropy is None else state.start_entropy
+            state.lowest_entropy = entropy if state.lowest_entropy is None else min(state.lowest_entropy, entropy)
+
+    def _mean(self, key: str) -> float | None:
+        past = self._state.means.get(key)
+        return None if past is None or past.count == 0 else past.mean
+
+    def _believed(self, key: str) -> float | None:
+        past = self._state.means.get(key)
+        return None if past is None or past.count < self.limits.warmup_steps else past.mean
+
+    def _solved(self) -> bool:
+        success = self._mean(SUCCESS)
+        return success is not None and success >= self.limits.solved_success
+
+    def _stalled(self) -> bool:
+        return self._state.step - self._state.best_score_step >= self.limits.patience_steps
+
+    def _success_words(self) -> str:
+        success, score = self._mean(SUCCESS), self._mean(SCORE)
+        return f"success is {success:.0%}" if success is not None else f"the mean reward is {0.0 if score is None else score:.3g}"
+
+    def _not_finite(self, metrics: Mapping[str, float | None]) -> str | None:
+        broken = [key for key in (LOSS, GRAD_NORM, ENTROPY, SCORE) if key in metrics and _finite(metrics, key) is None]
+        if not broken:
+            return None
+        return (
+            f"{' and '.join(broken)} is not a finite number: the update overflowed and later steps can't be trusted. "
+            "Resume from the last checkpoint with a lower trainer.learning_rate, and with model.dtype=float32 if it was bfloat16."
+        )
+
+    def _rollouts_lost(self, metrics: Mapping[str, float | None]) -> str | None:
+        total = _finite(metrics, "rollout/in") or 0.0
+        prefix = "rollout/dropped/"
+        lost = {
+            key.removeprefix(prefix): count
+            for key in sorted(metrics)
+            if key.startswith(prefix) and "variance" not in key and (count := _finite(metrics, key))
+        }
+        if total == 0 or sum(lost.values()) < self.limits.lost_rollouts * total:
+            return None
+        reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
+        return (
+            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the environment, the agent or the engine is at fault "
+            "rather than the policy. `agentevo trajectories show` gives each one's error; if they ran out of time raise agent.timeout_s."
+        )
+
+    def _all_failing(self, metrics: Mapping[str, float | None]) -> str | None:
+        if self._state.failing_steps < self.limits.warmup_steps:
+            return None
+        return (
+            f"No attempt has succeeded for {self._state.failing_steps} steps, so there is nothing to reinforce. Make the task easier (environment "
+            "options), show it demonstrations first (cold_start.episodes), try more per task (trainer.group_size), and read a few attempts with "
+            "`agentevo trajectories show`: the answer's format may be what fails."
+        )
+
+    def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
+        value, usual = _finite(metrics, GRAD_NORM), self._state.usual_gradient
+        if value is None or not usual or value <= self.limits.gradient_factor * usual:
+            return None
+        return (
+            f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running mean of {usual:.3g}. If it happens again the policy is "
+            "likely to collapse and not to come back: lower trainer.learning_rate or trainer.max_grad_norm, or resume from an earlier checkpoint."
+        )
+
+    def _spread_vanished(self, metrics: Mapping[str, float | None]) -> str | None:
+        spread, ratio, peak = self._believed(SPREAD), self._believed(ZERO_SPREAD), self._state.highest_spread
+        equal = ratio is not None and ratio >= self.limits.zero_spread_ratio
+        shrunk = spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
+        if not (equal or shrunk) or self._solved() or not self._stalled() or self._all_failing(metrics):
+            return None
+        seen = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
+        seen += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
+        return (
+            f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) while {self._success_words()}: such groups teach nothing, "
+            "and the agent may be repeating one answer everywhere. Raise sampling.temperature or trainer.group_size, set algorithm.entropy_coef, or "
+            "choose tasks of more mixed difficulty (environment options)."
+        )
+
+    def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
+        entropy, start = self._believed(ENTROPY), self._state.start_entropy
+        if entropy is None or not start or entropy > self.limits.entropy_drop * start or self._solved() or not self._stalled():
+            return None
+        return (
+            f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, {entropy / start:.0%} of the {start:.2g} it started with, and "
+            f"{self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01) or algorithm.clip_high=0.28, raise "
+            "sampling.temperature, or lower trainer.learning_rate."
+        )
+
+    def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
+        entropy, low = self._believed(ENTROPY), self._state.lowest_entropy
+        if entropy is None or low is None or entropy < low + self.limits.entropy_rise or entropy < 2 * low or self._solved():
+            return None
+        return (
+            f"The policy's tokens are turning random: entropy rose from {low:.2g} to {entropy:.2g} nats a token. Lower trainer.learning_rate or "
+            "algorithm.entropy_coef, tie the policy to its start with algorithm.kl_coef (0.001 to 0.01), or resume from an earlier checkpoint."
+        )
+
+    def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
+        clipped, length = self._believed(CLIPPED), self._mean(LENGTH)
+        if clipped is None or clipped < self.limits.clip_ratio or self._solved():
+            return None
+        words = "" if length is None else f" (mean length {length:.0f} tokens)"
+        return (
+            f"{clipped:.0%} of completions are cut by the token limit{words}, most of them before their answer. Raise sampling.max_new_tokens, give a "
+            "stop string in sampling.stop, or ask for shorter answers in agent.system_prompt."
+        )
+
+    def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
+        state, score = self._state, self._believed(SCORE)
+        if score is None or state.best_score is None or state.first_score is None:
+            return None
+        gained, lost = state.best_score - state.first_score, state.best_score - score
+        if gained <= 0 or lost < self.limits.reward_drop * gained or lost < self.limits.reward_noise * state.means[SCORE].deviation:
+            return None
+        return (
+            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) to {score:.3g}. The best checkpoint is kept: resume from it "
+            "with a lower trainer.learning_rate or some algorithm.kl_coef (0.001 to 0.01)."
+        )
+
+
+def _finite(metrics: Mapping[str, float | None], key: str) -> float | None:
+    value = metrics.get(key)
+    return None if value is None or not math.isfinite(value) else float(value)

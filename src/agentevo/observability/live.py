@@ -1,0 +1,293 @@
+"""What a person sees while a run goes on.
+
+On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals, throughput, the last warnings), with
+evaluations and notes scrolling above it. Anywhere else (CI, a log file, a pipe): one plain ASCII line per step that stands on its own.
+
+The panel is drawn by rich's own thread. It only ever reads `LiveView._state`, a frozen snapshot that the run's thread replaces whole, so no
+lock is needed and a slow terminal never holds up training.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+import msgspec
+
+from agentevo.observability.metrics import Evaluation, read_evaluations
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+HEARTBEAT_S = 15.0
+"""Plain mode: a phase seen before is printed again only after this much silence."""
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def format_duration(seconds: float) -> str:
+    """`0.42s`, `8.3s`, `3m07s`, `2h05m`, `3d04h`: three figures at most."""
+    if seconds < 1:
+        return f"{max(seconds, 0):.2f}s"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes = round(seconds) // 60
+    if minutes < 60:
+        return f"{minutes}m{round(seconds) % 60:02d}s"
+    if minutes < 48 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+
+
+def format_drops(num_in: float | None, dropped: Mapping[str, int]) -> str:
+    """`32 in, 4 dropped: 4 zero-variance`; the reasons in falling order."""
+    reasons = sorted(((count, reason) for reason, count in dropped.items() if count), key=lambda pair: (-pair[0], pair[1]))
+    came = "" if num_in is None else f"{num_in:.0f} in, "
+    if not reasons:
+        return f"{came}none dropped"
+    return f"{came}{sum(dropped.values())} dropped: " + ", ".join(f"{count} {reason.replace('_', '-')}" for count, reason in reasons)
+
+
+def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """The metrics of one step that people follow, as label -> text; what is missing or not a number is left out (`nan` if it was logged)."""
+    shown = [
+        ("reward", "critic/score/mean", "{:.3f}"),
+        ("success", "train/success", "{:.0%}"),
+        ("tok/s", _first(metrics, "perf/throughput", "trainer/tokens_per_s", "engine/tokens_per_s"), "{:,.0f}"),
+        ("s/step", _first(metrics, "timing_s/step", "perf/time_per_step"), "{:.1f}"),
+        ("grad", "actor/grad_norm", "{:.2f}"),
+        ("entropy", "actor/entropy", "{:.2f}"),
+        ("kl", "actor/ppo_kl", "{:.1e}"),
+        ("clipped", "actor/pg_clipfrac", "{:.1%}"),
+        ("length", "response_length/mean", "{:.0f}"),
+    ]
+    facts = {}
+    for label, key, pattern in shown:
+        if key in metrics:
+            value = metrics[key]
+            facts[label] = "nan" if value is None or math.isnan(value) else pattern.format(value)
+    return facts
+
+
+def _first(metrics: Mapping[str, float | None], *keys: str) -> str:
+    return next((key for key in keys if key in metrics), keys[0])
+
+
+def evaluation_rows(result: Evaluation) -> list[tuple[str, str, str]]:
+    """(player, success, reward) as texts: the agent, and the two players that say what its number is worth."""
+
+    def cell(value: float | None, pattern: str) -> str:
+        return "" if value is None else pattern.format(value)
+
+    rows = [
+        ("agent, greedy", cell(result.success_greedy, "{:.1%}"), cell(result.reward_greedy, "{:.3f}")),
+        ("agent, sampled", cell(result.success_sampled, "{:.1%}"), cell(result.reward_sampled, "{:.3f}")),
+        ("random player", cell(result.random, "{:.1%}"), ""),
+        ("optimal player", cell(result.optimal, "{:.1%}"), ""),
+    ]
+    return [row for row in rows if row[1] or row[2]]
+
+
+class ViewState(msgspec.Struct, frozen=True, kw_only=True):
+    """One frame's facts."""
+
+    phase: str = "starting"
+    detail: str = ""
+    step: int = 0
+    total: int = 0
+    metrics: Mapping[str, float | None] = {}
+    dropped: Mapping[str, int] = {}
+    scores: tuple[float, ...] = ()
+    """Mean rewards of the last steps, for the sparkline."""
+    evaluations: tuple[Evaluation, ...] = ()
+    warnings: tuple[str, ...] = ()
+    eta_s: float | None = None
+    """Time left when the last step ended."""
+    last_step_at: float = 0.0
+    started_at: float = 0.0
+
+
+class LiveView:
+    """Context manager; all methods are called from the run's own thread. `plain=None` decides by whether `stream` is a terminal."""
+
+    def __init__(
+        self, title: str, *, stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.title = title
+        self._stream = sys.stdout if stream is None else stream
+        self._clock = clock
+        self._state = ViewState(started_at=clock())
+        self._step_ends: deque[float] = deque(maxlen=20)
+        self._seen_phases: set[str] = set()
+        self._printed_at = clock()
+        self._console: Console | None = None
+        self._live: Live | None = None
+        if not (not self._stream.isatty() if plain is None else plain):
+            from rich.console import Console
+
+            console = Console(file=self._stream)
+            drawable = not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+            self._console = console if drawable else None
+
+    @property
+    def plain(self) -> bool:
+        return self._console is None
+
+    def __enter__(self) -> Self:
+        if self._console is not None:
+            from rich.live import Live
+
+            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._change(phase="stopped" if kind is not None else "done", detail="", eta_s=None)
+            self._live.stop()
+            self._live = None
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """What the run does now, such as `phase("cold start", "epoch 2/3")`. Cheap enough to call many times a step."""
+        self._change(phase=name, detail=detail)
+        if self.plain and (name not in self._seen_phases or (detail and self._clock() - self._printed_at >= HEARTBEAT_S)):
+            self._print(f"-- {name}: {detail}" if detail else f"-- {name}")
+        self._seen_phases.add(name)
+
+    def step(self, step: int, total: int, metrics: Mapping[str, float | None], dropped: Mapping[str, int]) -> None:
+        """RL step `step` of `total` has ended. `dropped` says why trajectories were left out: reason -> count."""
+        now = self._clock()
+        self._step_ends.append(now)
+        score = metrics.get("critic/score/mean")
+        self._change(
+            step=step,
+            total=total,
+            metrics=dict(metrics),
+            dropped=dict(dropped),
+            scores=(*self._state.scores[-29:], score) if score is not None and math.isfinite(score) else self._state.scores,
+            eta_s=self._time_left(step, total, metrics),
+            last_step_at=now,
+        )
+        if self.plain:
+            self._print(self._step_line())
+
+    def evaluation(self, step: int, results: Mapping[str, float | None]) -> None:
+        """Shows the `val-core/{environment}/...` entries of `results`, measured at `step`."""
+        found = read_evaluations(results)
+        self._change(evaluations=tuple(found))
+        for result in found:
+            number = "" if result.n is None else f", {result.n:.0f} tasks"
+            title = f"held-out evaluation at step {step}: {result.environment}{number}"
+            if self._console is None:
+                rows = [("", "success", "reward"), *evaluation_rows(result)]
+                self._print("\n".join([title, *(f"  {player:<15}{success:>8}{reward:>9}".rstrip() for player, success, reward in rows)]))
+            else:
+                self._console.print(_evaluation_table(title, result), highlight=False)
+
+    def warn(self, text: str) -> None:
+        """A warning stays in the panel until three newer ones push it out."""
+        self._change(warnings=(*self._state.warnings[-2:], text))
+        if self.plain:
+            self._print(f"WARNING {text}")
+
+    def note(self, text: str) -> None:
+        """A line for the record, such as a checkpoint's path."""
+        if self._console is None:
+            self._print(text)
+        else:
+            from rich.text import Text
+
+            self._console.print(Text(text))
+
+    def _change(self, **fields: object) -> None:
+        self._state = msgspec.structs.replace(self._state, **fields)
+
+    def _print(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+        self._printed_at = self._clock()
+
+    def _time_left(self, step: int, total: int, metrics: Mapping[str, float | None]) -> float | None:
+        """By the pace of the last steps, evaluations and checkpoints between them included."""
+        if len(self._step_ends) >= 2:
+            return (total - step) * (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        pace = metrics.get("timing_s/step")
+        return None if pace is None else (total - step) * pace
+
+    def _step_line(self) -> str:
+        state = self._state
+        facts = step_facts(state.metrics)
+        parts = [f"step {state.step:>{len(str(state.total))}}/{state.total}"]
+        parts += [f"{label} {facts[label]}" for label in ("reward", "success") if label in facts]
+        parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
+        parts += [f"{facts[label]} {label}" for label in ("tok/s", "s/step") if label in facts]
+        if state.eta_s is not None:
+            parts.append(f"eta {format_duration(state.eta_s)}")
+        parts += [f"{label} {facts[label]}" for label in ("grad", "entropy") if label in facts]
+        return " | ".join(parts)
+
+    def _panel(self) -> RenderableType:
+        return _draw(self.title, self._state, self._clock())
+
+
+def sparkline(values: tuple[float, ...]) -> str:
+    """Bars from the lowest to the highest of the values."""
+    if not values:
+        return ""
+    low, span = min(values), max(values) - min(values)
+    return "".join(SPARKS[round((value - low) / span * 7) if span else 0] for value in values)
+
+
+def _evaluation_table(title: str, result: Evaluation) -> RenderableType:
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("player")
+    table.add_column("success", justify="right")
+    table.add_column("reward", justify="right")
+    for player, success, reward in evaluation_rows(result):
+        table.add_row(player, success, reward, style="bold cyan" if player.startswith("agent") else "dim")
+    return Group(Text(title, "bold"), table)
+
+
+def _draw(title: str, state: ViewState, now: float) -> RenderableType:
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    left = "" if state.eta_s is None else f"about {format_duration(max(state.eta_s - (now - state.last_step_at), 0))} left"
+    progress = Table.grid(padding=(0, 2), expand=True)
+    progress.add_column(no_wrap=True)
+    progress.add_column(ratio=1)
+    progress.add_column(no_wrap=True, justify="right")
+    progress.add_row(f"step {state.step}/{state.total or '?'}", ProgressBar(total=max(state.total, 1), completed=state.step), left)
+    facts = step_facts(state.metrics)
+    learning, optimisation, speed = Text(), Text(), Text()
+    for label in ("success", "reward", "entropy", "grad", "kl", "clipped", "length"):
+        if label in facts:
+            line = learning if label in ("success", "reward") else optimisation
+            line.append(f"{label} ", "dim").append(facts[label], "bold").append("   ")
+    learning.append(sparkline(state.scores), "green")
+    for label in ("tok/s", "s/step"):
+        if label in facts:
+            speed.append(facts[label], "bold").append(f" {label}   ", "dim")
+    if state.metrics:
+        speed.append(format_drops(state.metrics.get("rollout/in"), state.dropped), "yellow" if any(state.dropped.values()) else "dim")
+    lines: list[RenderableType] = [progress, *(line for line in (learning, optimisation, speed) if line)]
+    for result in state.evaluations:
+        players = [(player.removeprefix("agent, ").removesuffix(" player"), success) for player, success, _ in evaluation_rows(result)]
+        scores = "   ".join(f"{player} {success}" for player, success in players if success)
+        lines.append(Text.assemble((f"held-out {result.environment}  ", "dim"), scores))
+    lines += [Text(f"! {text}", "yellow") for text in state.warnings]
+    heading = Text.assemble((title, "bold"), "  ", state.phase, (f"  {state.detail}" if state.detail else "", "dim"))
+    return Panel(Group(*lines), title=heading, title_align="left", subtitle=format_duration(now - state.started_at), subtitle_align="right")

@@ -1,0 +1,176 @@
+"""The run's numbers on disk: `metrics.jsonl`, one JSON object a line, mirrored to TensorBoard.
+
+    {"step": 12, "time": 1771234567.8, "actor/entropy": 1.02, "critic/score/mean": 0.41, ...}
+
+Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along the file; after `resume(s)` no row has
+`step > s`, so a resumed run has each row once. Metric names are verl's; names are sorted; a non-finite number is written as null, because
+JSON has no NaN and a reader must not break on a diverged run. Not guaranteed: that the last line survives a power cut (it isn't fsynced).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from agentevo.errors import MissingExtraError, StoreError, TrainingError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+MetricsRow = dict[str, float | None]
+"""One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number that was not finite."""
+
+RESERVED = ("step", "time")
+EVALUATION_KEY = re.compile(r"^val-core/(?P<environment>.+?)/(?P<name>(?:success|reward)/(?:greedy|sampled)|random|optimal|n)$")
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent on the held-out tasks of one environment, beside the two reference players (success is 0..1)."""
+
+    environment: str
+    success_greedy: float | None = None
+    success_sampled: float | None = None
+    reward_greedy: float | None = None
+    reward_sampled: float | None = None
+    random: float | None = None
+    """Success of a player that draws uniformly from the valid actions, under the agent's limits."""
+    optimal: float | None = None
+    n: float | None = None
+    """Held-out tasks."""
+
+    @property
+    def success(self) -> float | None:
+        """The headline number: greedy, or sampled where nothing was decoded greedily."""
+        return self.success_sampled if self.success_greedy is None else self.success_greedy
+
+
+def read_evaluations(metrics: Mapping[str, float | None]) -> list[Evaluation]:
+    """The evaluations in one row, by environment. Keys are `val-core/{environment}/{success/greedy, random, ...}`; others are ignored."""
+    found: dict[str, dict[str, float | None]] = {}
+    for key, value in metrics.items():
+        match = EVALUATION_KEY.match(key)
+        if match:
+            found.setdefault(match["environment"], {})[match["name"].replace("/", "_")] = value
+    return [Evaluation(environment=name, **scores) for name, scores in sorted(found.items())]
+
+
+def read_metrics(path: Path | str) -> list[MetricsRow]:
+    """All rows, in file order. A torn last line (the process died while writing it) is left out; a missing file has no rows.
+
+    Raises `StoreError` for any other line that is not a metrics row.
+    """
+    return [row for row, _ in _read_rows(Path(path))]
+
+
+def _read_rows(path: Path) -> list[tuple[MetricsRow, bytes]]:
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows: list[tuple[MetricsRow, bytes]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append((row, line))
+        elif number < len(lines):
+            raise StoreError(
+                f"{path}, line {number} is not a metrics row (a JSON object with an integer 'step'): delete that line and try again"
+            )
+    return rows
+
+
+def _json_number(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl`; an existing file is continued, after mending a torn last line. Close it, or use it in a `with`."""
+
+    def __init__(self, path: Path | str, tensorboard_dir: Path | str | None = None) -> None:
+        self.path = Path(path)
+        self.tensorboard_dir = None if tensorboard_dir is None else Path(tensorboard_dir)
+        if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError(
+                "tracking.tensorboard=true needs the package tensorboard: pip install 'agentevo[tensorboard]', or set tracking.tensorboard=false"
+            )
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows = _read_rows(self.path)
+        self._last_step = int(rows[-1][0]["step"] or 0) if rows else 0
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self._rewrite([line for _, line in rows])
+        self._file = self.path.open("ab")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one row. Values may be anything `float()` takes. Raises `TrainingError` if the row would break the file's invariants."""
+        taken = [key for key in RESERVED if key in metrics]
+        if taken:
+            raise TrainingError(f"metrics of step {step}: the name {taken[0]!r} belongs to the row itself; rename the metric")
+        if step < self._last_step:
+            raise TrainingError(f"metrics of step {step} come after step {self._last_step} in {self.path}: call resume({step - 1}) first")
+        row = {"step": step, "time": round(time.time(), 3), **{key: _json_number(metrics[key]) for key in sorted(metrics)}}
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+        self._last_step = step
+        self._mirror(step, metrics)
+
+    def resume(self, step: int) -> None:
+        """Forgets every row after `step`, on disk and in TensorBoard: the run goes on from the checkpoint of that step."""
+        self._file.close()
+        kept = [line for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
+        self._rewrite(kept)
+        self._file = self.path.open("ab")
+        self._last_step = min(self._last_step, step)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._purge_step = step + 1
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _rewrite(self, lines: list[bytes]) -> None:
+        """Replaces the file by these lines in one rename: a reader or a crash sees the old file or the new one."""
+        fresh = self.path.with_name(self.path.name + ".tmp")
+        with fresh.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self.path)
+
+    def _mirror(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.tensorboard_dir is None:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.tensorboard_dir), purge_step=self._purge_step)
+        for key in sorted(metrics):
+            self._writer.add_scalar(key, float(metrics[key]), global_step=step)
+        self._writer.flush()

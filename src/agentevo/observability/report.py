@@ -1,0 +1,112 @@
+"""`report.html`: one self-contained page about a run, for people who weren't there.
+
+It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so it can be made again at any time, also of a
+run that was interrupted and has no summary yet. Pictures are inside the page; opening it makes no request. The file is replaced in one rename.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from agentevo.errors import ConfigError
+from agentevo.observability import report_html as html
+from agentevo.observability.metrics import MetricsRow, read_metrics
+from agentevo.observability.plots import write_plots
+from agentevo.observability.trajectory_view import Decode
+from agentevo.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentevo.store import Store, TrajectorySummary
+
+
+def write_report(
+    run_dir: Path | str,
+    metrics_rows: Sequence[MetricsRow],
+    summary: Mapping[str, Any],
+    config_yaml: str,
+    trajectories: Sequence[tuple[str, Trajectory]],
+    decode: Decode | None = None,
+) -> Path:
+    """Draws `plots/*.png`, writes `report.html` around them and returns its path.
+
+    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them. Without `decode` tokens are shown as ids.
+    """
+    run_dir = Path(run_dir)
+    plots = write_plots(metrics_rows, summary, run_dir / "plots")
+    curve = [path for path in plots if path.stem == "learning_curve"]
+    sections = [
+        html.headline(metrics_rows, summary),
+        html.pictures("Learning curve", curve),
+        html.evaluations(metrics_rows),
+        html.warnings(summary),
+        html.trajectories(trajectories, decode),
+        html.pictures("Optimisation, lengths and speed", [path for path in plots if path not in curve]),
+        html.rollouts(metrics_rows),
+        html.timings(metrics_rows),
+        html.config(config_yaml),
+    ]
+    path = run_dir / "report.html"
+    fresh = path.with_name("report.html.tmp")
+    fresh.write_text(html.page(f"{summary.get('name', run_dir.name)}: AgentEvo report", sections), encoding="utf-8")
+    os.replace(fresh, path)
+    return path
+
+
+def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
+    """Makes the report of a finished, running or interrupted run from its folder. Raises `ConfigError` if that is no run folder.
+
+    Reads the store in an event loop of its own; inside a running loop, use `sample_trajectories` and `write_report` instead.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(
+            f"{run_dir} is not the folder of a run (it has no config.yaml): give the folder that `agentevo train` printed, such as runs/NAME"
+        )
+    config_yaml = (run_dir / "config.yaml").read_text(encoding="utf-8")
+    config = yaml.safe_load(config_yaml) or {}
+    summary_path = run_dir / "summary.json"
+    summary: dict[str, Any] = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {"name": run_dir.name}
+    trajectories = asyncio.run(_read_samples(run_dir, (config.get("store") or {}).get("url")))
+    return write_report(run_dir, read_metrics(run_dir / "metrics.jsonl"), summary, config_yaml, trajectories, decode)
+
+
+async def _read_samples(run_dir: Path, url: str | None) -> list[tuple[str, Trajectory]]:
+    from agentevo.store import open_store
+
+    if url is None and not (run_dir / "store.sqlite").is_file():
+        return []
+    async with await open_store(url or f"sqlite:///{run_dir / 'store.sqlite'}", create=False) as store:
+        return await sample_trajectories(store)
+
+
+async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
+    """A few (caption, trajectory) pairs that show what was learned: a typical first attempt, the best, a typical and the worst of the last
+    step, and the newest that broke. Held-out attempts are preferred to training ones; the same store gives the same choice."""
+    summaries = [found for found in await store.summaries() if found.split != "doctor"]
+    finished = [found for found in summaries if found.status == "completed"]
+    if any(found.split == "eval" for found in finished):
+        finished = [found for found in finished if found.split == "eval"]
+    chosen: dict[str, str] = {}
+    if finished:
+        steps = sorted({found.step for found in finished})
+        last = sorted((found for found in finished if found.step == steps[-1]), key=_by_reward)
+        if len(steps) > 1:
+            first = sorted((found for found in finished if found.step == steps[0]), key=_by_reward)
+            chosen[first[len(first) // 2].id] = f"A typical attempt at step {steps[0]}"
+        for place, which in ((-1, "Best"), (len(last) // 2, "A typical"), (0, "Worst")):
+            chosen.setdefault(last[place].id, f"{which} attempt at step {steps[-1]}")
+    broken = [found for found in summaries if found.status == "failed"]
+    if broken:
+        chosen[broken[-1].id] = f"Newest failed attempt (step {broken[-1].step})"
+    return [(caption, await store.trajectory(trajectory_id)) for trajectory_id, caption in chosen.items()]
+
+
+def _by_reward(found: TrajectorySummary) -> tuple[float, str]:
+    return found.reward, found.id

@@ -1,0 +1,233 @@
+"""The sections of `report.html`: pure functions from a run's records to HTML text.
+
+Everything that comes from a run (texts of models and environments above all) passes through `html.escape`; the page's content security policy
+allows no scripts and no requests, so a hostile completion can neither run nor phone home.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from agentevo.observability.live import format_duration
+from agentevo.observability.metrics import Evaluation, MetricsRow
+from agentevo.observability.plots import held_out, wilson_interval
+from agentevo.observability.trajectory_view import LEVELS, Decode, outcome, probability_level, prompt_texts, version_words, visible
+from agentevo.types import Trajectory, Turn
+
+SHOWN_TOKENS = 3000
+"""Tokens of one trajectory that the page shows; a browser slows down far beyond."""
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+CSS = """
+:root { --ink: #22262b; --soft: #5b616a; --line: #e3e6ea; --blue: #0072b2; --wash: #f6f7f9 }
+* { box-sizing: border-box }
+body { font: 15px/1.55 Inter, system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; color: var(--ink); background: #fff;
+       max-width: 60rem; margin: 0 auto; padding: 2.5rem 1.25rem 5rem }
+h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2.6rem 0 .8rem; padding-top: 1rem; border-top: 1px solid var(--line) }
+.soft { color: var(--soft) } .big { font-size: 2.9rem; font-weight: 650; letter-spacing: -.02em; color: var(--blue); line-height: 1.15; margin-top: 1.4rem }
+.big .from { color: var(--soft); font-weight: 450 }
+.tiles { display: flex; flex-wrap: wrap; gap: .7rem; margin-top: 1.4rem }
+.tile { background: var(--wash); border-radius: 8px; padding: .6rem .9rem; min-width: 7.5rem } .tile b { display: block; font-size: 1.2rem }
+img { max-width: 100%; height: auto; display: block; margin: .6rem 0 1.4rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem } .scroll { overflow-x: auto }
+th, td { padding: .28rem 1.1rem .28rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
+th { font-weight: 600; color: var(--soft) } th:first-child, td:first-child { text-align: left }
+.warning { border-left: 3px solid #e69f00; background: #fff8ea; padding: .5rem .9rem; margin: .5rem 0; border-radius: 0 6px 6px 0 }
+details { border: 1px solid var(--line); border-radius: 8px; margin: .7rem 0; padding: .55rem .9rem } summary { cursor: pointer }
+pre, .text { font: 13px/1.6 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .15rem 0 }
+.turn { border-top: 1px dashed var(--line); margin-top: .7rem; padding-top: .5rem } .role { font-size: .8rem; font-weight: 650; color: var(--soft) }
+.said { background: var(--wash); border-radius: 6px; padding: .4rem .6rem } .t { border-radius: 3px } .t:hover { outline: 1px solid var(--ink) }
+.p1 { background: #d9f0e4 } .p2 { background: #cfe6f5 } .p3 { background: #fde5b0 } .p4 { background: #f9c3b0 }
+.key span { padding: .05rem .4rem; margin-right: .5rem; white-space: nowrap }
+"""
+
+
+def page(title: str, sections: Sequence[str]) -> str:
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>{CSS}</style></head>\n<body>\n'
+        + "\n".join(section for section in sections if section)
+        + "\n</body></html>\n"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are plain text; they are escaped here."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
+    """What changed, on how many tasks, against whom, at what cost. Numbers that the summary lacks are taken from the rows."""
+    scores: Mapping[str, Any] = summary.get("eval") or {}
+    evaluations = next(iter(held_out(rows).values()), [])
+    first = evaluations[0][1] if evaluations else Evaluation(environment="")
+    last = evaluations[-1][1] if evaluations else first
+    before, after = _number(scores.get("before", first.success)), _number(scores.get("after", last.success))
+    cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n", last.n))
+    about = " · ".join(escape(str(summary[key])) for key in ("environment", "model", "recipe") if summary.get(key))
+    parts = [f"<h1>{escape(str(summary.get('name', 'run')))}</h1>", f'<div class="soft">{about}</div>']
+    if before is not None and after is not None:
+        random, optimal = _number(scores.get("random", last.random)), _number(scores.get("optimal", last.optimal))
+        low, high = wilson_interval(after, number) if number else (after, after)
+        tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
+        words = [f"success on {tasks} before and after RL" + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")]
+        words += [f"before the cold start it was {cold:.0%}"] if cold is not None else []
+        words += [f"a random player reaches {random:.0%}"] if random is not None else []
+        words += [f"an optimal player {optimal:.0%}"] if optimal is not None else []
+        parts.append(f'<div class="big"><span class="from">{before:.0%} →</span> {after:.0%}</div>')
+        parts.append(f'<div class="soft">{escape("; ".join(words))}.</div>')
+        if random is not None and low <= random:
+            parts.append('<div class="warning">The result can\'t be told from random play.</div>')
+    tokens: Mapping[str, Any] = summary.get("tokens") or {}
+    best: Mapping[str, Any] = summary.get("best") or {}
+    wall, best_value = _number(summary.get("wall_s")), _number(best.get("value"))
+    tiles = [
+        ("RL steps", f"{summary['steps']}" if "steps" in summary else f"{max((row['step'] or 0 for row in rows), default=0)}"),
+        ("wall time", "" if wall is None else format_duration(wall)),
+        ("tokens generated", f"{tokens['generated']:,}" if "generated" in tokens else ""),
+        ("tokens trained on", f"{tokens['trained']:,}" if "trained" in tokens else ""),
+        ("best evaluation", "" if best_value is None else f"{best_value:.0%} at step {best.get('step')}"),
+    ]
+    shown = "".join(f'<div class="tile"><b>{escape(value)}</b><span class="soft">{label}</span></div>' for label, value in tiles if value)
+    return "\n".join([*parts, f'<div class="tiles">{shown}</div>'])
+
+
+def pictures(heading: str, paths: Sequence[Path]) -> str:
+    """The PNG files inside the page itself."""
+    if not paths:
+        return ""
+    images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode("ascii")) for path in paths]
+    return f"<h2>{escape(heading)}</h2>" + "".join(
+        f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">' for name, data in images
+    )
+
+
+def evaluations(rows: Sequence[MetricsRow]) -> str:
+    """One table per environment: each evaluation of the agent, with the players that give its numbers a meaning in the last two columns."""
+    parts = []
+    for environment, points in held_out(rows).items():
+        body = [
+            [
+                f"{step:.0f}",
+                _percent(result.success_greedy),
+                _percent(result.success_sampled),
+                "" if result.reward_greedy is None else f"{result.reward_greedy:.3f}",
+                "" if result.reward_sampled is None else f"{result.reward_sampled:.3f}",
+                _percent(result.random),
+                _percent(result.optimal),
+            ]
+            for step, result in points
+        ]
+        header = ["RL step", "agent greedy", "agent sampled", "reward greedy", "reward sampled", "random player", "optimal player"]
+        parts.append(f'<p class="soft">{escape(environment)}</p>{table(header, body)}')
+    return "<h2>Held-out evaluations</h2>" + "".join(parts) if parts else ""
+
+
+def warnings(summary: Mapping[str, Any]) -> str:
+    found = []
+    for warning in summary.get("warnings") or []:
+        fields = warning if isinstance(warning, dict) else {"message": str(warning)}
+        where = f"<b>step {escape(str(fields['step']))}</b> " if "step" in fields else ""
+        found.append(f'<div class="warning">{where}{escape(str(fields.get("message", "")))}</div>')
+    return "<h2>Warnings</h2>" + ("".join(found) or '<p class="soft">None: no sign of collapse was seen.</p>')
+
+
+def timings(rows: Sequence[MetricsRow]) -> str:
+    """Seconds per part of the step: mean and longest over the steps that had it, and its share of the time of all parts."""
+    spent: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("timing_s/") and value:
+                spent.setdefault(key.removeprefix("timing_s/"), []).append(value)
+    if not spent:
+        return ""
+    whole = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
+    body = []
+    for name, values in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        share = "" if name == "step" else f"{sum(values) / whole:.1%}"
+        body.append([name, str(len(values)), f"{statistics.fmean(values):.3f}", f"{max(values):.3f}", format_duration(sum(values)), share])
+    return "<h2>Step timings</h2>" + table(["part", "times", "mean [s]", "longest [s]", "total", "share"], body)
+
+
+def rollouts(rows: Sequence[MetricsRow]) -> str:
+    """How many trajectories came in over the whole run, and why some were not trained on."""
+    total = sum(row.get("rollout/in") or 0.0 for row in rows)
+    if not total:
+        return ""
+    reasons: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("rollout/dropped/"):
+                reasons[key.removeprefix("rollout/dropped/")] = reasons.get(key.removeprefix("rollout/dropped/"), 0.0) + (value or 0.0)
+    dropped = sorted(((count, reason) for reason, count in reasons.items() if count), reverse=True)
+    body = [["trained on", f"{total - sum(count for count, _ in dropped):,.0f}", f"{1 - sum(count for count, _ in dropped) / total:.1%}"]]
+    body += [[f"dropped: {reason.replace('_', '-')}", f"{count:,.0f}", f"{count / total:.1%}"] for count, reason in dropped]
+    return f"<h2>Trajectories</h2><p>{total:,.0f} came in.</p>" + table(["what became of them", "number", "share"], body)
+
+
+def trajectories(shown: Sequence[tuple[str, Trajectory]], decode: Decode | None) -> str:
+    """(caption, trajectory) pairs, turn by turn; the first one is open."""
+    if not shown:
+        return ""
+    key = "".join(f'<span class="t p{level}">{name} (from {lowest:g})</span>' for level, (lowest, name) in enumerate(LEVELS))
+    how = "Hover over a token for its id, log-prob and policy version."
+    if decode is None:
+        how += " Tokens are shown as ids: no tokenizer was at hand."
+    parts = [f'<h2>Sample trajectories</h2><p class="soft key">Probability of each sampled token: {key}<br>{how}</p>']
+    for index, (caption, trajectory) in enumerate(shown):
+        turns, left = [], SHOWN_TOKENS
+        for turn in trajectory.turns:
+            turns.append(_turn(turn, decode, max(left, 0)))
+            left -= len(turn.completion_ids)
+        parts.append(
+            f"<details{' open' if index == 0 else ''}><summary><b>{escape(caption)}</b> <span class='soft'>{escape(outcome(trajectory))}</span></summary>"
+            f"<div class='soft'>trajectory {escape(trajectory.id)}, task {escape(trajectory.task_id)}, attempt {trajectory.attempt}</div>"
+            f"{''.join(turns)}</details>"
+        )
+    return "".join(parts)
+
+
+def _turn(turn: Turn, decode: Decode | None, limit: int) -> str:
+    text = decode or (lambda token: f"[{token}]")
+    prompts = "".join(
+        f'<div class="role">{escape(role)}</div><div class="text">{escape(content.strip())}</div>'
+        for role, content in prompt_texts(turn, text)
+    )
+    spans = [
+        _token(token, text(token), logprob, version)
+        for token, logprob, version in list(zip(turn.completion_ids, turn.logprobs, turn.versions, strict=True))[:limit]
+    ]
+    rest = len(turn.completion_ids) - len(spans)
+    more = f'<span class="soft"> … and {rest} more tokens</span>' if rest else ""
+    facts = f"turn {turn.index}: reward {turn.reward:g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {version_words(turn)}"
+    return (
+        f'<div class="turn">{prompts}<div class="role">policy</div><div class="text said">{"".join(spans)}{more}</div>'
+        f'<div class="soft">{escape(facts)}</div></div>'
+    )
+
+
+def _token(token: int, text: str, logprob: float, version: int) -> str:
+    hover = f"id {token} · logprob {logprob:.4f} (probability {math.exp(min(logprob, 0.0)):.3g}) · version {version}"
+    shown = escape(visible(text)).replace("↵", "↵<br>")
+    return f'<span class="t p{probability_level(logprob)}" title="{hover}">{shown}</span>'
+
+
+def config(config_yaml: str) -> str:
+    return (
+        f"<h2>Configuration</h2><details><summary>config.yaml, as resolved for this run</summary><pre>{escape(config_yaml)}</pre></details>"
+    )

@@ -1,0 +1,208 @@
+"""The judgement of `agentevo doctor`: measured numbers -> a verdict in plain words, with what to change. Pure; measuring is `doctor.py`.
+
+good     as it should be
+warning  training will run, but worse or slower than it could
+wrong    training would fail, or learn nothing, or learn from wrong numbers
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
+"""Largest allowed |engine - trainer| for one token, in nats, by the dtype of the computation."""
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One thing that was checked."""
+
+    name: str
+    status: Literal["good", "warning", "wrong"]
+    finding: str
+    advice: str = ""
+    """What to change; empty where nothing needs changing."""
+
+    def __str__(self) -> str:
+        line = f"{self.status:<8} {self.name}: {self.finding}"
+        return f"{line}\n         -> {self.advice}" if self.advice else line
+
+
+def judge_attempts(num_attempts: int, errors: Sequence[str]) -> Verdict:
+    """`errors` are the reasons of the attempts that broke."""
+    if not errors:
+        return Verdict("attempts", "good", f"all {num_attempts} ran to their end")
+    finding = f"{len(errors)} of {num_attempts} broke, the first with: {errors[0]}"
+    advice = "broken attempts are never trained on; if the reason is a deadline, raise agent.timeout_s or engine.timeout_s"
+    return Verdict("attempts", "wrong" if len(errors) == num_attempts else "warning", finding, advice)
+
+
+def judge_token_ids(num_turns: int, num_other_context: int, num_attempts: int, num_reencoded_differently: int) -> Verdict:
+    """`num_other_context`: turns whose recorded context is not what the engine was given. `num_reencoded_differently`: attempts whose text,
+    encoded again, gives other ids; harmless here, since no text is encoded twice."""
+    if num_other_context:
+        return Verdict(
+            "token ids",
+            "wrong",
+            f"{num_other_context} of {num_turns} turns were sampled from another context than the recorded one, which is trained on",
+            "this is a defect of the agent: let it prompt only through the policy handle, and never edit earlier messages in place",
+        )
+    finding = f"in all {num_turns} turns the trainer gets exactly what the engine saw and said"
+    if num_reencoded_differently:
+        finding += f" ({num_reencoded_differently} of {num_attempts} attempts would have changed if their text had been encoded again)"
+    return Verdict("token ids", "good", finding)
+
+
+def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Verdict:
+    """`max_difference`: largest |engine log-prob - full forward pass| over the sampled tokens, in nats; not finite if either was."""
+    if num_tokens == 0:
+        return Verdict("log-probs", "wrong", "the policy said nothing: no token was sampled", "see the attempts above")
+    tolerance = LOGPROB_TOLERANCE[dtype]
+    if max_difference <= tolerance:
+        return Verdict("log-probs", "good", f"engine and trainer agree on all {num_tokens} sampled tokens to {max_difference:.1e}")
+    return Verdict(
+        "log-probs",
+        "wrong",
+        f"engine and trainer differ by up to {max_difference:.2g} on {num_tokens} sampled tokens ({tolerance:g} is allowed in {dtype})",
+        "set model.dtype=float32; if it is already, try engine.prefix_sharing=false and report the difference as a defect",
+    )
+
+
+def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], *, cold_start: bool) -> Verdict:
+    """Of the finished attempts of one group. `cold_start`: the recipe trains on demonstrations before RL, which this group has not seen."""
+    if len(rewards) < 2:
+        return Verdict(
+            "rewards",
+            "wrong",
+            f"{len(rewards)} finished attempts: nothing to compare",
+            "raise trainer.group_size, and see the attempts above",
+        )
+    spread, solved = statistics.pstdev(rewards), sum(successes)
+    finding = f"mean {statistics.fmean(rewards):.3g}, spread {spread:.3g} over {len(rewards)} attempts, {solved} solved the task"
+    if spread > 1e-9:
+        return Verdict("rewards", "good", finding)
+    finding = f"all {len(rewards)} attempts have the reward {rewards[0]:.3g}: such a group has no gradient and is left out"
+    if solved == len(rewards):
+        advice = "the task is too easy for the policy: make the environment harder"
+    elif cold_start:
+        advice = "expected before the cold start; run doctor on the run's folder afterwards to see the spread that RL starts from"
+    else:
+        advice = (
+            "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a reward by luck: "
+            "make it easier, raise trainer.group_size or sampling.temperature, or set cold_start.episodes"
+        )
+    return Verdict("rewards", "warning", finding, advice)
+
+
+def judge_completions(num_completions: int, num_cut: int, max_new_tokens: int, mean_tokens: float) -> Verdict:
+    """`num_cut`: completions that ended because they reached `max_new_tokens`."""
+    finding = f"{num_cut} of {num_completions} were cut at sampling.max_new_tokens={max_new_tokens} (mean length {mean_tokens:.0f} tokens)"
+    share = num_cut / max(num_completions, 1)
+    if share <= 0.1:
+        return Verdict("completions", "good", finding)
+    advice = (
+        f"raise sampling.max_new_tokens (try {2 * max_new_tokens}), add the end of an answer to sampling.stop (such as '</answer>'), "
+        "or ask for shorter answers in agent.system_prompt"
+    )
+    return Verdict("completions", "wrong" if share > 0.9 else "warning", finding, advice)
+
+
+def judge_context(longest: int, worst_case: int, context_length: int) -> Verdict:
+    """Tokens of the longest attempt, of the longest one possible under the limits, and of the model."""
+    finding = f"longest attempt {longest} tokens, at most {worst_case} under the limits, the model takes {context_length}"
+    if worst_case <= context_length:
+        return Verdict("context", "good", finding)
+    advice = "lower sampling.max_new_tokens or agent.max_turns, or take a model with more context (model.tiny.context_length)"
+    return Verdict("context", "wrong" if longest >= context_length else "warning", finding, advice)
+
+
+def judge_turns(num_attempts: int, num_truncated: int, max_turns: int, max_actions: int) -> Verdict:
+    """`num_truncated`: attempts ended by a limit and not by the world."""
+    finding = f"{num_truncated} of {num_attempts} attempts ended by a limit (agent.max_turns={max_turns}, at most {max_actions} actions)"
+    if num_truncated <= num_attempts / 2:
+        return Verdict("turns", "good", finding)
+    advice = "an untrained policy often runs into limits; if an optimal player needs more, raise agent.max_turns or environment.max_actions"
+    return Verdict("turns", "warning", finding, advice)
+
+
+def judge_format(num_turns: int, num_format_errors: float, num_invalid_actions: float, answer_format: str) -> Verdict:
+    """Turns that broke `agent.format`, and actions that the environment did not understand or allow."""
+    finding = (
+        f"{num_format_errors:.0f} of {num_turns} turns break the format {answer_format!r}, {num_invalid_actions:.0f} actions are invalid"
+    )
+    share = num_format_errors / max(num_turns, 1)
+    if share <= 0.5:
+        return Verdict("format", "good", finding)
+    advice = "show the format with an example in agent.system_prompt, take agent.format=plain, or teach it by cold_start.episodes"
+    return Verdict("format", "warning", finding, advice)
+
+
+def judge_kv_cache(num_together: int, worst_case: int, kv_cache_tokens: int, max_running: int) -> Verdict:
+    """A step samples `num_together` attempts of at most `worst_case` tokens; shared prompts need less."""
+    room = kv_cache_tokens // max(worst_case, 1)
+    finding = f"engine.kv_cache_tokens={kv_cache_tokens} holds {room} attempts of {worst_case} tokens; a step samples {num_together}"
+    if room == 0:
+        return Verdict("key-value memory", "wrong", finding, f"raise engine.kv_cache_tokens to at least {worst_case}")
+    if min(room, max_running) < num_together:
+        wanted = f"engine.kv_cache_tokens={num_together * worst_case}" if room < num_together else f"engine.max_running={num_together}"
+        return Verdict("key-value memory", "warning", finding, f"the rest waits in a queue; {wanted} would sample all at once")
+    return Verdict("key-value memory", "good", finding)
+
+
+def judge_memory(parts: Mapping[str, float], available: float) -> Verdict:
+    """`parts`: name -> bytes that training will still take. `available`: bytes that are free now."""
+    needed = sum(parts.values())
+    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    finding = f"needs about {needed / GIB:.2f} GiB more ({listed}), {available / GIB:.2f} GiB are free"
+    if needed <= 0.8 * available:
+        return Verdict("memory", "good", finding)
+    largest = max(parts, key=lambda name: parts[name])
+    advice = {
+        "activations": "lower trainer.micro_batch_tokens",
+        "key-value cache": "lower engine.kv_cache_tokens",
+        "reference copy": "set algorithm.kl_coef=0",
+    }.get(largest, "take a smaller model, or close other programs")
+    return Verdict("memory", "wrong" if needed > available else "warning", finding, advice)
+
+
+def judge_version(name: str, version: str | None, wanted: str) -> Verdict:
+    """A package that AgentEvo needs; None where it is not installed."""
+    if version is None:
+        return Verdict(name, "wrong", "not installed", f"pip install '{name}{wanted}'")
+    return Verdict(name, "good", version)
+
+
+def judge_threads(num_threads: int, num_cores: int) -> Verdict:
+    """`num_threads`: what PyTorch uses. `num_cores`: physical cores that this process may use."""
+    finding = f"PyTorch uses {num_threads} threads on {num_cores} cores"
+    if num_threads > num_cores:
+        return Verdict("threads", "warning", finding, f"more threads than cores slow each other down: set run.threads={num_cores}")
+    if num_threads < num_cores:
+        return Verdict("threads", "warning", finding, f"cores stay idle: set run.threads={num_cores}, or unset OMP_NUM_THREADS")
+    return Verdict("threads", "good", finding)
+
+
+def judge_processor(capability: str, onednn: bool) -> Verdict:
+    """`capability`: the widest vector instructions that PyTorch has kernels for on this CPU, in its own words."""
+    finding = f"vector instructions {capability}, oneDNN {'on' if onednn else 'off'}"
+    if capability.upper() in ("DEFAULT", "NO AVX"):
+        return Verdict(
+            "processor", "warning", finding, "this CPU (or PyTorch build) has no vector kernels: training will be several times slower"
+        )
+    if not onednn:
+        return Verdict("processor", "warning", finding, "install a PyTorch build with oneDNN (the one from PyPI has it)")
+    return Verdict("processor", "good", finding)
+
+
+def judge_disk(free: float, place: str) -> Verdict:
+    """`free`: bytes. A run of a 135M model keeps about 6 GiB (three checkpoints of weights and optimizer state)."""
+    finding = f"{free / GIB:.1f} GiB free in {place}"
+    if free < 1 * GIB:
+        return Verdict("disk", "wrong", finding, "free some space, or put runs elsewhere with run.dir")
+    if free < 8 * GIB:
+        return Verdict("disk", "warning", finding, "checkpoints of larger models may not fit: checkpoint.keep_last=1, or another run.dir")
+    return Verdict("disk", "good", finding)

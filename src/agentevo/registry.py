@@ -1,0 +1,66 @@
+"""Names that YAML may use, per kind, open to other packages through Python entry points.
+
+A package adds, say, an environment by listing it under the entry-point group `agentevo.environments`; it is imported only when its name is
+asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from agentevo.errors import UnknownNameError
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name that `name` most likely meant, or None."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def _is_same(one: object, other: object) -> bool:
+    names = [(getattr(item, "__module__", None), getattr(item, "__qualname__", None)) for item in (one, other)]
+    return one is other or (names[0] == names[1] and names[0][1] is not None)
+
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Name to object, for one kind of thing (`kind` is a plural noun, as in the entry-point group)."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._items: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: files the object under `name`. A name taken by another object is refused, unless that is the same definition run
+        earlier (a notebook cell run again)."""
+
+        def add(item: T) -> T:
+            if not _is_same(self._items.get(name, item), item):
+                raise ValueError(f"{self.kind}: the name {name!r} is already taken by {self._items[name]!r}")
+            self._items[name] = item
+            return item
+
+        return add
+
+    def _entry_points(self) -> dict[str, object]:
+        return {point.name: point for point in entry_points(group=f"agentevo.{self.kind}")}
+
+    def names(self) -> list[str]:
+        return sorted({*self._items, *self._entry_points()})
+
+    def get(self, name: str) -> T:
+        """The object called `name`. Raises `UnknownNameError` with the nearest known name."""
+        if name not in self._items:
+            point = self._entry_points().get(name)
+            if point is not None:
+                self._items[name] = point.load()  # type: ignore[attr-defined]
+        if name not in self._items:
+            guess = nearest(name, self.names())
+            hint = f"did you mean {guess!r}? " if guess else ""
+            raise UnknownNameError(f"no {self.kind.rstrip('s')} is called {name!r}: {hint}known {self.kind}: {', '.join(self.names())}")
+        return self._items[name]

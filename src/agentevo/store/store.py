@@ -1,0 +1,221 @@
+"""The store: append-only facts (tasks, trajectories, steps) and a ledger that says where each of them is.
+
+    task         queued -> leased -> completed | failed
+                 leased -> leased     when the lease ran out: a new fencing id, and whoever holds the old one is refused
+    trajectory   ready -> reserved(step) -> committed(step)
+                 reserved -> ready    release: the step never happened
+                 ready, reserved -> dropped(reason)
+                 failed               from the start: never trained on
+
+Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the step's record. (2) Only trajectories of the
+split `train` can be reserved. (3) Every call either happens whole or not at all, and repeating a call that has already happened changes nothing,
+so a caller that got `DeadlineExceededError` may simply call again. (4) What is read back equals what was written, except that log-probs are
+rounded to float32.
+
+`rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost.
+
+A store object belongs to one event loop; any number of processes may open the same store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, get_args
+
+import msgspec
+
+from agentevo.errors import StoreError
+from agentevo.registry import Registry
+from agentevo.types import Status, Task, Trajectory
+
+Split = Literal["train", "eval", "doctor"]
+TaskState = Literal["queued", "leased", "completed", "failed"]
+TrajectoryState = Literal["ready", "reserved", "committed", "dropped", "failed"]
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+TASK_STATES: tuple[TaskState, ...] = get_args(TaskState)
+TRAJECTORY_STATES: tuple[TrajectoryState, ...] = get_args(TrajectoryState)
+
+
+class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory and its place in the ledger."""
+
+    trajectory: Trajectory
+    split: Split
+    step: int
+    """Step for which it was sampled."""
+    state: TrajectoryState
+    trained_step: int | None = None
+    """Step that it is reserved for or committed to."""
+    drop_reason: str | None = None
+    written_at: float
+    """Unix time in seconds."""
+
+
+class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a stored trajectory but its turns: cheap to list by the thousand. Fields as in Trajectory and StoredTrajectory."""
+
+    id: str
+    task_id: str
+    group_id: str
+    attempt: int
+    split: Split
+    step: int
+    status: Status
+    state: TrajectoryState
+    trained_step: int | None
+    drop_reason: str | None
+    reward: float
+    success: bool
+    error: str | None
+    truncated: bool
+    metrics: dict[str, float]
+    num_turns: int
+    num_completion_tokens: int
+    started_at: float
+    duration_s: float
+    written_at: float
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to work on a task until it is taken away."""
+
+    task: Task
+    fencing_id: int
+    """Grows with every lease of the task; only the newest holder may finish it."""
+    attempt: int
+    """How often the task has been leased, this time included."""
+    worker: str
+    expires_at: float
+    """Unix time in seconds. Until another worker takes the task over, an expired lease still counts."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed optimizer step."""
+
+    step: int
+    record: dict[str, Any]
+    """What the trainer wrote with it (metrics, checkpoint). Non-finite numbers are stored as null."""
+    num_trajectories: int
+    committed_at: float
+    """Unix time in seconds."""
+
+
+class TrajectoryFilter(TypedDict, total=False):
+    """Which trajectories, in the order they were written. An absent key or None leaves that property free."""
+
+    step: int | None
+    """Sampled for this step."""
+    trained_step: int | None
+    """Reserved for or committed to this step."""
+    split: Split | None
+    status: Status | None
+    state: TrajectoryState | None
+    task_id: str | None
+    group_id: str | None
+    limit: int | None
+    newest_first: bool
+
+
+class Store(Protocol):
+    """What every backend does. All calls raise `StoreError` for refusals and `DeadlineExceededError` when the database did not answer in time."""
+
+    async def close(self) -> None:
+        """Gives back connections and files; the object can't be used afterwards."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    async def add_tasks(self, tasks: Iterable[Task]) -> int:
+        """Queues tasks; returns how many are new. A known id with other content is refused, and then none is added."""
+
+    async def task(self, task_id: str) -> Task: ...
+
+    async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
+        """The oldest task whose lease ran out, else the oldest queued one, for `lease_s` seconds; None when there is none."""
+
+    async def complete_task(self, lease: Lease) -> None:
+        """Refused when the task has been leased again since."""
+
+    async def fail_task(self, lease: Lease, error: str) -> None:
+        """Sets the task aside with its error. Refused when the task has been leased again since."""
+
+    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
+        """Writes all or none; returns how many are new. `step` is the one that they were sampled for.
+
+        A known id is a no-op when its content is the same (timings aside: `started_at`, `duration_s`) and refused when it differs. With `lease`
+        the task is completed in the same transaction, and a holder that has lost the task writes nothing.
+        """
+
+    async def reserve(self, ids: Iterable[str], step: int) -> int:
+        """ready -> reserved(step), all or none; returns how many were newly reserved."""
+
+    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
+        """Records the step and turns every trajectory reserved for it to committed(step); returns how many.
+
+        With `ids`, refused unless exactly those are reserved for the step. A step that is already committed with the same record is a no-op.
+        """
+
+    async def release(self, step: int | None = None) -> int:
+        """reserved(step) -> ready, after a crash; None releases every reservation. Returns how many."""
+
+    async def drop(self, ids: Iterable[str], reason: str) -> int:
+        """ready or reserved -> dropped(reason); returns how many. Failed ones stay failed, with their own reason; committed ones are refused."""
+
+    async def rewind(self, step: int) -> int:
+        """Back to the moment when `step` was committed, to resume from its checkpoint; returns how many trajectories were deleted.
+
+        Later steps and all trajectories sampled for them are deleted (their weights are lost, so nothing could replay them); earlier
+        trajectories that had gone into later steps are ready again; tasks that lost their only trajectories are queued again.
+        """
+
+    async def trajectory(self, trajectory_id: str) -> Trajectory: ...
+
+    def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
+        """Streams; trajectories written after the first one was asked for are left out."""
+
+    async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]: ...
+
+    async def steps(self) -> list[StepRecord]:
+        """Committed steps, in order of their number."""
+
+    async def last_step(self) -> StepRecord | None: ...
+
+    async def counts(self) -> dict[str, int]:
+        """`tasks/STATE`, `trajectories/SPLIT/STATE` for every split and state, `turns` and `steps`."""
+
+
+class StoreOpener(Protocol):
+    """Opens a store of one kind; registered under the scheme of its URL."""
+
+    async def __call__(self, url: str, *, timeout_s: float = 60.0, create: bool = True) -> Store: ...
+
+
+stores: Registry[StoreOpener] = Registry("stores")
+
+
+async def open_store(url: str, *, timeout_s: float = 60.0, create: bool = True) -> Store:
+    """Opens the store at `url` (`sqlite:///PATH`), made on the spot unless `create` is false. Every later call takes at most `timeout_s` seconds."""
+    import agentevo.store.sqlite  # noqa: F401 - registers the default; here, because it loads SQLAlchemy
+
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        raise StoreError(f"{url!r} is not the URL of a store: write it as sqlite:///PATH")
+    return await stores.get(scheme)(url, timeout_s=timeout_s, create=create)
+
+
+def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int | None, bool]:
+    """(column -> value of the given properties, limit, newest_first). Refuses unknown words, so a typo never reads as 'no rows'."""
+    properties: dict[str, object] = {key: value for key, value in filters.items() if value is not None}
+    limit, newest_first = filters.get("limit"), bool(filters.get("newest_first"))
+    properties.pop("limit", None)
+    properties.pop("newest_first", None)
+    words: dict[str, Sequence[str]] = {"split": SPLITS, "status": get_args(Status), "state": TRAJECTORY_STATES}
+    for key, known in words.items():
+        if key in properties and properties[key] not in known:
+            raise StoreError(f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}")
+    if limit is not None and limit < 0:
+        raise StoreError(f"trajectories: limit={limit} is negative: leave it out to get all")
+    return properties, limit, newest_first

@@ -1,0 +1,158 @@
+"""The words of the data path as frozen records (see docs/design.md, section 2).
+
+Invariant (token-exactness): along the tree of a trajectory, the tokens that the engine saw before turn `t` emitted its completion are
+
+    context(t) = context(parent(t)) + completion_ids(parent(t)) + prompt_ids(t)
+
+with `context(root) = prompt_ids(root)`. A turn therefore stores only the ids that it adds; nothing is ever re-encoded from text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop token or stop string ended the completion. `length`: the token limit did."""
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One chat message, for people and for chat templates; training never reads it."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do: an environment and seed, or a query with a reference answer."""
+
+    id: str
+    environment: str | None = None
+    """Registered name of the environment; None for tasks that a user's own agent understands."""
+    seed: int = 0
+    """Seed of the world: every member of a group gets the same one."""
+    query: str | None = None
+    answer: Any = None
+    scorer: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How completions are drawn. `temperature=0` is greedy: the log-prob is then that of a point mass, 0."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the most likely token's probability."""
+    max_new_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    """Of this request alone: the same seed, prompt and weights give the same tokens in any batch."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine answers. `ids`, `logprobs` and `versions` have one entry per new token."""
+
+    ids: list[int]
+    """Includes the stop token, if one was drawn."""
+    logprobs: list[float]
+    """Natural log of the probability under the distribution that the token was drawn from (after temperature and filters)."""
+    versions: list[int]
+    """Version of the weights that emitted each token."""
+    finish_reason: FinishReason
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the policy. See the module's invariant for `prompt_ids` and `parent`."""
+
+    index: int
+    parent: int | None = None
+    """Index of the turn that this one extends; None starts a new root."""
+    prompt_ids: list[int]
+    """Ids added after the parent's completion (the whole prompt for a root)."""
+    completion_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    temperature: float = 1.0
+    seed: int = 0
+    """Of the engine request: with the context and the weights it regenerates the completion."""
+    reward: float = 0.0
+    """What the environment paid for this turn, penalties included."""
+    messages: list[Message] = []
+    """What the prompt added and what the policy said, as text for people."""
+
+
+Status = Literal["completed", "failed"]
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at one task."""
+
+    id: str
+    task_id: str
+    group_id: str
+    """Trajectories of one task under one policy share it; advantages compare within it, by id and never by position."""
+    attempt: int = 0
+    """Member number within the group; part of every random seed."""
+    turns: list[Turn] = []
+    reward: float = 0.0
+    """Of the whole attempt, penalties included: what the advantages are made from."""
+    success: bool = False
+    status: Status = "completed"
+    error: str | None = None
+    """Why it failed; None unless `status` is `failed`. A failed trajectory is never trained on."""
+    truncated: bool = False
+    """The attempt ended by a limit (turns, actions, context) and not by the world."""
+    metrics: dict[str, float] = {}
+    """Counts for reports: `num_actions`, `num_invalid_actions`, `num_format_errors`, ..."""
+    started_at: float = 0.0
+    """Unix time in seconds."""
+    duration_s: float = 0.0
+
+    def context_ids(self, index: int) -> list[int]:
+        """All ids that the policy saw before it emitted turn `index`, by the module's invariant."""
+        turn = self.turns[index]
+        if turn.parent is None:
+            return list(turn.prompt_ids)
+        parent = self.turns[turn.parent]
+        return [*self.context_ids(turn.parent), *parent.completion_ids, *turn.prompt_ids]
+
+    def num_completion_tokens(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One root-to-leaf path of a trajectory, ready for training; every list has one entry per token of `ids`."""
+
+    trajectory_id: str
+    group_id: str
+    ids: list[int]
+    loss_mask: list[bool]
+    """True where the policy chose the token. Never true at position 0: nothing predicts it."""
+    logprobs: list[float]
+    """Behaviour log-probs; 0 where `loss_mask` is false."""
+    versions: list[int]
+    """-1 where `loss_mask` is false."""
+    advantages: list[float]
+    temperature: float = 1.0
+
+
+class Score(msgspec.Struct, frozen=True):
+    """A scorer's verdict: the value that is trained on, and its named parts for people."""
+
+    value: float
+    parts: dict[str, float] = {}
+
+
+class Baselines(msgspec.Struct, frozen=True):
+    """Success rates (0..1) of two reference players on one task or a mean over tasks, under the agent's own limits. None: unknown."""
+
+    random: float | None
+    """A player that draws uniformly from the valid actions until the limit; None where the actions can't be listed (free text)."""
+    optimal: float | None
+    """The best any player can do that sees the whole state; None where no solver exists."""

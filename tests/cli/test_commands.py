@@ -1,0 +1,140 @@
+"""Commands that answer from what is installed or lies in a run's folder; the ones that train are tested with the orchestration."""
+
+import asyncio
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import agentevo as package
+from agentevo.config import build_config, to_yaml
+from agentevo.store import open_store
+from agentevo.types import Message, Task, Trajectory, Turn
+
+
+def test_version(agentevo):
+    assert agentevo("--version") == (0, f"agentevo {package.__version__}\n", "")
+
+
+def test_help_names_every_command(agentevo):
+    out = agentevo("--help").out
+    assert all(f"\n  {name} " in out for name in ["train", "eval", "report", "doctor", "list", "models", "config", "trajectories"])
+
+
+def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(agentevo):
+    code, out, err = agentevo("train", "small.yaml", "trainer.steps=3", "--dry-run")
+    assert (code, err) == (0, "")
+    tree = yaml.safe_load(out)
+    assert tree["trainer"]["steps"] == 3
+    assert tree["run"]["name"] == "small"
+    assert [path.name for path in Path().iterdir()] == ["small.yaml"]
+    assert agentevo("config", "show", "small.yaml", "trainer.steps=3").out == out
+
+
+def test_explain_says_meaning_type_default_and_unit(agentevo):
+    out = agentevo("config", "explain", "sampling.max_new_tokens").out
+    assert re.search(r"^sampling\.max_new_tokens\n  Longest completion", out)
+    assert "type     whole number, at least 1\n  default  64\n  unit     tokens" in out
+
+
+def test_explain_lists_a_section_and_all_sections(agentevo):
+    assert "  trainer.group_size " in agentevo("config", "explain", "trainer").out
+    assert re.search(r"^trainer +\w", agentevo("config", "explain").out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("environments", "coins"),
+        ("environments", "frozen_lake"),
+        ("algorithms", "grpo"),
+        ("models", "smollm2-135m-instruct"),
+        ("models", "tiny"),
+        ("engines", "torch"),
+        ("stores", "sqlite"),
+    ],
+)
+def test_lists_say_what_each_name_is(agentevo, kind, name):
+    code, out, _ = agentevo("list", kind)
+    assert code == 0
+    assert re.search(rf"^{name} +\S.*\S$", out, re.MULTILINE)
+
+
+def test_the_known_models_are_listed_in_two_places_alike(agentevo):
+    assert agentevo("models", "list") == agentevo("list", "models")
+
+
+def trajectory(number: int, reward: float, *, status: str = "completed") -> Trajectory:
+    turn = Turn(
+        index=0,
+        prompt_ids=[1, 2],
+        completion_ids=[3, 4],
+        logprobs=[-0.5, -0.25],
+        versions=[0, 0],
+        finish_reason="stop",
+        messages=[Message("user", f"question {number}"), Message("assistant", "answer")],
+    )
+    error = "it broke" if status == "failed" else None
+    return Trajectory(id=f"t{number}-0", task_id=f"t{number}", group_id=f"t{number}", turns=[turn], reward=reward, status=status, error=error)
+
+
+@pytest.fixture
+def run_dir() -> Path:
+    """A run whose store holds four attempts; t4 broke."""
+    run = Path("runs/small")
+    run.mkdir(parents=True)
+    config = build_config({"environment": {"type": "coins"}, "model": {"name": "tiny"}, "run": {"name": "small"}})
+    (run / "config.yaml").write_text(to_yaml(config))
+    attempts = [trajectory(1, 0.5), trajectory(2, 1.0), trajectory(3, 0.25), trajectory(4, 0.0, status="failed")]
+
+    async def fill() -> None:
+        async with await open_store(f"sqlite:///{run / 'store.sqlite'}") as store:
+            await store.add_tasks(Task(id=f"t{number}") for number in range(1, 5))
+            await store.write_trajectories(attempts, split="train", step=1)
+
+    asyncio.run(fill())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [(["--best"], "t2-0"), (["--worst"], "t3-0"), (["--last"], "t3-0"), ([], "t3-0"), (["t1-0"], "t1-0"), (["t4"], "t4-0")],
+)
+def test_show_prints_the_chosen_trajectory(agentevo, run_dir, words, shown):
+    code, out, err = agentevo("trajectories", "show", str(run_dir), *words)
+    assert (code, err) == (0, "")
+    assert f"trajectory {shown}" in out
+    assert f"question {shown[1]}" in out
+    assert "-0.25" in out
+
+
+@pytest.mark.parametrize(("words", "expected"), [("nix", "no trajectory is called 'nix'"), ("t", "4 begin so, the first is t1-0")])
+def test_show_refuses_an_id_that_fits_none_or_several(agentevo, run_dir, words, expected):
+    code, _, err = agentevo("trajectories", "show", str(run_dir), words)
+    assert code == 2
+    assert expected in err
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
+    code, out, _ = agentevo("trajectories", "export", str(run_dir), name)
+    assert (code, out) == (0, f"4 trajectories written to {name}\n")
+    with (gzip.open(name) if name.endswith("gz") else open(name, "rb")) as file:
+        lines = [json.loads(line) for line in file]
+    assert [line["id"] for line in lines] == ["t1-0", "t2-0", "t3-0", "t4-0"]
+    assert lines[0]["turns"][0]["completion_ids"] == [3, 4]
+
+
+def test_export_to_another_kind_of_file_fails_with_1(agentevo, run_dir):
+    code, _, err = agentevo("trajectories", "export", str(run_dir), "out.csv")
+    assert (code, err) == (1, "error: can't export to out.csv: the name must end in .jsonl or .jsonl.gz\n")
+    assert not Path("out.csv").exists()
+
+
+def test_report_of_an_interrupted_run(agentevo, run_dir):
+    code, out, _ = agentevo("report", str(run_dir))
+    assert (code, out) == (0, f"{run_dir}/report.html\n")
+    assert "t2-0" in (run_dir / "report.html").read_text()

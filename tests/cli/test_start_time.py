@@ -1,0 +1,46 @@
+"""Nothing heavy is loaded before it is used: importing the package and asking for help take under half a second."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+LIMIT_S = 0.5
+HEAVY = ("torch", "transformers", "matplotlib", "sqlalchemy", "rich", "plotly", "tensorboard", "huggingface_hub")
+
+
+def best_of_5(words: list[str]) -> float:
+    """Seconds of processor time: what a start takes on an idle machine, whatever else this one is doing. Other work only ever adds to it."""
+    best = float("inf")
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *words], check=True, capture_output=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return best
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-c", "import agentevo"], ["-m", "agentevo", "--help"], ["-m", "agentevo", "train", "--help"], ["-m", "agentevo", "--version"]],
+    ids=" ".join,
+)
+def test_start_takes_under_half_a_second(words):
+    assert best_of_5(words) < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import agentevo",
+        "import agentevo.cli",
+        "import agentevo.config",
+        "import agentevo.api",
+        "from agentevo.cli import main; main(['config', 'explain', 'trainer.steps'])",
+    ],
+)
+def test_nothing_heavy_is_imported(code):
+    check = f"import sys\n{code}\nprint([name for name in {HEAVY!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=60)
+    assert loaded.stdout.splitlines()[-1] == "[]"

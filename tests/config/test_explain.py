@@ -1,0 +1,98 @@
+"""`explain`: every key has a meaning, a type, a default and, where it counts or measures something, a unit."""
+
+import pytest
+
+from agentevo.config import config_keys
+from agentevo.errors import UnknownNameError
+
+KEYS = config_keys().names()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_is_explained(key):
+    for one in config_keys().explain(key):
+        assert one.key == key
+        assert len(one.meaning.split()) >= 2, f"{key} has no docstring under its field"
+        if one.type == "section":
+            assert one.keys
+            assert all(inner.key.rpartition(".")[0] == key for inner in one.keys)
+        else:
+            assert one.type
+            assert one.default or key == "environment.type" or (key.startswith("environment.") and one.option_of), f"{key}: no default"
+
+
+def test_the_walk_meets_every_section_and_nested_key():
+    assert {"run", "model.tiny.hidden_size", "environment.type", "trainer.group_size", "tracking.report"} <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("key", "unit"),
+    [
+        ("agent.timeout_s", "seconds"),
+        ("sampling.max_new_tokens", "tokens"),
+        ("model.tiny.context_length", "tokens"),
+        ("evaluation.every", "steps"),
+        ("checkpoint.every", "steps"),
+        ("trainer.groups_per_step", "groups per step"),
+        ("run.threads", "threads"),
+        ("environment.size", "cells"),
+        ("trainer.learning_rate", ""),
+        ("model.name", ""),
+        ("tracking.report", ""),
+    ],
+)
+def test_units(key, unit):
+    found = [one.unit for one in config_keys().explain(key)]
+    assert unit in found
+
+
+@pytest.mark.parametrize(
+    ("key", "type_", "default"),
+    [
+        ("trainer.group_size", "whole number, at least 1", "8"),
+        ("sampling.top_p", "number, above 0, at most 1", "1.0"),
+        ("run.threads", "whole number, at least 1, or null", "null"),
+        ("run.dir", "path, or null", "null"),
+        ("model.dtype", "one of float32, bfloat16", "'float32'"),
+        ("tracking.report", "true or false", "true"),
+        ("trainer.betas", "list of 2 numbers, each at least 0, below 1", "[0.9, 0.95]"),
+        ("sampling.stop", "list of texts, each at least 1 long", "[]"),
+    ],
+)
+def test_types_and_defaults_in_words(key, type_, default):
+    (one,) = config_keys().explain(key)
+    assert (one.type, one.default) == (type_, default)
+
+
+def test_an_environment_option_is_explained_for_the_types_that_have_it():
+    (doors,) = config_keys().explain("environment.num_doors")
+    assert doors.option_of == ("test_doors",)
+    by_type = {kind: one.default for one in config_keys().explain("environment.max_actions") for kind in one.option_of}
+    assert (by_type["test_doors"], by_type["test_ice"]) == ("10", "20")
+
+
+def test_environment_types_are_the_registered_ones():
+    (one,) = config_keys().explain("environment.type")
+    assert {"test_doors", "test_ice"} <= set(one.choices)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("trainer.step", "trainer.steps"),
+        ("group_size", "trainer.group_size"),
+        ("model.context_length", "model.tiny.context_length"),
+        ("trainer.group-size", "trainer.group_size"),
+        ("Trainer.Group_Size", "trainer.group_size"),
+        ("enviroment", "environment"),
+        ("num_doors", "environment.num_doors"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(key, meant):
+    with pytest.raises(UnknownNameError, match=rf"{key}: unknown key; did you mean {meant}\?"):
+        config_keys().explain(key)
+
+
+def test_a_key_like_nothing_is_not_guessed():
+    with pytest.raises(UnknownNameError, match="lists the sections"):
+        config_keys().explain("qqq")

@@ -1,0 +1,113 @@
+"""What a recipe and its overrides turn into."""
+
+from pathlib import Path
+
+import pytest
+
+from agentevo.config import RunConfig, build_config, load_config, to_yaml
+from agentevo.errors import ConfigError
+from agentevo.run_folder import run_config
+
+DOORS = {"environment": {"type": "test_doors"}}
+
+
+def recipe(text: str = "environment: {type: test_doors}\n", name: str = "r.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("trainer.steps=3", "trainer.steps", 3),
+        ("trainer.steps=1e2", "trainer.steps", 100),
+        ("trainer.learning_rate=1e-5", "trainer.learning_rate", 1e-5),
+        ("trainer.betas=[0.8,0.9]", "trainer.betas", (0.8, 0.9)),
+        ("trainer={steps: 5}", "trainer.steps", 5),
+        ("tracking.report=no", "tracking.report", False),
+        ("run.threads=null", "run.threads", None),
+        ("run.dir=~/x", "run.dir", Path("~/x").expanduser()),
+        ("run.dir=null", "run.dir", None),
+        ("run.dir=a=b", "run.dir", Path("a=b")),
+        ("run.name=007", "run.name", "007"),
+        ("run.name=no", "run.name", "no"),
+        ("agent.action_separator=||", "agent.action_separator", "||"),
+        ("agent.action_separator=#", "agent.action_separator", "#"),
+        ("agent.system_prompt=Be brief: say x=1, not 'x'.", "agent.system_prompt", "Be brief: say x=1, not 'x'."),
+        ("agent.system_prompt='quoted: text'", "agent.system_prompt", "quoted: text"),
+        ("agent.system_prompt=", "agent.system_prompt", ""),
+        ("sampling.stop=['</answer>', '\\n']", "sampling.stop", ("</answer>", "\\n")),
+        ("run.seed=${trainer.groups_per_step}", "run.seed", 7),
+        ("environment.num_doors=5", "environment.num_doors", 5),
+    ],
+)
+def test_overrides(override, key, value):
+    config = build_config({**DOORS, "trainer": {"groups_per_step": 7}}, [override])
+    found = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_later_overrides_win_and_leave_their_neighbours():
+    config = build_config({**DOORS, "trainer": {"steps": 1, "group_size": 3}}, ["trainer.steps=2", "trainer.steps=4"])
+    assert (config.trainer.steps, config.trainer.group_size) == (4, 3)
+
+
+def test_a_recipe_is_named_after_its_file_unless_it_says_otherwise():
+    assert load_config(recipe(name="walk.yaml")).run.name == "walk"
+    assert load_config(recipe("run: {name: 2024}\nenvironment: {type: test_doors}\n")).run.name == "2024"
+
+
+def test_the_resolved_tree_loads_to_the_same_config():
+    config = load_config(recipe(), ["environment.type=test_ice", "environment.slick=false", "model.name=tiny", "model.tiny.num_layers=2"])
+    Path("again.yaml").write_text(to_yaml(config))
+    assert load_config("again.yaml") == config
+    assert "slick: false" in to_yaml(config)
+
+
+def test_an_untouched_default_tree_loads_again():
+    config = load_config(recipe())
+    assert build_config(config.model_dump(mode="json")) == config
+
+
+def test_changing_the_type_of_environment_changes_its_defaults():
+    assert load_config(recipe()).environment.max_actions == 10
+    assert load_config(recipe(), ["environment.type=test_ice"]).environment.max_actions == 20
+
+
+def test_a_config_never_changes():
+    config = load_config(recipe())
+    with pytest.raises(ValueError, match="frozen"):
+        config.trainer.steps = 3
+
+
+def test_actions_are_limited_by_the_world_and_by_the_agent():
+    assert build_config(DOORS, ["agent.max_turns=2", "agent.actions_per_turn=3"]).max_actions == 6
+    assert build_config(DOORS, ["agent.max_turns=9", "agent.actions_per_turn=3"]).max_actions == 10
+
+
+def test_only_an_agent_function_runs_without_environment():
+    assert build_config({}, needs_environment=False).environment is None
+    with pytest.raises(ConfigError, match=r"environment\.type: missing"):
+        build_config({})
+
+
+def test_a_run_folder_may_be_moved():
+    config = load_config(recipe(), ["run.dir=runs/a"])
+    Path("moved").mkdir()
+    Path("moved/config.yaml").write_text(to_yaml(config))
+    again = run_config(Path("moved"), ["trainer.steps=1"])
+    assert (again.run_dir, again.trainer.steps) == (Path("moved"), 1)
+    assert again.store_url == "sqlite:///moved/store.sqlite"
+
+
+def test_something_else_is_no_run_folder_and_the_near_ones_are_named():
+    Path("runs/coins").mkdir(parents=True)
+    Path("runs/coins/config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"runs here: runs/coins"):
+        run_config(Path("nix"))
+
+
+def test_the_tree_is_what_yaml_sees():
+    assert set(RunConfig.model_fields) >= {"run", "model", "environment", "agent", "sampling", "algorithm", "trainer", "evaluation", "engine"}

@@ -1,0 +1,76 @@
+"""Names of models: folders, known names, hub names, and what is none of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentevo.errors import ModelError, UnknownNameError
+from agentevo.models.known import known_models
+from agentevo.models.resolve import fetch, resolve
+
+
+def test_a_folder_with_a_config_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
+    assert fetch(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+
+
+def test_a_folder_in_the_working_directory_wins_over_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2-135m-instruct").mkdir()
+    Path("smollm2-135m-instruct/config.json").write_text("{}")
+    assert resolve("smollm2-135m-instruct") == Path("smollm2-135m-instruct")
+
+
+def test_a_hub_name_is_left_as_it_is() -> None:
+    assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "SmolLM2-135M-Instruct", "smollm2_135m_instruct"])
+def test_an_unknown_name_is_refused_with_the_nearest_known(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'smollm2-135m-instruct'"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["zzzzqqqq", "", "a/b/c", "../nowhere/at-all"])
+def test_a_name_like_no_other_is_refused_with_the_list(name: str) -> None:
+    with pytest.raises((UnknownNameError, ModelError), match="known models: smollm2-135m-instruct, tiny"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["agentevo-nobody/no-such-model", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_a_hub_model_out_of_reach_names_the_way_without_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def out_of_reach(*args: object, **kwargs: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", out_of_reach)
+    with pytest.raises(ModelError, match=r"no network.*smollm2-135m-instruct"):
+        fetch(name)
+
+
+def test_a_hub_model_is_fetched_through_huggingface_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    told: list[str] = []
+    assert fetch("some-org/some-model", told.append) == tmp_path
+    assert asked == ["some-org/some-model"]
+    assert len(told) == 1
+
+
+def test_known_models_are_listed_without_torch() -> None:
+    assert "smollm2-135m-instruct" in known_models.names()
+    program = "import agentevo.models.resolve, sys; assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

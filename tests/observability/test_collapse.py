@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterable, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentevo.errors import CheckpointError
+from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
+from agentevo.observability.metrics import MetricsRow
+
+Step = Mapping[str, float | None]
+
+
+def healthy(step: int, rng: random.Random) -> dict[str, float | None]:
+    """A run that learns steadily to about 70%."""
+    skill = min(step / 60, 1.0)
+    return {
+        "critic/score/mean": 0.1 + 0.6 * skill + rng.gauss(0, 0.04),
+        "train/success": min(max(0.1 + 0.6 * skill + rng.gauss(0, 0.04), 0.01), 1.0),
+        "group/reward_std/mean": 0.3 + 0.1 * skill + rng.gauss(0, 0.02),
+        "group/zero_std_ratio": 0.25 + rng.gauss(0, 0.05),
+        "actor/grad_norm": abs(rng.gauss(0.5, 0.12)),
+        "actor/entropy": 1.2 - 0.8 * skill + rng.gauss(0, 0.03),
+        "response_length/mean": 40 - 10 * skill,
+        "response_length/clip_ratio": 0.02,
+        "rollout/in": 32.0,
+        "rollout/dropped/zero_variance": 8.0,
+    }
+
+
+def run(changes: Mapping[range, Step], steps: int = 60, seed: int = 0) -> list[CollapseWarning]:
+    """The warnings of a healthy run whose metrics are replaced in the given ranges of steps."""
+    return list(warnings_of(CollapseMonitor(), timeline(changes, steps, seed)))
+
+
+def timeline(changes: Mapping[range, Step], steps: int, seed: int) -> list[tuple[int, Step]]:
+    rng = random.Random(seed)
+    made: list[tuple[int, Step]] = []
+    for step in range(1, steps + 1):
+        metrics = healthy(step, rng)
+        for when, change in changes.items():
+            if step in when:
+                metrics |= change
+        made.append((step, metrics))
+    return made
+
+
+def warnings_of(monitor: CollapseMonitor, steps: Iterable[tuple[int, Step]]) -> Iterable[CollapseWarning]:
+    for step, metrics in steps:
+        yield from monitor.observe(step, metrics)
+
+
+FLAT = {"critic/score/mean": 0.3, "train/success": 0.3}
+SCENARIOS: dict[str, dict[range, Step]] = {
+    "not_finite": {range(30, 31): {"actor/grad_norm": math.nan}},
+    "rollouts_lost": {range(30, 31): {"rollout/dropped/failed": 9.0, "rollout/dropped/deadline": 3.0}},
+    "all_failing": {
+        range(1, 61): {"critic/score/mean": 0.0, "train/success": 0.0, "group/reward_std/mean": 0.0, "group/zero_std_ratio": 1.0}
+    },
+    "gradient_spike": {range(30, 31): {"actor/grad_norm": 6.0}},
+    "spread_vanished": {range(20, 61): {**FLAT, "group/reward_std/mean": 0.01, "group/zero_std_ratio": 0.97}},
+    "entropy_collapsed": {range(20, 61): {**FLAT, "actor/entropy": 0.01}},
+    "entropy_exploded": {range(30, 61): {"actor/entropy": 4.0}},
+    "length_limit": {range(20, 61): {"response_length/clip_ratio": 0.7, "response_length/mean": 60.0}},
+    "reward_fell": {range(40, 61): {"critic/score/mean": 0.05, "train/success": 0.05}},
+}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_run_is_left_in_peace(seed: int) -> None:
+    assert run({}, steps=120, seed=seed) == []
+
+
+def test_the_sample_run_is_left_in_peace_but_for_its_broken_gradient(rows: list[MetricsRow]) -> None:
+    monitor = CollapseMonitor()
+    found = list(warnings_of(monitor, ((int(row["step"] or 0), row) for row in rows if "actor/entropy" in row)))
+    assert [warning.code for warning in found] == ["not_finite"]
+
+
+@pytest.mark.parametrize("code", SCENARIOS)
+def test_each_sign_is_seen_alone_and_in_time(code: str) -> None:
+    found = run(SCENARIOS[code])
+    assert {warning.code for warning in found} == {code}
+    begins = min(step for when in SCENARIOS[code] for step in when)
+    assert begins <= found[0].step <= begins + 20
+
+
+def test_one_step_signs_name_their_step() -> None:
+    for code in ("not_finite", "rollouts_lost", "gradient_spike"):
+        assert [(warning.code, warning.step) for warning in run(SCENARIOS[code])] == [(code, 30)]
+
+
+def test_messages_say_what_was_seen() -> None:
+    assert "jumped to 6, 1" in run(SCENARIOS["gradient_spike"])[0].message
+    assert "12 of 32 trajectories were dropped (3 deadline, 9 failed)" in run(SCENARIOS["rollouts_lost"])[0].message
+    assert "actor/grad_norm is not a finite number" in run(SCENARIOS["not_finite"])[0].message
+    assert "success is 3" in run(SCENARIOS["spread_vanished"])[0].message
+
+
+@pytest.mark.parametrize("code", SCENARIOS)
+def test_every_remedy_names_settings_that_exist(code: str) -> None:
+    from agentevo.config import RunConfig
+
+    sections = RunConfig.model_fields
+    for section, key in re.findall(r"\b([a-z_]+)\.([a-z_]+)\b", run(SCENARIOS[code])[0].message):
+        assert section in sections, f"{section}.{key}"
+        assert key in sections[section].annotation.model_fields, f"{section}.{key}"
+
+
+def test_a_lasting_sign_is_repeated_only_after_the_cool_down() -> None:
+    steps = [warning.step for warning in run(SCENARIOS["length_limit"], steps=60)]
+    assert len(steps) == 2
+    assert steps[1] - steps[0] == CollapseLimits().cooldown_steps
+
+
+def test_a_second_spike_is_seen_although_the_first_is_in_the_mean() -> None:
+    spike: Step = {"actor/grad_norm": 50.0}
+    found = run({range(25, 26): spike, range(46, 47): spike})
+    assert [(warning.code, warning.step) for warning in found] == [("gradient_spike", 25), ("gradient_spike", 46)]
+
+
+def test_steps_without_any_gradient_do_not_make_the_next_one_a_spike() -> None:
+    assert run({range(20, 40): {"actor/grad_norm": 0.0}}) == []
+
+
+def test_a_solved_task_may_be_certain_and_uniform() -> None:
+    solved: Step = {
+        "critic/score/mean": 1.0,
+        "train/success": 1.0,
+        "group/reward_std/mean": 0.0,
+        "group/zero_std_ratio": 1.0,
+        "actor/entropy": 0.001,
+    }
+    assert run({range(30, 121): solved}, steps=120) == []
+
+
+def test_equal_rewards_are_no_fault_while_the_reward_still_rises() -> None:
+    found = run({range(1, 61): {"group/zero_std_ratio": 0.85}})
+    assert found == []
+
+
+def test_missing_metrics_only_switch_off_their_signs() -> None:
+    monitor = CollapseMonitor()
+    for step in range(1, 40):
+        assert monitor.observe(step, {}) == []
+    warned = [warning for step in range(40, 60) for warning in monitor.observe(step, {"response_length/clip_ratio": 0.9})]
+    assert [warning.code for warning in warned] == ["length_limit"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(code=st.sampled_from(sorted(SCENARIOS)), cut=st.integers(1, 59), seed=st.integers(0, 5))
+def test_a_resumed_monitor_warns_as_an_uninterrupted_one(code: str, cut: int, seed: int) -> None:
+    steps = timeline(SCENARIOS[code], 60, seed)
+    straight = CollapseMonitor()
+    expected = list(warnings_of(straight, steps))
+    first, second = CollapseMonitor(), CollapseMonitor()
+    found = list(warnings_of(first, steps[:cut]))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found += warnings_of(second, steps[cut:])
+    assert found == expected
+    assert second.state_dict() == straight.state_dict()
+
+
+def test_a_loaded_state_is_not_shared() -> None:
+    first, second = CollapseMonitor(), CollapseMonitor()
+    first.observe(1, {"critic/score/mean": 1.0})
+    state = first.state_dict()
+    second.load_state_dict(state)
+    second.observe(2, {"critic/score/mean": 5.0})
+    assert first.state_dict() == state
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="another version"):
+        CollapseMonitor().load_state_dict({"means": "gone"})

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentevo.observability.live import LiveView, format_drops, format_duration, sparkline
+from agentevo.observability.metrics import MetricsRow
+
+METRICS: MetricsRow = {
+    "critic/score/mean": 0.41,
+    "train/success": 0.38,
+    "rollout/in": 32.0,
+    "perf/throughput": 1203.6,
+    "timing_s/step": 3.94,
+    "actor/grad_norm": 0.823,
+    "actor/entropy": 1.207,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "50")
+    yield Terminal()
+
+
+def test_a_plain_step_is_one_line_that_stands_on_its_own(clock: Clock) -> None:
+    out = io.StringIO()
+    with LiveView("run", stream=out, clock=clock) as view:
+        view.step(9, 60, METRICS, {"zero_variance": 4})
+    assert out.getvalue() == (
+        "step  9/60 | reward 0.410 | success 38% | 32 in, 4 dropped: 4 zero-variance | 1,204 tok/s | 3.9 s/step | eta 3m21s"
+        " | grad 0.82 | entropy 1.21\n"
+    )
+
+
+def test_a_stream_that_is_no_terminal_gets_plain_text_only(clock: Clock, rows: list[MetricsRow]) -> None:
+    out = io.StringIO()
+    with LiveView("run", stream=out, clock=clock) as view:
+        assert view.plain
+        for row in rows:
+            if "training/global_step" in row:
+                view.phase("sampling", "64 attempts")
+                view.phase("updating")
+                view.step(int(row["step"] or 0), 60, row, {"zero_variance": 8})
+    text = out.getvalue()
+    assert text.isascii() and "\x1b" not in text
+    assert len([line for line in text.splitlines() if line.startswith("step")]) == 60
+    assert [line for line in text.splitlines() if line.startswith("--")] == ["-- sampling: 64 attempts", "-- updating"]
+
+
+def test_missing_and_broken_metrics_do_not_stop_the_view() -> None:
+    out = io.StringIO()
+    with LiveView("run", stream=out) as view:
+        view.step(1, 2, {}, {})
+        view.step(2, 2, {"critic/score/mean": None, "actor/grad_norm": float("nan")}, {})
+    first, second = out.getvalue().splitlines()
+    assert first == "step 1/2 | none dropped"
+    assert "reward nan" in second and "grad nan" in second
+
+
+def test_a_long_phase_shows_that_it_is_alive(clock: Clock) -> None:
+    out = io.StringIO()
+    view = LiveView("run", stream=out, clock=clock)
+    for epoch in range(1, 5):
+        view.phase("cold start", f"epoch {epoch}/4")
+        clock.now += 8
+    assert out.getvalue().splitlines() == ["-- cold start: epoch 1/4", "-- cold start: epoch 3/4"]
+
+
+def test_time_left_follows_the_real_pace_with_evaluations_in_it(clock: Clock) -> None:
+    out = io.StringIO()
+    view = LiveView("run", stream=out, clock=clock)
+    for step in range(1, 4):
+        clock.now += 10
+        view.step(step, 13, METRICS, {})
+    assert "eta 39.4s" not in out.getvalue().splitlines()[0]
+    assert "eta 47.3s" in out.getvalue().splitlines()[0]  # only the step's own 3.94 s are known yet
+    assert "eta 1m40s" in out.getvalue().splitlines()[2]
+
+
+def test_a_plain_evaluation_is_a_table_with_both_reference_players() -> None:
+    out = io.StringIO()
+    LiveView("run", stream=out).evaluation(
+        40,
+        {
+            "val-core/frozen_lake/success/greedy": 0.625,
+            "val-core/frozen_lake/success/sampled": 0.55,
+            "val-core/frozen_lake/reward/greedy": 0.6,
+            "val-core/frozen_lake/random": 0.056,
+            "val-core/frozen_lake/optimal": 0.78,
+            "val-core/frozen_lake/n": 64,
+        },
+    )
+    assert out.getvalue().splitlines() == [
+        "held-out evaluation at step 40: frozen_lake, 64 tasks",
+        "                  success   reward",
+        "  agent, greedy     62.5%    0.600",
+        "  agent, sampled    55.0%",
+        "  random player      5.6%",
+        "  optimal player    78.0%",
+    ]
+
+
+def test_a_stream_that_cannot_spell_a_character_does_not_stop_the_run() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    LiveView("run", stream=out).note("0% \u2192 80%")
+    assert raw.getvalue() == b"0% \\u2192 80%\n"
+
+
+def test_the_terminal_panel_shows_the_run(terminal: Terminal) -> None:
+    with LiveView("my [bold]run[/bold]", stream=terminal) as view:
+        assert not view.plain
+        view.phase("sampling", "32 attempts")
+        view.step(12, 60, METRICS, {"zero_variance": 4})
+        view.evaluation(10, {"val-core/coins/success/greedy": 0.5, "val-core/coins/random": 0.25, "val-core/coins/optimal": 1.0})
+        for number in range(5):
+            view.warn(f"warning {number} [red]as is[/red]")
+        view.note("saved [checkpoint]")
+    shown = terminal.getvalue()
+    last_frame = shown[shown.rindex("my [bold]run") :]
+    for text in ("done", "step 12/60", "32 in, 4 dropped: 4 zero-variance", "held-out coins", "warning 4 [red]as is[/red]", "warning 2"):
+        assert text in last_frame, text
+    assert "warning 1" not in last_frame
+    assert "saved [checkpoint]" in shown and "random player" in shown
+
+
+def test_the_panel_says_when_a_run_was_stopped(terminal: Terminal) -> None:
+    with pytest.raises(KeyboardInterrupt), LiveView("run", stream=terminal) as view:
+        view.step(1, 60, METRICS, {})
+        raise KeyboardInterrupt
+    assert "stopped" in terminal.getvalue()
+    assert terminal.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+@pytest.mark.parametrize("variable,value", [("TERM", "dumb")])
+def test_a_terminal_without_cursor_control_gets_plain_lines(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert LiveView("run", stream=terminal).plain
+
+
+def test_drops_are_listed_by_number() -> None:
+    assert format_drops(32, {"failed": 1, "zero_variance": 8, "stale": 0}) == "32 in, 9 dropped: 8 zero-variance, 1 failed"
+    assert format_drops(32, {}) == "32 in, none dropped"
+    assert format_drops(None, {"failed": 2}) == "2 dropped: 2 failed"
+
+
+@pytest.mark.parametrize(
+    "seconds,text",
+    [
+        (0, "0.00s"), (0.42, "0.42s"), (8.31, "8.3s"), (59.94, "59.9s"), (59.96, "1m00s"), (187, "3m07s"), (3599.6, "1h00m"),
+        (7500, "2h05m"), (273600, "3d04h"), (-1, "0.00s"),
+    ],
+)  # fmt: skip
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@given(st.floats(min_value=0, max_value=1e7))
+def test_durations_are_short(seconds: float) -> None:
+    assert len(format_duration(seconds)) <= 7
+
+
+def test_sparklines_span_their_range() -> None:
+    assert sparkline((0.0, 0.5, 1.0)) == "▁▅█"
+    assert sparkline((3.0, 3.0)) == "▁▁"
+    assert sparkline(()) == ""

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from agentevo.observability import plots
+from agentevo.observability.metrics import MetricsRow
+
+ALL = ["learning_curve.png", "optimisation.png", "lengths.png", "throughput.png"]
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return int(width), int(height)
+
+
+def test_a_whole_run_gives_four_pictures_at_150_dpi(tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any]) -> None:
+    written = plots.write_plots(rows, summary, tmp_path / "plots")
+    assert [path.name for path in written] == ALL
+    assert all(png_size(path)[0] == 8 * 150 for path in written)
+
+
+def test_pictures_without_data_are_left_out(tmp_path: Path, rows: list[MetricsRow]) -> None:
+    assert plots.write_plots([], {}, tmp_path) == []
+    evaluations = [row for row in rows if "training/global_step" not in row]
+    assert [path.name for path in plots.write_plots(evaluations, {}, tmp_path)] == ["learning_curve.png", "throughput.png"]
+    only_norm: list[MetricsRow] = [{"step": 1, "actor/grad_norm": 1.0}]
+    assert [path.name for path in plots.write_plots(only_norm, {}, tmp_path)] == ["optimisation.png"]
+
+
+def test_a_run_of_broken_numbers_draws_nothing_and_one_step_draws_all(
+    tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any]
+) -> None:
+    broken: list[MetricsRow] = [{key: value if key == "step" else None for key, value in row.items()} for row in rows]
+    assert plots.write_plots(broken, {}, tmp_path) == []
+    assert [path.name for path in plots.write_plots(rows[:2], summary, tmp_path)] == ALL
+
+
+def drawn_curve(rows: list[MetricsRow], summary: Mapping[str, Any]) -> Figure:
+    figure = Figure()
+    assert plots._learning_curve(figure, rows, summary)
+    return figure
+
+
+def test_the_curve_holds_the_held_out_points_and_both_reference_levels(rows: list[MetricsRow], summary: Mapping[str, Any]) -> None:
+    axes = drawn_curve(rows, summary).axes[0]
+    lines = {str(line.get_label()): line for line in axes.lines}
+    greedy = [(row["step"], row["val-core/frozen_lake/success/greedy"]) for row in rows if "val-core/frozen_lake/success/greedy" in row]
+    held_out = lines["held-out, greedy"]
+    assert list(zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)) == greedy
+    levels = {tuple(line.get_ydata()) for line in axes.lines if len(line.get_xdata()) == 2}
+    assert {(0.06, 0.06), (0.78, 0.78)} <= levels
+    texts = " ".join(text.get_text() for text in axes.texts)
+    for part in ("before\n", "after\n", "random player", "optimal player", "before the cold start 2%"):
+        assert part in texts, part
+    assert axes.get_title(loc="right").startswith("held-out success")
+
+
+def test_success_and_reward_have_axes_of_their_own(rows: list[MetricsRow], summary: Mapping[str, Any]) -> None:
+    figure = drawn_curve(rows, summary)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["success rate", "mean reward"]
+    rewards_only: list[MetricsRow] = [{"step": 1, "critic/score/mean": -3.0}, {"step": 2, "critic/score/mean": -2.0}]
+    assert [axes.get_ylabel() for axes in drawn_curve(rewards_only, {}).axes] == ["mean reward"]
+
+
+def test_two_environments_are_told_apart() -> None:
+    rows: list[MetricsRow] = [
+        {"step": step, **{f"val-core/{name}/success/greedy": step / 20, f"val-core/{name}/random": 0.1}}
+        for step in (0, 10)
+        for name in ("coins", "sokoban")
+    ]
+    labels = {str(line.get_label()) for line in drawn_curve(rows, {}).axes[0].lines}
+    assert {"held-out coins, greedy", "held-out sokoban, greedy"} <= labels
+
+
+def test_times_of_one_step_in_two_rows_are_added(rows: list[MetricsRow]) -> None:
+    figure = Figure()
+    assert plots._throughput(figure, rows, {})
+    bars = next(container for container in figure.axes[0].containers if container.get_label() == "evaluation")
+    by_step = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in bars}
+    assert by_step[0] == 4.0 and by_step[10] == 3.5 and by_step[5] == 0.0
+
+
+def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
+    code = (
+        "import sys, matplotlib; from agentevo.observability import write_plots; before = matplotlib.rcParams['font.size'];"
+        f"write_plots([{{'step': 1, 'actor/entropy': 1.0}}], {{}}, {str(tmp_path)!r});"
+        "assert 'matplotlib.pyplot' not in sys.modules; assert matplotlib.rcParams['axes.grid'] is False;"
+        f"assert matplotlib.rcParams['font.size'] == before; assert before != {plots.STYLE['axes.titlesize']}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_smoothing_starts_at_the_first_value_and_leaves_gaps() -> None:
+    smoothed = plots.smooth([1.0, math.nan, 2.0])
+    assert smoothed[0] == 1.0 and math.isnan(smoothed[1]) and smoothed[2] == pytest.approx(1.0 + plots.SMOOTHING)
+
+
+def test_wilson_interval_has_the_published_values() -> None:
+    assert plots.wilson_interval(0.0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Newcombe 1998, table of method 3: 0/10 and 81/263
+    assert plots.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_wilson_interval_holds_the_rate_and_stays_a_rate(n: int, data: st.DataObject) -> None:
+    rate = data.draw(st.integers(0, n)) / n
+    low, high = plots.wilson_interval(rate, n)
+    assert 0.0 <= low <= rate + 1e-12 and rate - 1e-12 <= high <= 1.0

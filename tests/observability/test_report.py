@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentevo.errors import ConfigError
+from agentevo.observability import MetricsLog, report_from_run, sample_trajectories, write_report
+from agentevo.observability.metrics import MetricsRow
+from agentevo.observability.report_html import SHOWN_TOKENS
+from agentevo.store import open_store
+from agentevo.types import Message, Task, Trajectory, Turn
+
+HOSTILE = "<script>alert('x')</script><img src=http://evil.example/a.png>"
+
+
+def attempt(name: str, reward: float, *, task: str = "lake/1", tokens: int = 3, **changes: Any) -> Trajectory:
+    turn = Turn(
+        index=0,
+        prompt_ids=[1, 2],
+        completion_ids=[(11, 3, 10)[index % 3] for index in range(tokens)],
+        logprobs=[(-0.25, -4.0, -0.01)[index % 3] for index in range(tokens)],
+        versions=[7] * tokens,
+        finish_reason="stop",
+        reward=reward,
+        messages=[Message("user", HOSTILE)],
+    )
+    return Trajectory(id=name, task_id=task, group_id="g", turns=[turn], reward=reward, success=reward > 0.5, **changes)
+
+
+class Page(HTMLParser):
+    """Tags, attributes and visible text; fails on tags that aren't closed."""
+
+    VOID = frozenset({"meta", "img", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_tells_the_whole_run(
+    tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
+) -> None:
+    path = write_report(tmp_path, rows, summary, "trainer:\n  steps: 60\n", [("Best attempt", attempt("t", 0.9))], decode)
+    page = Page(path.read_text(encoding="utf-8"))
+    for part in (
+        "16% →", "70%", "success on 64 held-out tasks", "before the cold start it was 2%", "a random player reaches 6%", "an optimal player 78%",
+        "5m12s", "118,204", "96,411", "70% at step 60", "15.6%", "step 33", "The gradient norm jumped", "3,840 came in", "dropped: zero-variance",
+        "update_actor", "Best attempt", "steps: 60",
+    ):  # fmt: skip
+        assert part in page.text, part
+    assert sum(tag == "img" for tag, _ in page.tags) == 4
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plots", "report.html"]
+
+
+def test_the_page_asks_the_network_for_nothing_and_runs_nothing(
+    tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
+) -> None:
+    hostile = {
+        **summary,
+        "name": HOSTILE,
+        "environment": HOSTILE,
+        "warnings": [HOSTILE, {"code": "x", "step": HOSTILE, "message": HOSTILE}],
+    }
+    broken = attempt("t", 0.0, status="failed", error=HOSTILE)
+    page = Page(
+        write_report(tmp_path, rows, hostile, HOSTILE, [(HOSTILE, broken)], lambda token: HOSTILE + decode(token)).read_text(
+            encoding="utf-8"
+        )
+    )
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "base", "form", "a"}
+    for tag, attributes in page.tags:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href"):
+                assert (value or "").startswith("data:image/png;base64,")
+    assert page.text.count(HOSTILE) >= 8  # shown as text, everywhere
+    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and "default-src 'none'" in policy
+
+
+def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[int], str]) -> None:
+    text = write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))], decode).read_text(encoding="utf-8")
+    spans = [attributes for tag, attributes in Page(text).tags if tag == "span" and "title" in attributes]
+    assert [span["class"] for span in spans] == ["t p1", "t p4", "t p0"]
+    assert spans[0]["title"] == "id 11 · logprob -0.2500 (probability 0.779) · version 7"
+    assert "é&amp;&lt;b&gt;" in text and "↵<br>" in text
+
+
+def test_without_a_tokenizer_ids_are_shown_and_said_to_be(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8"))
+    assert "[11]" in page.text and "no tokenizer was at hand" in page.text
+
+
+def test_a_very_long_attempt_is_cut_and_says_so(tmp_path: Path, decode: Callable[[int], str]) -> None:
+    text = write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9, tokens=SHOWN_TOKENS + 7))], decode).read_text(encoding="utf-8")
+    assert "and 7 more tokens" in text
+    assert text.count('<span class="t p') - 5 == SHOWN_TOKENS  # five are the legend's
+
+
+@pytest.mark.parametrize("after,told", [(0.30, True), (0.60, False)])
+def test_nobody_is_fooled_by_random_play(tmp_path: Path, after: float, told: bool) -> None:
+    scores = {"eval": {"before": 0.02, "after": after, "n": 64, "random": 0.25, "optimal": 1.0}}
+    text = Page(write_report(tmp_path, [], scores, "", []).read_text(encoding="utf-8")).text
+    assert ("can't be told from random play" in text) is told
+
+
+def make_run(
+    folder: Path, rows: list[MetricsRow], trajectories: list[tuple[Trajectory, str, int]], config: str = "run:\n  name: demo\n"
+) -> None:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(config)
+    with MetricsLog(folder / "metrics.jsonl") as log:
+        for row in rows:
+            log.log(int(row["step"] or 0), {key: value for key, value in row.items() if key not in ("step", "time") and value is not None})
+
+    async def fill() -> None:
+        async with await open_store(f"sqlite:///{folder / 'store.sqlite'}") as store:
+            await store.add_tasks([Task(id="lake/1", environment="frozen_lake")])
+            for trajectory, split, step in trajectories:
+                await store.write_trajectories([trajectory], split=split, step=step)  # type: ignore[arg-type]
+
+    asyncio.run(fill())
+
+
+def test_a_report_is_made_from_the_files_alone(
+    tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
+) -> None:
+    folder = tmp_path / "run"
+    early = [(attempt(f"e{index}", reward), "eval", 0) for index, reward in enumerate((0.0, 0.1, 0.9))]
+    late = [(attempt(f"l{index}", reward), "eval", 60) for index, reward in enumerate((0.2, 1.0, 0.8))]
+    train = [(attempt("trained", 1.0), "train", 60), (attempt("broken", 0.0, status="failed", error="server hung"), "train", 59)]
+    make_run(folder, rows, early + late + train)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    path = report_from_run(folder, decode)
+    text = Page(path.read_text(encoding="utf-8")).text
+    assert path == folder / "report.html"
+    captions = {
+        "A typical attempt at step 0": "e1", "Best attempt at step 60": "l1", "A typical attempt at step 60": "l2",
+        "Worst attempt at step 60": "l0", "Newest failed attempt (step 59)": "broken",
+    }  # fmt: skip
+    found = dict(
+        re.findall(r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task", text)
+    )
+    assert found == captions
+    assert "server hung" in text and "16% →" in text
+
+
+def test_an_interrupted_run_without_summary_or_store_has_a_report_too(tmp_path: Path, rows: list[MetricsRow]) -> None:
+    folder = tmp_path / "run"
+    make_run(folder, rows[:40], [])
+    (folder / "store.sqlite").unlink()
+    text = Page(report_from_run(folder).read_text(encoding="utf-8")).text
+    assert "16% →" in text and "Sample trajectories" not in text
+    assert not (folder / "store.sqlite").exists()
+
+
+def test_the_store_that_the_config_names_is_the_one_read(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    make_run(elsewhere, [], [(attempt("x", 1.0), "train", 1)])
+    folder = tmp_path / "run"
+    make_run(folder, [], [], config=f"store:\n  url: sqlite:///{elsewhere / 'store.sqlite'}\n")
+    assert "trajectory x," in Page(report_from_run(folder).read_text(encoding="utf-8")).text
+
+
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.yaml"):
+        report_from_run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_lone_attempt_is_shown_once(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", [], [(attempt("only", 0.4), "train", 3)])
+
+    async def pick() -> list[tuple[str, Trajectory]]:
+        async with await open_store(f"sqlite:///{tmp_path / 'run' / 'store.sqlite'}", create=False) as store:
+            return await sample_trajectories(store)
+
+    assert [(caption, found.id) for caption, found in asyncio.run(pick())] == [("Best attempt at step 3", "only")]

@@ -1,0 +1,247 @@
+"""What goes in comes out, once, and what could not come out is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentevo.errors import StoreError
+from agentevo.store import open_store
+from agentevo.store.codec import pack_floats, unpack_floats
+from agentevo.types import Message, Task, Trajectory, Turn
+
+Make = Callable[..., Trajectory]
+
+float32 = st.floats(width=32, allow_nan=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+int32 = st.integers(-(2**31), 2**31 - 1)
+messages = st.lists(st.builds(Message, role=st.sampled_from(["system", "user", "assistant", "tool"]), content=st.text()), max_size=3)
+
+
+@st.composite
+def turn_lists(draw: st.DrawFn) -> list[Turn]:
+    turns = []
+    for index in range(draw(st.integers(0, 4))):
+        tokens = draw(st.lists(st.tuples(int32, float32, int32), max_size=6))
+        turns.append(
+            Turn(
+                index=index,
+                parent=draw(st.none() | st.integers(0, index - 1)) if index else None,
+                prompt_ids=draw(st.lists(int32, max_size=6)),
+                completion_ids=[token for token, _, _ in tokens],
+                logprobs=[logprob for _, logprob, _ in tokens],
+                versions=[version for _, _, version in tokens],
+                finish_reason=draw(st.sampled_from(["stop", "length"])),
+                temperature=draw(finite),
+                seed=draw(st.integers(-(2**70), 2**70)),
+                reward=draw(finite),
+                messages=draw(messages),
+            )
+        )
+    return turns
+
+
+trajectories = st.builds(
+    Trajectory,
+    id=st.text(),
+    task_id=st.text(),
+    group_id=st.text(),
+    attempt=st.integers(0, 2**40),
+    turns=turn_lists(),
+    reward=finite,
+    success=st.booleans(),
+    status=st.sampled_from(["completed", "failed"]),
+    error=st.none() | st.text(),
+    truncated=st.booleans(),
+    metrics=st.dictionaries(st.text(), finite, max_size=3),
+    started_at=finite,
+    duration_s=finite,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(trajectory=trajectories)
+def test_a_trajectory_comes_back_equal(trajectory: Trajectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+    async def scenario() -> None:
+        async with await open_store(f"sqlite:///{tmp_path_factory.mktemp('store') / 's'}") as store:
+            await store.write_trajectories([trajectory], split="train", step=3)
+            back = await store.trajectory(trajectory.id)
+            assert back == trajectory
+            assert await store.write_trajectories([back], split="train", step=3) == 0, "the copy that was read counts as the same content"
+
+    asyncio.run(scenario())
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-3e38, max_value=3e38), max_size=8))
+def test_logprobs_are_rounded_to_float32_and_no_further(values: list[float]) -> None:
+    rounded = [struct.unpack("<f", struct.pack("<f", value))[0] for value in values]
+    assert unpack_floats(pack_floats(values)) == rounded
+    assert pack_floats(values) == struct.pack(f"<{len(values)}f", *values)
+
+
+def test_non_finite_logprobs_are_kept_as_they_are() -> None:
+    back = unpack_floats(pack_floats([math.inf, -math.inf, math.nan]))
+    assert back[:2] == [math.inf, -math.inf] and math.isnan(back[2])
+
+
+def test_a_task_comes_back_equal(url: str) -> None:
+    task = Task(id="ü", environment="coins", seed=2**63 + 1, query="q\0", answer={"a": [1, None, 2.5]}, scorer="exact", metadata={"k": ["v"]})
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            assert await store.add_tasks([task]) == 1
+            assert await store.task("ü") == task
+            assert await store.add_tasks([task, task]) == 0
+            with pytest.raises(StoreError, match="other content"):
+                await store.add_tasks([Task(id="new"), msgspec.structs.replace(task, seed=1)])
+            assert (await store.counts())["tasks/queued"] == 1, "a refused call adds nothing"
+            with pytest.raises(StoreError, match="no task 'nobody'"):
+                await store.task("nobody")
+
+    asyncio.run(scenario())
+
+
+def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_trajectory: Make) -> None:
+    a, b = make_trajectory("a"), make_trajectory("b")
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            assert await store.write_trajectories([a, a], split="train", step=1) == 1
+            assert await store.write_trajectories([a, b], split="train", step=1) == 1
+            later = msgspec.structs.replace(a, started_at=9.0, duration_s=9.0)
+            assert await store.write_trajectories([later], split="train", step=1) == 0, "timings are not content"
+            assert (await store.trajectory("a")).started_at == a.started_at
+            turned = msgspec.structs.replace(a.turns[1], completion_ids=[7, 9])
+            for other, split, step in [
+                (msgspec.structs.replace(a, reward=0.5), "train", 1),
+                (msgspec.structs.replace(a, turns=[a.turns[0], turned]), "train", 1),
+                (a, "eval", 1),
+                (a, "train", 2),
+            ]:
+                with pytest.raises(StoreError, match="'a' is already there with other content"):
+                    await store.write_trajectories([make_trajectory("c"), other], split=split, step=step)  # type: ignore[arg-type]
+            assert len(await store.summaries()) == 2, "a refused call writes nothing"
+            assert await store.write_trajectories([], split="train", step=1) == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": math.nan}, "reward is nan"),
+        ({"metrics": {"num_actions": math.inf}}, "num_actions is inf"),
+        ({"status": "lost"}, "status 'lost' is unknown"),
+        ({"error": "\ud800"}, "surrogates"),
+        ({"turns": [{"index": 1}]}, "position 0 has index 1"),
+        ({"turns": [{"parent": 0}]}, "has parent 0"),
+        ({"turns": [{"logprobs": [0.0]}]}, "one of each per token"),
+        ({"turns": [{"prompt_ids": [2**31]}]}, "greater than maximum"),
+        ({"turns": [{"prompt_ids": [1.5]}]}, "float"),
+        ({"turns": [{"logprobs": [-1e300, 0.0]}]}, "does not fit in a float32"),
+        ({"turns": [{"finish_reason": "tired"}]}, "unknown finish_reason 'tired'"),
+        ({"turns": [{"reward": math.inf}]}, "both must be finite"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused(url: str, make_trajectory: Make, changes: dict[str, Any], message: str) -> None:
+    good = make_trajectory("good")
+    if "turns" in changes:
+        changes = {"turns": [msgspec.structs.replace(good.turns[0], **changes["turns"][0])]}
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            with pytest.raises(StoreError, match=f"'bad' can't be stored: .*{message}"):
+                await store.write_trajectories([good, make_trajectory("bad", **changes)], split="train", step=1)
+            assert await store.summaries() == []
+
+    asyncio.run(scenario())
+
+
+def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            many = [make_trajectory(f"t{i}", task_id=f"task{i % 3}", group_id=f"g{i % 2}", num_turns=1) for i in range(150)]
+            await store.write_trajectories(many, split="train", step=1)
+            failed = make_trajectory("f", status="failed", error="the tool hung", num_turns=0)
+            await store.write_trajectories([failed, make_trajectory("e", task_id="task1")], split="eval", step=2)
+            await store.reserve(["t3", "t5"], 7)
+
+            async def ids(**filters: Any) -> list[str]:
+                streamed = [stored.trajectory.id async for stored in store.trajectories(**filters)]
+                assert streamed == [summary.id for summary in await store.summaries(**filters)]
+                return streamed
+
+            everything = [trajectory.id for trajectory in many] + ["f", "e"]
+            assert await ids() == everything
+            assert await ids(newest_first=True) == everything[::-1]
+            assert await ids(newest_first=True, limit=70) == everything[:-71:-1]
+            assert await ids(limit=64) == everything[:64]
+            assert await ids(limit=0) == []
+            assert await ids(step=2) == ["f", "e"]
+            assert await ids(split="eval", status=None) == ["f", "e"]
+            assert await ids(status="failed") == ["f"]
+            assert await ids(state="reserved") == await ids(trained_step=7) == ["t3", "t5"]
+            assert await ids(task_id="task1", split="train") == everything[1:150:3]
+            assert await ids(group_id="g1", limit=2) == ["t1", "t3"]
+            assert await ids(step=99) == []
+            for wrong in ({"split": "test"}, {"status": "ok"}, {"state": "done"}, {"limit": -1}):
+                with pytest.raises(StoreError, match="trajectories: "):
+                    await ids(**wrong)
+
+            summary = (await store.summaries(status="failed"))[0]
+            assert (summary.error, summary.state, summary.step, summary.split) == ("the tool hung", "failed", 2, "eval")
+            assert (await store.summaries(limit=1))[0].num_completion_tokens == 2
+            with pytest.raises(StoreError, match="no trajectory 'nobody'"):
+                await store.trajectory("nobody")
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_leaves_out_what_is_written_meanwhile(url: str, make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            await store.write_trajectories([make_trajectory(f"a{i}", num_turns=0) for i in range(65)], split="train", step=1)
+            seen = []
+            async for stored in store.trajectories():
+                if not seen:
+                    await store.write_trajectories([make_trajectory("late")], split="train", step=1)
+                seen.append(stored.trajectory.id)
+            assert seen == [f"a{i}" for i in range(65)]
+
+    asyncio.run(scenario())
+
+
+def test_counts_name_every_state(url: str, make_trajectory: Make, make_task: Callable[..., Task], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            empty = await store.counts()
+            assert set(empty.values()) == {0} and {"tasks/leased", "trajectories/train/ready", "turns", "steps"} < set(empty)
+            await store.add_tasks([make_task("x"), make_task("y")])
+            await store.lease_task("w", lease_s=60)
+            await store.write_trajectories([make_trajectory(name, num_turns=3) for name in "abc"], split="train", step=1)
+            await store.write_trajectories([make_trajectory("e")], split="eval", step=1)
+            await store.drop(["c"], "stale")
+            await store.reserve(["a"], 1)
+            await store.commit_step(1, {})
+            counts = await store.counts()
+            assert {key: value for key, value in counts.items() if value} == {
+                "tasks/queued": 1,
+                "tasks/leased": 1,
+                "trajectories/train/committed": 1,
+                "trajectories/train/ready": 1,
+                "trajectories/train/dropped": 1,
+                "trajectories/eval/ready": 1,
+                "turns": 11,
+                "steps": 1,
+            }
+
+    asyncio.run(scenario())

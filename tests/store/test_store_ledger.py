@@ -1,0 +1,214 @@
+"""Every arrow of the ledger, and the refusal of every move that is not an arrow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from agentevo.errors import StoreError
+from agentevo.store import Store, TrajectoryState
+from agentevo.store.sqlite import SQLiteStore
+from agentevo.types import Task, Trajectory
+
+Make = Callable[..., Trajectory]
+
+
+async def state(store: Store, name: str) -> tuple[TrajectoryState, int | None]:
+    return {summary.id: (summary.state, summary.trained_step) for summary in await store.summaries()}[name]
+
+
+@pytest.fixture
+def play(url: str, make_trajectory: Make) -> Callable[[Callable[[SQLiteStore], Awaitable[None]]], None]:
+    """Runs a scenario on a store with the ready trajectories a, b, c, the failed one f and the evaluation e, all of step 1."""
+
+    def run(scenario: Callable[[SQLiteStore], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with await SQLiteStore.open(url) as store:
+                ready = [make_trajectory(name) for name in "abc"]
+                await store.write_trajectories([*ready, make_trajectory("f", status="failed", error="boom")], split="train", step=1)
+                await store.write_trajectories([make_trajectory("e")], split="eval", step=1)
+                await scenario(store)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_ready_reserved_committed(play: Callable[..., None]) -> None:
+    async def scenario(store: SQLiteStore) -> None:
+        assert await store.reserve(["a", "b"], 5) == 2
+        assert await state(store, "a") == ("reserved", 5)
+        assert await store.reserve(["b", "a", "a"], 5) == 0, "asking again is harmless"
+        assert await store.last_step() is None
+        record = {"metrics": {"reward": 0.5, "nothing": float("nan")}, "checkpoint": "checkpoints/5"}
+        assert await store.commit_step(5, record, ids=["a", "b"]) == 2
+        assert await state(store, "a") == ("committed", 5)
+        assert await state(store, "c") == ("ready", None)
+        assert await store.commit_step(5, record, ids=["a", "b"]) == 0, "committing again is harmless"
+        last = await store.last_step()
+        assert last is not None and (last.step, last.num_trajectories) == (5, 2)
+        assert last.record == {"metrics": {"reward": 0.5, "nothing": None}, "checkpoint": "checkpoints/5"}
+        await store.commit_step(4, {})
+        assert [step.step for step in await store.steps()] == [4, 5]
+        stored = [stored async for stored in store.trajectories(trained_step=5)]
+        assert [(s.trajectory.id, s.state, s.trained_step, s.step) for s in stored] == [("a", "committed", 5, 1), ("b", "committed", 5, 1)]
+
+    play(scenario)
+
+
+def test_reserve_refuses_all_or_takes_all(play: Callable[..., None]) -> None:
+    async def scenario(store: SQLiteStore) -> None:
+        await store.reserve(["b"], 1)
+        for name, message in [
+            ("b", r"'b' can't be reserved for step 2: it is reserved\(1\)"),
+            ("f", "it is failed"),
+            ("e", "its split is 'eval'"),
+            ("nobody", "not in the store"),
+        ]:
+            with pytest.raises(StoreError, match=message):
+                await store.reserve(["a", name], 2)
+        assert await state(store, "a") == ("ready", None)
+        await store.commit_step(1, {})
+        with pytest.raises(StoreError, match="step 1 is already committed"):
+            await store.reserve(["a"], 1)
+        with pytest.raises(StoreError, match=r"it is committed\(1\)"):
+            await store.reserve(["b"], 2)
+
+    play(scenario)
+
+
+def test_commit_refuses_a_set_that_is_not_the_reserved_one(play: Callable[..., None]) -> None:
+    async def scenario(store: SQLiteStore) -> None:
+        await store.reserve(["a", "b"], 1)
+        with pytest.raises(StoreError, match="'c' is not reserved for it"):
+            await store.commit_step(1, {}, ids=["a", "b", "c"])
+        with pytest.raises(StoreError, match="'b' is reserved for it but not part of it"):
+            await store.commit_step(1, {}, ids=["a"])
+        with pytest.raises(StoreError, match="plain JSON"):
+            await store.commit_step(1, {"model": object()})
+        assert await store.steps() == [] and await state(store, "a") == ("reserved", 1)
+        await store.commit_step(1, {"loss": 1.0})
+        with pytest.raises(StoreError, match="already committed with another record: rewind to step 0"):
+            await store.commit_step(1, {"loss": 2.0})
+        with pytest.raises(StoreError, match="'b' is reserved for it but not part"):
+            await store.commit_step(1, {"loss": 1.0}, ids=["a"])
+
+    play(scenario)
+
+
+def test_release_gives_back_the_reserved_only(play: Callable[..., None]) -> None:
+    async def scenario(store: SQLiteStore) -> None:
+        await store.reserve(["a"], 1)
+        await store.reserve(["b"], 2)
+        await store.reserve(["c"], 3)
+        await store.commit_step(1, {})
+        assert await store.release(1) == 0
+        assert await store.release(2) == 1
+        assert await state(store, "a") == ("committed", 1)
+        assert await state(store, "b") == ("ready", None)
+        assert await state(store, "c") == ("reserved", 3)
+        assert await store.release() == 1
+        assert await state(store, "c") == ("ready", None)
+
+    play(scenario)
+
+
+def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
+    async def scenario(store: SQLiteStore) -> None:
+        await store.reserve(["a", "b"], 1)
+        assert await store.drop(["b", "c", "f"], "no spread in the group") == 2
+        assert await store.drop(["b"], "no spread in the group") == 0
+        dropped = await store.summaries(state="dropped")
+        assert [(s.id, s.drop_reason, s.trained_step) for s in dropped] == [("b", "no spread in the group", None), ("c", "no spread in the group", None)]
+        assert await state(store, "f") == ("failed", None)
+        assert await store.commit_step(1, {}, ids=["a"]) == 1
+        for name, message in [("a", "step 1 was trained on it"), ("nobody", "not in the store"), ("b", "was dropped before")]:
+            with pytest.raises(StoreError, match=message):
+                await store.drop([name], "stale")
+        with pytest.raises(StoreError, match="it is dropped, not ready"):
+            await store.reserve(["b"], 2)
+
+    play(scenario)
+
+
+def test_rewind_restores_the_moment_of_a_commit(play: Callable[..., None], make_trajectory: Make, make_task: Callable[..., Task]) -> None:
+    async def scenario(store: SQLiteStore) -> None:
+        await store.add_tasks([make_task("lost"), make_task("task")])
+        await store.reserve(["a"], 1)
+        await store.commit_step(1, {})
+        before = await store.summaries()
+        lease = await store.lease_task("w", lease_s=60)
+        assert lease is not None and lease.task.id == "lost"
+        await store.write_trajectories([make_trajectory("later", task_id="lost")], split="train", step=2, lease=lease)
+        await store.reserve(["b", "later"], 2)
+        await store.commit_step(2, {})
+        await store.reserve(["c"], 3)
+        with pytest.raises(StoreError, match="never committed"):
+            await store.rewind(4)
+
+        assert await store.rewind(1) == 1
+        assert await store.summaries() == before
+        assert [step.step for step in await store.steps()] == [1]
+        assert (await store.counts())["turns"] == 10
+        with pytest.raises(StoreError, match="has moved on"):
+            await store.complete_task(lease)
+        again = await store.lease_task("w", lease_s=60)
+        assert again is not None and again.task.id == "lost"
+        other = make_trajectory("later", task_id="lost", reward=0.0)
+        assert await store.write_trajectories([other], split="train", step=2) == 1, "the id is free again"
+        assert await store.rewind(0) == 6
+        assert await store.summaries() == [] and await store.steps() == []
+
+    play(scenario)
+
+
+def test_leases_fence_late_writers(url: str, make_task: Callable[..., Task], make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        now = 1000.0
+        async with await SQLiteStore.open(url) as store:
+            store._clock = lambda: now
+            await store.add_tasks([make_task("x"), make_task("y")])
+            slow = await store.lease_task("slow", lease_s=10)
+            other = await store.lease_task("other", lease_s=100)
+            assert slow is not None and other is not None
+            assert (slow.task, other.task) == (make_task("x"), make_task("y"))
+            assert await store.lease_task("third", lease_s=10) is None
+            now = 1010.0
+            fast = await store.lease_task("fast", lease_s=10)
+            assert fast is not None and (fast.task.id, fast.attempt, fast.expires_at) == ("x", 2, 1020.0)
+            assert fast.fencing_id > slow.fencing_id
+
+            for late in (
+                store.complete_task(slow),
+                store.fail_task(slow, "boom"),
+                store.write_trajectories([make_trajectory("late")], split="train", step=1, lease=slow),
+            ):
+                with pytest.raises(StoreError, match="lease 1 of 'slow' ran out"):
+                    await late
+            assert await store.summaries() == []
+
+            assert await store.write_trajectories([make_trajectory("good")], split="train", step=1, lease=fast) == 1
+            assert await store.write_trajectories([make_trajectory("good")], split="train", step=1, lease=fast) == 0
+            await store.complete_task(fast)
+            with pytest.raises(StoreError, match="already completed"):
+                await store.fail_task(fast, "boom")
+            await store.fail_task(other, "boom")
+            counts = await store.counts()
+            assert (counts["tasks/completed"], counts["tasks/failed"]) == (1, 1)
+            now = 1e9
+            assert await store.lease_task("third", lease_s=10) is None
+
+    asyncio.run(scenario())
+
+
+def test_two_stores_never_lease_the_same_task(url: str, make_task: Callable[..., Task]) -> None:
+    async def scenario() -> None:
+        async with await SQLiteStore.open(url) as one, await SQLiteStore.open(url) as two:
+            await one.add_tasks([make_task(f"t{i}") for i in range(40)])
+            leases = await asyncio.gather(*((one, two)[i % 2].lease_task(str(i), lease_s=60) for i in range(50)))
+            names = [lease.task.id for lease in leases if lease is not None]
+            assert len(names) == 40 == len(set(names))
+
+    asyncio.run(scenario())

@@ -1,0 +1,362 @@
+"""The file: opening it, sharing it, dying in the middle of it, waiting for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+from sqlalchemy import event
+
+from agentevo.errors import DeadlineExceededError, StoreError, UnknownNameError
+from agentevo.store import open_store, stores
+from agentevo.store.sqlite import APPLICATION_ID, SQLiteStore
+from agentevo.types import Trajectory
+
+Make = Callable[..., Trajectory]
+Start = Callable[..., "Popen[str]"]
+
+PROGRAM = """
+import asyncio, os, signal, sys
+from agentevo.store import open_store
+from agentevo.types import Trajectory, Turn
+
+def trajectory(name):
+    turn = Turn(index=0, prompt_ids=[1] * 200, completion_ids=[2] * 200, logprobs=[-0.5] * 200, versions=[0] * 200, finish_reason="stop")
+    return Trajectory(id=name, task_id="task", group_id="group", turns=[turn])
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main(url):
+    store = await open_store(url)
+    BODY
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def program(body: str) -> str:
+    return PROGRAM.replace("BODY", body.strip().replace("\n", "\n    "))
+
+
+def test_open_makes_the_folder_and_finds_everything_again(tmp_path: Path, make_trajectory: Make) -> None:
+    path = tmp_path / "deep" / "er" / "store.sqlite"
+
+    async def scenario() -> None:
+        async with await open_store(f"sqlite:///{path}") as store:
+            await store.write_trajectories([make_trajectory("a")], split="train", step=1)
+        assert path.is_file() and not path.with_name("store.sqlite-wal").exists(), "closing leaves one file"
+        async with await open_store(f"sqlite:///{path}", create=False) as store:
+            assert await store.trajectory("a") == make_trajectory("a")
+
+    asyncio.run(scenario())
+
+
+def test_relative_urls_start_at_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        await (await open_store("sqlite:///runs/a?b%20#.sqlite")).close()
+
+    asyncio.run(scenario())
+    assert (tmp_path / "runs" / "a?b%20#.sqlite").is_file()
+
+
+def refuses(url: str, message: str, error: type[Exception] = StoreError, *, create: bool = True) -> None:
+    with pytest.raises(error, match=message):
+        asyncio.run(open_store(url, create=create))
+
+
+def test_bad_urls_are_refused(tmp_path: Path) -> None:
+    refuses("runs/store.sqlite", "write it as sqlite:///PATH")
+    refuses("sqlite://", "names no SQLite file")
+    refuses("sqlite:///:memory:", "names no SQLite file")
+    refuses("sqlight:///x", "did you mean 'sqlite'", UnknownNameError)
+    refuses(f"sqlite:///{tmp_path}", "is a folder")
+    refuses(f"sqlite:///{tmp_path}/missing/s", "no store at", create=False)
+    (tmp_path / "file").write_text("x")
+    refuses(f"sqlite:///{tmp_path}/file/s", "can't be opened")
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file"], "nothing was created"
+
+
+def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("these are my notes, do not touch them")
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    empty = tmp_path / "empty.sqlite"
+    empty.touch()
+    before = {path: path.read_bytes() for path in (text, other, empty)}
+    refuses(f"sqlite:///{text}", "is not a SQLite database")
+    refuses(f"sqlite:///{other}", "not an AgentEvo store")
+    refuses(f"sqlite:///{empty}", "not an AgentEvo store", create=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_newer_schema_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "newer.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE trajectories (something, else_)")
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        connection.execute("PRAGMA user_version=999")
+    connection.close()
+    before = path.read_bytes()
+    refuses(f"sqlite:///{path}", "schema 999 of a newer AgentEvo.*upgrade")
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "torn.sqlite"
+    path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 20)
+    refuses(f"sqlite:///{path}", "torn.sqlite")
+
+
+def test_the_settings_hold_on_every_connection(url: str) -> None:
+    async def scenario() -> None:
+        async with await SQLiteStore.open(url) as store:
+
+            async def settings() -> list[object]:
+                async with store._transaction("test") as connection:
+                    await asyncio.sleep(0.05)  # so that each task has a connection of its own
+                    names = ("journal_mode", "synchronous", "foreign_keys")
+                    return [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one() for name in names]
+
+            assert await asyncio.gather(*(settings() for _ in range(3))) == [["wal", 1, 1]] * 3
+
+    asyncio.run(scenario())
+
+
+def test_every_query_uses_an_index(url: str, make_trajectory: Make) -> None:
+    seen: list[tuple[str, object]] = []
+
+    async def scenario() -> list[str]:
+        async with await SQLiteStore.open(url) as store:
+            await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
+
+            @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
+            def note(_connection: object, _cursor: object, statement: str, parameters: object, _context: object, many: bool) -> None:
+                seen.append((statement, parameters[0] if many else parameters))  # type: ignore[index]
+
+            for filters in ({}, {"step": 1}, {"split": "train"}, {"state": "ready"}, {"status": "failed"}, {"task_id": "t"}, {"group_id": "g"}):
+                await store.summaries(**filters, newest_first=True)  # type: ignore[arg-type]
+                [_ async for _ in store.trajectories(**filters)]  # type: ignore[arg-type]
+            await store.trajectory("a")
+            await store.lease_task("w", lease_s=1)
+            await store.reserve(["a"], 1)
+            await store.drop(["b"], "stale")
+            await store.commit_step(1, {})
+            await store.release(2)
+            await store.release()
+            await store.last_step()
+            plans = []
+            async with store._transaction("plans") as connection:
+                for statement, parameters in list(seen):
+                    if statement.startswith(("SELECT", "UPDATE", "DELETE")):
+                        plan = (await connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)).all()  # type: ignore[arg-type]
+                        plans += [f"{row.detail} <- {statement}" for row in plan]
+            return plans
+
+    plans = asyncio.run(scenario())
+    assert any("USING INDEX trajectories_by_step" in plan for plan in plans)
+    ordered_walk = "SCAN trajectories <- "  # without a filter, in the order of the primary key
+    bad = [plan for plan in plans if "TEMP B-TREE" in plan or (plan.startswith("SCAN") and "WHERE" in plan.removeprefix(ordered_walk))]
+    assert not bad, "\n".join(bad)
+
+
+def test_many_processes_may_open_a_new_store_at_once(url: str, start_script: Start) -> None:
+    body = "await store.write_trajectories([trajectory(sys.argv[2])], split='train', step=1)\nawait store.close()"
+    processes = [start_script(program(body), url, f"p{i}") for i in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+
+    async def scenario() -> None:
+        async with await open_store(url, create=False) as store:
+            assert {summary.id for summary in await store.summaries()} == {"p0", "p1", "p2", "p3"}
+
+    asyncio.run(scenario())
+
+
+def test_readers_in_another_process_see_whole_batches_while_one_writes(url: str, start_script: Start) -> None:
+    body = """
+print("open", flush=True)
+for batch in range(20):
+    await store.write_trajectories([trajectory(f"{batch}-{i}") for i in range(50)], split="train", step=batch)
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+    async def scenario() -> None:
+        writer = start_script(program(body), url)
+        assert writer.stdout is not None and writer.stdout.readline() == "open\n"
+        sizes = set()
+        async with await open_store(url, timeout_s=20) as store:
+            while (count := (await store.counts())["trajectories/train/ready"]) < 1000:
+                assert count == len(await store.summaries(limit=count)), "what was counted can be read"
+                sizes.add(count)
+                assert writer.poll() is None or (await store.counts())["trajectories/train/ready"] == 1000
+            assert [stored.trajectory.id async for stored in store.trajectories(step=7)] == [f"7-{i}" for i in range(50)]
+        assert all(size % 50 == 0 for size in sizes), "a transaction is seen whole or not at all"
+        writer.kill()
+        writer.wait()
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_between_reserve_and_commit_can_be_released(url: str, start_script: Start) -> None:
+    body = """
+await store.write_trajectories([trajectory(name) for name in "abc"], split="train", step=1)
+await store.reserve(["a"], 1)
+await store.commit_step(1, {"loss": 1.0})
+await store.reserve(["b", "c"], 2)
+die()
+"""
+    assert start_script(program(body), url).wait(60) == -signal.SIGKILL
+
+    async def scenario() -> None:
+        async with await open_store(url, create=False) as store:
+            assert [(s.state, s.trained_step) for s in await store.summaries()] == [("committed", 1), ("reserved", 2), ("reserved", 2)]
+            assert await store.release() == 2
+            await store.reserve(["b", "c"], 2)
+            assert await store.commit_step(2, {"loss": 0.5}, ids=["b", "c"]) == 2
+            assert [step.num_trajectories for step in await store.steps()] == [1, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_crash_inside_the_commit_leaves_no_half_step(url: str, start_script: Start) -> None:
+    body = """
+from sqlalchemy import event
+await store.write_trajectories([trajectory("a")], split="train", step=1)
+await store.reserve(["a"], 1)
+@event.listens_for(store._engine.sync_engine, "after_cursor_execute")
+def strike(connection, cursor, statement, *rest):
+    if statement.startswith("INSERT INTO steps"):
+        die()
+await store.commit_step(1, {})
+"""
+    assert start_script(program(body), url).wait(60) == -signal.SIGKILL
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            assert await store.steps() == []
+            assert [(s.state, s.trained_step) for s in await store.summaries()] == [("reserved", 1)]
+
+    asyncio.run(scenario())
+
+
+def test_kills_at_random_moments_never_tear_the_ledger(url: str, start_script: Start) -> None:
+    body = """
+last = await store.last_step()
+first = last.step + 1 if last else 1
+await store.rewind(first - 1)
+print("ready", flush=True)
+for step in range(first, 100000):
+    names = [f"{step}-{i}" for i in range(20)]
+    await store.write_trajectories([trajectory(name) for name in names], split="train", step=step)
+    await store.reserve(names, step)
+    await store.commit_step(step, {}, ids=names)
+"""
+    rng = random.Random(0)
+    for _ in range(4):
+        process = start_script(program(body), url)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.02, 0.4))
+        process.kill()
+        process.wait()
+
+    async def scenario() -> None:
+        async with await SQLiteStore.open(url) as store:
+            steps = await store.steps()
+            assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+            for step in steps:
+                trained = await store.summaries(trained_step=step.step)
+                assert [(s.id, s.state) for s in trained] == [(f"{step.step}-{i}", "committed") for i in range(20)]
+            assert (await store.counts())["trajectories/train/committed"] == 20 * len(steps) > 0
+            async with store._transaction("check") as connection:
+                assert (await connection.exec_driver_sql("PRAGMA integrity_check")).scalar_one() == "ok"
+
+    asyncio.run(scenario())
+
+
+def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        async with await open_store(url, timeout_s=0.4) as store:
+            holder = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+            holder.execute("BEGIN IMMEDIATE")
+            start = time.monotonic()
+            writes = [store.write_trajectories([make_trajectory(name)], split="train", step=1) for name in "abc"]
+            results = await asyncio.gather(*writes, return_exceptions=True)
+            assert time.monotonic() - start < 5
+            assert [type(result) for result in results] == [DeadlineExceededError] * 3
+            assert "write_trajectories: no answer within 0.4 s" in str(results[0])
+            assert await store.summaries() == [], "readers don't wait for the writer"
+            holder.execute("ROLLBACK")
+            holder.close()
+            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_query_that_runs_too_long_is_given_up(url: str, make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        async with await SQLiteStore.open(url, timeout_s=0.5) as store:
+            start = time.monotonic()
+            with pytest.raises(DeadlineExceededError, match="endless: no answer"):
+                async with store._transaction("endless", write=True) as connection:
+                    await connection.exec_driver_sql("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n")
+            assert time.monotonic() - start < 10
+            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_write_is_rolled_back(url: str, make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        async with await SQLiteStore.open(url) as store:
+
+            async def slow() -> None:
+                async with store._transaction("slow", write=True) as connection:
+                    await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
+                    inside.set()
+                    await asyncio.sleep(60)
+
+            inside = asyncio.Event()
+            task = asyncio.create_task(slow())
+            await inside.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await store.steps() == []
+            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_full_disk_refuses_the_write_and_keeps_the_rest(url: str, make_trajectory: Make) -> None:
+    async def scenario() -> None:
+        async with await SQLiteStore.open(url) as store:
+            await store.write_trajectories([make_trajectory("a")], split="train", step=1)
+
+            @event.listens_for(store._engine.sync_engine, "begin")
+            def limit(connection: object) -> None:
+                connection.exec_driver_sql("PRAGMA max_page_count=1")  # type: ignore[attr-defined]
+
+            with pytest.raises(StoreError, match="write_trajectories: database or disk is full"):
+                big = [make_trajectory(f"big{i}", num_turns=8) for i in range(100)]
+                await store.write_trajectories(big, split="train", step=1)
+            assert [summary.id for summary in await store.summaries()] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_the_registry_knows_the_default() -> None:
+    refuses("nosuch:///x", "no store is called 'nosuch'", UnknownNameError)
+    assert "sqlite" in stores.names()
