@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import transformers
-from peer_worker import Line
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from peer_worker import Line
 
 
 def generate(model: PreTrainedModel, request: dict[str, Any]) -> dict[str, float]:

@@ -53,7 +53,7 @@ def train(
     from agentevo.orchestration.run import train as train_run
 
     config, agent = resolve(agent_or_env, model=model, algorithm=algorithm, overrides=overrides, **sections)
-    return train_run(config, agent=agent, tasks=_tasks(tasks, agent), resume=resume, view=view)
+    return train_run(config, agent=agent, tasks=checked_tasks(tasks, agent), resume=resume, view=view)
 
 
 def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -151,7 +151,7 @@ def _plain(value: Option, *, named: bool) -> Any:
     return {"name": str(value)} if named and isinstance(value, (str, Path)) else value
 
 
-def _tasks(tasks: Sequence[Task | Mapping[str, Any]] | None, agent: AgentFunction | None) -> list[Task] | None:
+def checked_tasks(tasks: Sequence[Task | Mapping[str, Any]] | None, agent: AgentFunction | None) -> list[Task] | None:
     """Tasks as records. Raises `ConfigError`: none for an agent function, a mapping that is no task, an id twice."""
     if not tasks:
         if agent is not None or tasks is not None:

@@ -78,7 +78,9 @@ def trajectory(number: int, reward: float, *, status: str = "completed") -> Traj
         messages=[Message("user", f"question {number}"), Message("assistant", "answer")],
     )
     error = "it broke" if status == "failed" else None
-    return Trajectory(id=f"t{number}-0", task_id=f"t{number}", group_id=f"t{number}", turns=[turn], reward=reward, status=status, error=error)
+    return Trajectory(
+        id=f"t{number}-0", task_id=f"t{number}", group_id=f"t{number}", turns=[turn], reward=reward, status=status, error=error
+    )
 
 
 @pytest.fixture
@@ -122,7 +124,7 @@ def test_show_refuses_an_id_that_fits_none_or_several(agentevo, run_dir, words, 
 def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
     code, out, _ = agentevo("trajectories", "export", str(run_dir), name)
     assert (code, out) == (0, f"4 trajectories written to {name}\n")
-    with (gzip.open(name) if name.endswith("gz") else open(name, "rb")) as file:
+    with gzip.open(name) if name.endswith("gz") else open(name, "rb") as file:
         lines = [json.loads(line) for line in file]
     assert [line["id"] for line in lines] == ["t1-0", "t2-0", "t3-0", "t4-0"]
     assert lines[0]["turns"][0]["completion_ids"] == [3, 4]

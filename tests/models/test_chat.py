@@ -162,6 +162,14 @@ def test_end_ids_come_from_template_tokenizer_and_generation_config() -> None:
     assert ChatFormat(tokenizer).end_of_turn_id == im_end
 
 
+@given(plain)
+def test_completion_and_text_are_inverses(text: str) -> None:
+    chat = FORMATS["chatml"]
+    ids = chat.completion(text)
+    assert ids[-1] in chat.end_ids
+    assert chat.text(ids) == chat.text(ids[:-1]) == text
+
+
 def test_a_character_without_a_token_is_refused_by_name() -> None:
     chat = ChatFormat(word_tokenizer(["Go"], 64))
     with pytest.raises(ModelError, match="'é'"):
@@ -183,6 +191,7 @@ def test_an_unknown_role_is_refused() -> None:
 
 
 @pytest.mark.smollm2
+@pytest.mark.timeout(1800)  # may download
 @pytest.mark.parametrize("cut", [False, True])
 def test_smollm2_continues_by_its_template(smollm2_folder: Path, cut: bool) -> None:
     chat = ChatFormat(AutoTokenizer.from_pretrained(smollm2_folder))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CORPUS
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,8 +66,8 @@ def test_a_prepared_model_saves_as_a_plain_one(tiny: LoadedModel, tmp_path: Path
     assert torch.isfinite(again(torch.tensor([[7, 8, 9]])).logits).all()
 
 
-def test_bfloat16_comes_back_as_bfloat16(tiny_section: ModelSection, tmp_path: Path) -> None:
-    half = load_model(tiny_section.model_copy(update={"dtype": "bfloat16"}), corpus=lambda: CORPUS, seed=0)
+def test_bfloat16_comes_back_as_bfloat16(tiny_section: ModelSection, corpus: tuple[str, ...], tmp_path: Path) -> None:
+    half = load_model(tiny_section.model_copy(update={"dtype": "bfloat16"}), corpus=lambda: corpus, seed=0)
     again = reload(save_model(half.model, half.tokenizer, tmp_path / "half"), "bfloat16")
     assert half.model.dtype == again.model.dtype == torch.bfloat16
     assert same_weights(half.model, again.model)
@@ -86,9 +85,9 @@ def test_loading_and_saving_print_nothing(tiny: LoadedModel, tmp_path: Path, cap
     assert capfd.readouterr() == ("", "")
 
 
-def test_saving_replaces_an_older_model(tiny: LoadedModel, tiny_section: ModelSection, tmp_path: Path) -> None:
+def test_saving_replaces_an_older_model(tiny: LoadedModel, tiny_section: ModelSection, corpus: tuple[str, ...], tmp_path: Path) -> None:
     save_model(tiny.model, tiny.tokenizer, tmp_path / "model")
-    other = load_model(tiny_section, corpus=lambda: CORPUS, seed=1)
+    other = load_model(tiny_section, corpus=lambda: corpus, seed=1)
     save_model(other.model, other.tokenizer, tmp_path / "model")
     assert same_weights(other.model, reload(tmp_path / "model").model)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -149,9 +148,9 @@ def test_word_tokenizer_needs_a_corpus(tiny_section: ModelSection) -> None:
     assert len(byte.tokenizer) == 266
 
 
-def test_cuda_without_a_gpu_is_refused(tiny_section: ModelSection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_refused(tiny_section: ModelSection, corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match=r"model\.device=auto"):
-        load_model(tiny_section.model_copy(update={"device": "cuda"}), corpus=lambda: CORPUS)
-    auto = load_model(tiny_section.model_copy(update={"device": "auto"}), corpus=lambda: CORPUS)
+        load_model(tiny_section.model_copy(update={"device": "cuda"}), corpus=lambda: corpus)
+    auto = load_model(tiny_section.model_copy(update={"device": "auto"}), corpus=lambda: corpus)
     assert auto.model.device.type == "cpu"

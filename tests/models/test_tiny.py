@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from agentevo.config import TinyModel
 from agentevo.models.tiny import CHARACTERS, TAGS, byte_tokenizer, make_tiny, word_tokenizer
 
-CORPUS = ("You stand at P on a frozen lake.\nWalk to G; avoid O.\n", "Actions: Up, Down, Left, Right. Say <answer>Up</answer>", "fell! ünter")
+CORPUS = (
+    "You stand at P on a frozen lake.\nWalk to G; avoid O.\n",
+    "Actions: Up, Down, Left, Right. Say <answer>Up</answer>",
+    "fell! ünter",
+)
 SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, context_length=64)
 WORD = word_tokenizer(CORPUS, 64)
 BYTE = byte_tokenizer(64)
 
-known_text = st.lists(st.sampled_from([*CORPUS, *CHARACTERS, *TAGS, " Walk", "Walk", "lake", "unknownword", "é"[:0], "ü"])).map("".join)
+known_text = st.lists(st.sampled_from([*CORPUS, *CHARACTERS, *TAGS, " Walk", "Walk", "lake", "unknownword", "ü"])).map("".join)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -83,7 +88,7 @@ def test_template_is_prefix_stable(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [WORD, BYTE], ids=["word", "byte"])
-def test_saved_tokenizer_encodes_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_saved_tokenizer_encodes_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     text = "<|user|>Walk to  G;\n\n12 Walks <answer>Up</answer> don't . , <|end|>"

@@ -66,9 +66,9 @@ def test_the_page_tells_the_whole_run(
     path = write_report(tmp_path, rows, summary, "trainer:\n  steps: 60\n", [("Best attempt", attempt("t", 0.9))], decode)
     page = Page(path.read_text(encoding="utf-8"))
     for part in (
-        "16% →", "70%", "success on 64 held-out tasks", "before the cold start it was 2%", "a random player reaches 6%", "an optimal player 78%",
-        "5m12s", "118,204", "96,411", "70% at step 60", "15.6%", "step 33", "The gradient norm jumped", "3,840 came in", "dropped: zero-variance",
-        "update_actor", "Best attempt", "steps: 60",
+        "16% →", "70%", "success on 64 held-out tasks", "before the cold start it was 2%", "a random player reaches 6%",
+        "an optimal player 78%", "5m12s", "118,204", "96,411", "70% at step 60", "15.6%", "step 33", "The gradient norm jumped",
+        "3,840 came in", "dropped: zero-variance", "update_actor", "Best attempt", "steps: 60",
     ):  # fmt: skip
         assert part in page.text, part
     assert sum(tag == "img" for tag, _ in page.tags) == 4
@@ -98,7 +98,8 @@ def test_the_page_asks_the_network_for_nothing_and_runs_nothing(
                 assert (value or "").startswith("data:image/png;base64,")
     assert page.text.count(HOSTILE) >= 8  # shown as text, everywhere
     policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
-    assert policy is not None and "default-src 'none'" in policy
+    assert policy is not None
+    assert "default-src 'none'" in policy
 
 
 def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[int], str]) -> None:
@@ -106,12 +107,14 @@ def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[
     spans = [attributes for tag, attributes in Page(text).tags if tag == "span" and "title" in attributes]
     assert [span["class"] for span in spans] == ["t p1", "t p4", "t p0"]
     assert spans[0]["title"] == "id 11 · logprob -0.2500 (probability 0.779) · version 7"
-    assert "é&amp;&lt;b&gt;" in text and "↵<br>" in text
+    assert "é&amp;&lt;b&gt;" in text
+    assert "↵<br>" in text
 
 
 def test_without_a_tokenizer_ids_are_shown_and_said_to_be(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8"))
-    assert "[11]" in page.text and "no tokenizer was at hand" in page.text
+    assert "[11]" in page.text
+    assert "no tokenizer was at hand" in page.text
 
 
 def test_a_very_long_attempt_is_cut_and_says_so(tmp_path: Path, decode: Callable[[int], str]) -> None:
@@ -120,7 +123,7 @@ def test_a_very_long_attempt_is_cut_and_says_so(tmp_path: Path, decode: Callable
     assert text.count('<span class="t p') - 5 == SHOWN_TOKENS  # five are the legend's
 
 
-@pytest.mark.parametrize("after,told", [(0.30, True), (0.60, False)])
+@pytest.mark.parametrize(("after", "told"), [(0.30, True), (0.60, False)])
 def test_nobody_is_fooled_by_random_play(tmp_path: Path, after: float, told: bool) -> None:
     scores = {"eval": {"before": 0.02, "after": after, "n": 64, "random": 0.25, "optimal": 1.0}}
     text = Page(write_report(tmp_path, [], scores, "", []).read_text(encoding="utf-8")).text
@@ -165,7 +168,8 @@ def test_a_report_is_made_from_the_files_alone(
         re.findall(r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task", text)
     )
     assert found == captions
-    assert "server hung" in text and "16% →" in text
+    assert "server hung" in text
+    assert "16% →" in text
 
 
 def test_an_interrupted_run_without_summary_or_store_has_a_report_too(tmp_path: Path, rows: list[MetricsRow]) -> None:
@@ -173,7 +177,8 @@ def test_an_interrupted_run_without_summary_or_store_has_a_report_too(tmp_path: 
     make_run(folder, rows[:40], [])
     (folder / "store.sqlite").unlink()
     text = Page(report_from_run(folder).read_text(encoding="utf-8")).text
-    assert "16% →" in text and "Sample trajectories" not in text
+    assert "16% →" in text
+    assert "Sample trajectories" not in text
     assert not (folder / "store.sqlite").exists()
 
 

@@ -77,5 +77,7 @@ def test_judgements(verdict, status, advice):
 
 def test_findings_carry_the_numbers():
     assert "3 of 8 attempts would have changed" in v.judge_token_ids(20, 0, 8, 3).finding
-    assert "mean 0.333, spread 0.471 over 3 attempts, 1 solved" in v.judge_rewards([0, 1, 0], [False, True, False], cold_start=False).finding
-    assert "needs about 3.00 GiB more (gradients 1.00, activations 2.00)" in v.judge_memory({"gradients": GIB, "activations": 2 * GIB}, GIB).finding
+    rewards = v.judge_rewards([0, 1, 0], [False, True, False], cold_start=False)
+    assert rewards.finding == "mean 0.333, spread 0.471 over 3 attempts, 1 solved the task"
+    memory = v.judge_memory({"gradients": GIB, "activations": 2 * GIB}, GIB)
+    assert memory.finding == "needs about 3.00 GiB more (gradients 1.00, activations 2.00), 1.00 GiB are free"

@@ -171,6 +171,7 @@ class Scheduler:
             if sequence.request is not None and sequence.request.future is not None:
                 sequence.request.ids = sequence.ids
                 self.waiting.appendleft(sequence.request)
+        self.cache = KVCache()
 
     def memory_tokens(self) -> int:
         """Tokens of key-value memory in use, slots' free places included."""

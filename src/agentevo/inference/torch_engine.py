@@ -89,6 +89,14 @@ class TorchEngine:
             self._publishing = False
             self._wake()
 
+    def set_version(self, version: int) -> None:
+        """Numbers the weights as they are, for a resumed run; nothing may be running."""
+        self._version = version
+
+    def forget_cache(self) -> None:
+        """Drops every cached key and value: the weights were changed in place without a new version."""
+        self.scheduler.forget_cache()
+
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""
         scheduler = self.scheduler

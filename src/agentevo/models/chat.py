@@ -62,6 +62,15 @@ class ChatFormat:
             raise ModelError(_refusal(f"it does not end an assistant's message that is followed by one of role {messages[0].role}"))
         return ids[ids.index(self.end_of_turn_id) + 1 :] if ended_with_stop else ids
 
+    def completion(self, text: str) -> list[int]:
+        """Ids of an assistant's message that someone else wrote (a demonstration), end-of-turn token included."""
+        return [*self._encode(text), self.end_of_turn_id]
+
+    def text(self, completion_ids: Sequence[int]) -> str:
+        """What a completion says, without the token that ends it."""
+        ids = list(completion_ids[:-1]) if completion_ids and completion_ids[-1] in self.end_ids else list(completion_ids)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:

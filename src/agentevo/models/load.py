@@ -67,9 +67,7 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype, device: torch.
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-        raise ModelError(
-            f"model {name!r}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save or fetch it again"
-        )
+        raise ModelError(f"model {name!r}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save or fetch it again")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: they don't belong together")

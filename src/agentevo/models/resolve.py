@@ -31,7 +31,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
         return folder
     if name in known_models.names():
         return cached(known_models.get(name), progress)
-    if folder.is_dir():
+    if name and folder.is_dir():
         raise ModelError(f"model {name!r}: this folder has no config.json, so it holds no Hugging Face model; give the folder that has one")
     if _HUB_NAME.fullmatch(name):
         return name

@@ -1,4 +1,7 @@
-"""Seeing a run: numbers on disk, the live view, early warnings, pictures and the report. Importing this loads no torch, rich or matplotlib."""
+"""Seeing a run: numbers on disk, the live view, early warnings, pictures and the report.
+
+Importing this loads no torch, rich or matplotlib.
+"""
 
 from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
 from agentevo.observability.live import LiveView

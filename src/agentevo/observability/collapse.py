@@ -1,8 +1,8 @@
 """Early signs that a run is collapsing, in plain words with what to change.
 
-Multi-turn RL tends to die quietly: RAGEN (arXiv 2504.20073, "echo trap") finds that the reward spread inside groups and the entropy move tens
-of steps before the reward does, and that by the time the gradient norm spikes the policy is usually lost. `CollapseMonitor` watches these on
-running means, because single steps are noisy.
+Multi-turn RL tends to die quietly: RAGEN (arXiv 2504.20073, "echo trap") finds that the reward spread inside groups and the entropy move
+tens of steps before the reward does, and that by the time the gradient norm spikes the policy is usually lost. `CollapseMonitor` watches
+these on running means, because single steps are noisy.
 
 It is a pure function of the metrics fed to it so far: no clock, no randomness. `load_state_dict(state_dict())` restores it exactly (also
 through JSON), so a resumed run warns as the uninterrupted one would. Missing metrics switch off only the signs that need them.
@@ -142,7 +142,8 @@ class CollapseMonitor:
             self._state = msgspec.convert(state, CollapseState)
         except msgspec.ValidationError as error:
             raise CheckpointError(
-                f"the checkpoint's collapse monitor can't be read ({error}): it was written by another version of agentevo; resume with that one"
+                f"the checkpoint's collapse monitor can't be read ({error}): it was written by another version of agentevo, "
+                "so resume with that one"
             ) from error
 
     def _remember(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -211,17 +212,17 @@ class CollapseMonitor:
             return None
         reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
         return (
-            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the environment, the agent or the engine is at fault "
-            "rather than the policy. `agentevo trajectories show` gives each one's error; if they ran out of time raise agent.timeout_s."
+            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the environment, the agent or the engine is at "
+            "fault rather than the policy. `agentevo trajectories show` gives each one's error; if they ran out of time raise agent.timeout_s."
         )
 
     def _all_failing(self, metrics: Mapping[str, float | None]) -> str | None:
         if self._state.failing_steps < self.limits.warmup_steps:
             return None
         return (
-            f"No attempt has succeeded for {self._state.failing_steps} steps, so there is nothing to reinforce. Make the task easier (environment "
-            "options), show it demonstrations first (cold_start.episodes), try more per task (trainer.group_size), and read a few attempts with "
-            "`agentevo trajectories show`: the answer's format may be what fails."
+            f"No attempt has succeeded for {self._state.failing_steps} steps, so there is nothing to reinforce. Make the task easier "
+            "(environment options), show it demonstrations first (cold_start.episodes), try more per task (trainer.group_size), and read a "
+            "few attempts with `agentevo trajectories show`: the answer's format may be what fails."
         )
 
     def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -229,8 +230,9 @@ class CollapseMonitor:
         if value is None or not usual or value <= self.limits.gradient_factor * usual:
             return None
         return (
-            f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running mean of {usual:.3g}. If it happens again the policy is "
-            "likely to collapse and not to come back: lower trainer.learning_rate or trainer.max_grad_norm, or resume from an earlier checkpoint."
+            f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running mean of {usual:.3g}. If it happens again the "
+            "policy is likely to collapse and not to come back: lower trainer.learning_rate or trainer.max_grad_norm, or resume from an "
+            "earlier checkpoint."
         )
 
     def _spread_vanished(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -242,9 +244,9 @@ class CollapseMonitor:
         seen = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
         seen += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
         return (
-            f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) while {self._success_words()}: such groups teach nothing, "
-            "and the agent may be repeating one answer everywhere. Raise sampling.temperature or trainer.group_size, set algorithm.entropy_coef, or "
-            "choose tasks of more mixed difficulty (environment options)."
+            f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) while {self._success_words()}: such groups "
+            "teach nothing, and the agent may be repeating one answer everywhere. Raise sampling.temperature or trainer.group_size, set "
+            "algorithm.entropy_coef, or choose tasks of more mixed difficulty (environment options)."
         )
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -252,8 +254,8 @@ class CollapseMonitor:
         if entropy is None or not start or entropy > self.limits.entropy_drop * start or self._solved() or not self._stalled():
             return None
         return (
-            f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, {entropy / start:.0%} of the {start:.2g} it started with, and "
-            f"{self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01) or algorithm.clip_high=0.28, raise "
+            f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, {entropy / start:.0%} of the {start:.2g} it "
+            f"started with, while {self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01) or algorithm.clip_high=0.28, raise "
             "sampling.temperature, or lower trainer.learning_rate."
         )
 
@@ -262,8 +264,9 @@ class CollapseMonitor:
         if entropy is None or low is None or entropy < low + self.limits.entropy_rise or entropy < 2 * low or self._solved():
             return None
         return (
-            f"The policy's tokens are turning random: entropy rose from {low:.2g} to {entropy:.2g} nats a token. Lower trainer.learning_rate or "
-            "algorithm.entropy_coef, tie the policy to its start with algorithm.kl_coef (0.001 to 0.01), or resume from an earlier checkpoint."
+            f"The policy's tokens are turning random: entropy rose from {low:.2g} to {entropy:.2g} nats a token. Lower trainer.learning_rate "
+            "or algorithm.entropy_coef, tie the policy to its start with algorithm.kl_coef (0.001 to 0.01), or resume from an earlier "
+            "checkpoint."
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -272,8 +275,8 @@ class CollapseMonitor:
             return None
         words = "" if length is None else f" (mean length {length:.0f} tokens)"
         return (
-            f"{clipped:.0%} of completions are cut by the token limit{words}, most of them before their answer. Raise sampling.max_new_tokens, give a "
-            "stop string in sampling.stop, or ask for shorter answers in agent.system_prompt."
+            f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before their answer. Raise sampling.max_new_tokens, "
+            "give a stop string in sampling.stop, or ask for shorter answers in agent.system_prompt."
         )
 
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -284,8 +287,8 @@ class CollapseMonitor:
         if gained <= 0 or lost < self.limits.reward_drop * gained or lost < self.limits.reward_noise * state.means[SCORE].deviation:
             return None
         return (
-            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) to {score:.3g}. The best checkpoint is kept: resume from it "
-            "with a lower trainer.learning_rate or some algorithm.kl_coef (0.001 to 0.01)."
+            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) to {score:.3g}. The best checkpoint is kept: "
+            "resume from it with a lower trainer.learning_rate or some algorithm.kl_coef (0.001 to 0.01)."
         )
 
 

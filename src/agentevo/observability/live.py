@@ -54,7 +54,7 @@ def format_drops(num_in: float | None, dropped: Mapping[str, int]) -> str:
 
 
 def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """The metrics of one step that people follow, as label -> text; what is missing or not a number is left out (`nan` if it was logged)."""
+    """The metrics of one step that people follow, as label -> text; what is missing is left out, what is not a number is `nan`."""
     shown = [
         ("reward", "critic/score/mean", "{:.3f}"),
         ("success", "train/success", "{:.0%}"),

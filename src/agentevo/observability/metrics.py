@@ -25,7 +25,7 @@ import msgspec
 from agentevo.errors import MissingExtraError, StoreError, TrainingError
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 MetricsRow = dict[str, float | None]
 """One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number that was not finite."""
@@ -108,9 +108,9 @@ class MetricsLog:
         self.tensorboard_dir = None if tensorboard_dir is None else Path(tensorboard_dir)
         if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
             raise MissingExtraError(
-                "tracking.tensorboard=true needs the package tensorboard: pip install 'agentevo[tensorboard]', or set tracking.tensorboard=false"
+                "tracking.tensorboard=true needs the package tensorboard: pip install tensorboard, or set tracking.tensorboard=false"
             )
-        self._writer: SummaryWriter | None = None
+        self._writer: EventFileWriter | None = None
         self._purge_step: int | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
@@ -126,11 +126,12 @@ class MetricsLog:
             raise TrainingError(f"metrics of step {step}: the name {taken[0]!r} belongs to the row itself; rename the metric")
         if step < self._last_step:
             raise TrainingError(f"metrics of step {step} come after step {self._last_step} in {self.path}: call resume({step - 1}) first")
-        row = {"step": step, "time": round(time.time(), 3), **{key: _json_number(metrics[key]) for key in sorted(metrics)}}
+        now = round(time.time(), 3)
+        row = {"step": step, "time": now, **{key: _json_number(metrics[key]) for key in sorted(metrics)}}
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self._last_step = step
-        self._mirror(step, metrics)
+        self._mirror(step, now, metrics)
 
     def resume(self, step: int) -> None:
         """Forgets every row after `step`, on disk and in TensorBoard: the run goes on from the checkpoint of that step."""
@@ -164,13 +165,17 @@ class MetricsLog:
             os.fsync(file.fileno())
         os.replace(fresh, self.path)
 
-    def _mirror(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _mirror(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
         if self.tensorboard_dir is None:
             return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            self._writer = SummaryWriter(str(self.tensorboard_dir), purge_step=self._purge_step)
-        for key in sorted(metrics):
-            self._writer.add_scalar(key, float(metrics[key]), global_step=step)
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self.tensorboard_dir))
+            if self._purge_step is not None:  # TensorBoard then hides what older files say about this step and later ones
+                self._writer.add_event(Event(wall_time=wall_time, step=self._purge_step, session_log=SessionLog(status=SessionLog.START)))
+        values = [Summary.Value(tag=key, simple_value=float(metrics[key])) for key in sorted(metrics)]
+        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
         self._writer.flush()

@@ -1,7 +1,7 @@
 """The run as pictures: PNG files for READMEs, papers and `report.html`.
 
-Drawn with matplotlib's Agg canvas on free-standing figures: no display, no pyplot state, safe in any thread. A picture or panel whose metrics
-were never logged is left out. Missing and non-finite values leave gaps. Colours are Okabe and Ito's, which colour-blind readers tell apart;
+Drawn with matplotlib's Agg canvas on free-standing figures: no display and no pyplot state. A picture or panel whose metrics were never
+logged is left out. Missing and non-finite values leave gaps. Colours are Okabe and Ito's, which colour-blind readers tell apart;
 line style and labels never leave it to colour alone.
 """
 
@@ -64,7 +64,7 @@ def write_plots(metrics_rows: Sequence[MetricsRow], summary: Mapping[str, Any], 
         from matplotlib.figure import Figure
         from matplotlib.font_manager import fontManager
     except ImportError as error:
-        raise MissingExtraError("plots need matplotlib: pip install 'agentevo[report]', or set tracking.report=false") from error
+        raise MissingExtraError("plots need matplotlib: pip install matplotlib, or set tracking.report=false") from error
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, Callable[[Figure, Sequence[MetricsRow], Mapping[str, Any]], bool]] = {

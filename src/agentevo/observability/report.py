@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page about a run, for people who weren't there.
 
-It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so it can be made again at any time, also of a
-run that was interrupted and has no summary yet. Pictures are inside the page; opening it makes no request. The file is replaced in one rename.
+It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so it can be made again at any time, also
+of a run that was interrupted and has no summary yet. Pictures are inside the page; opening it makes no request. The file is replaced in
+one rename.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(
-            f"{run_dir} is not the folder of a run (it has no config.yaml): give the folder that `agentevo train` printed, such as runs/NAME"
+            f"{run_dir} is not the folder of a run (it has no config.yaml): give the one that `agentevo train` printed, such as runs/NAME"
         )
     config_yaml = (run_dir / "config.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(config_yaml) or {}

@@ -1,7 +1,7 @@
 """The sections of `report.html`: pure functions from a run's records to HTML text.
 
-Everything that comes from a run (texts of models and environments above all) passes through `html.escape`; the page's content security policy
-allows no scripts and no requests, so a hostile completion can neither run nor phone home.
+Everything that comes from a run (texts of models and environments above all) passes through `html.escape`; the page's content security
+policy allows no scripts and no requests, so a hostile completion can neither run nor phone home.
 """
 
 from __future__ import annotations
@@ -23,36 +23,14 @@ from agentevo.types import Trajectory, Turn
 SHOWN_TOKENS = 3000
 """Tokens of one trajectory that the page shows; a browser slows down far beyond."""
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-CSS = """
-:root { --ink: #22262b; --soft: #5b616a; --line: #e3e6ea; --blue: #0072b2; --wash: #f6f7f9 }
-* { box-sizing: border-box }
-body { font: 15px/1.55 Inter, system-ui, -apple-system, "Segoe UI", "Helvetica Neue", Arial, sans-serif; color: var(--ink); background: #fff;
-       max-width: 60rem; margin: 0 auto; padding: 2.5rem 1.25rem 5rem }
-h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2.6rem 0 .8rem; padding-top: 1rem; border-top: 1px solid var(--line) }
-.soft { color: var(--soft) } .big { font-size: 2.9rem; font-weight: 650; letter-spacing: -.02em; color: var(--blue); line-height: 1.15; margin-top: 1.4rem }
-.big .from { color: var(--soft); font-weight: 450 }
-.tiles { display: flex; flex-wrap: wrap; gap: .7rem; margin-top: 1.4rem }
-.tile { background: var(--wash); border-radius: 8px; padding: .6rem .9rem; min-width: 7.5rem } .tile b { display: block; font-size: 1.2rem }
-img { max-width: 100%; height: auto; display: block; margin: .6rem 0 1.4rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem } .scroll { overflow-x: auto }
-th, td { padding: .28rem 1.1rem .28rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap }
-th { font-weight: 600; color: var(--soft) } th:first-child, td:first-child { text-align: left }
-.warning { border-left: 3px solid #e69f00; background: #fff8ea; padding: .5rem .9rem; margin: .5rem 0; border-radius: 0 6px 6px 0 }
-details { border: 1px solid var(--line); border-radius: 8px; margin: .7rem 0; padding: .55rem .9rem } summary { cursor: pointer }
-pre, .text { font: 13px/1.6 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .15rem 0 }
-.turn { border-top: 1px dashed var(--line); margin-top: .7rem; padding-top: .5rem } .role { font-size: .8rem; font-weight: 650; color: var(--soft) }
-.said { background: var(--wash); border-radius: 6px; padding: .4rem .6rem } .t { border-radius: 3px } .t:hover { outline: 1px solid var(--ink) }
-.p1 { background: #d9f0e4 } .p2 { background: #cfe6f5 } .p3 { background: #fde5b0 } .p4 { background: #f9c3b0 }
-.key span { padding: .05rem .4rem; margin-right: .5rem; white-space: nowrap }
-"""
+CSS = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 def page(title: str, sections: Sequence[str]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title><style>{CSS}</style></head>\n<body>\n'
-        + "\n".join(section for section in sections if section)
-        + "\n</body></html>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>\n'
+        f"<style>\n{CSS}</style></head>\n<body>\n" + "\n".join(section for section in sections if section) + "\n</body></html>\n"
     )
 
 
@@ -195,7 +173,8 @@ def trajectories(shown: Sequence[tuple[str, Trajectory]], decode: Decode | None)
             turns.append(_turn(turn, decode, max(left, 0)))
             left -= len(turn.completion_ids)
         parts.append(
-            f"<details{' open' if index == 0 else ''}><summary><b>{escape(caption)}</b> <span class='soft'>{escape(outcome(trajectory))}</span></summary>"
+            f"<details{' open' if index == 0 else ''}><summary><b>{escape(caption)}</b> "
+            f"<span class='soft'>{escape(outcome(trajectory))}</span></summary>"
             f"<div class='soft'>trajectory {escape(trajectory.id)}, task {escape(trajectory.task_id)}, attempt {trajectory.attempt}</div>"
             f"{''.join(turns)}</details>"
         )

@@ -1,8 +1,8 @@
 """A trajectory for people: turn by turn, every sampled token with the probability that it was drawn with.
 
-`render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens by the same five levels of probability, and
-both show what the store holds: the text of a prompt comes from the turn's messages (or from its ids, decoded, where there are none), the text
-of a completion always from its ids, because those are what is trained on.
+`render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens by the same five levels of probability,
+and both show what the store holds: the text of a prompt comes from the turn's messages (or from its ids, decoded, where there are none),
+the text of a completion always from its ids, because those are what is trained on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def visible(text: str) -> str:
 
 
 def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
-    """(role, text) of what the turn's prompt added: its messages less the policy's own, or the decoded ids where no message was recorded."""
+    """(role, text) of what the turn's prompt added: its messages less the policy's own, or its decoded ids where none was recorded."""
     messages = turn.messages[:-1] if turn.messages and turn.messages[-1].role == "assistant" else turn.messages
     if not messages:
         return [("prompt", "".join(decode(token) for token in turn.prompt_ids))]

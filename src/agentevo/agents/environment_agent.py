@@ -1,0 +1,181 @@
+"""The environment loop: observe, answer, act, until the world or a limit ends the episode.
+
+The first user message holds the rules, how to answer, and the first observation; each later one the observation that the actions led to. The
+format says where the action stands in an answer:
+
+    plain         Up
+    answer        <answer>Up</answer>
+    think_answer  <think>...</think><answer>Up</answer>
+
+Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks the format takes no action; it, and a turn with
+an invalid action, costs `agent.format_penalty` once.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentevo.agents.agent import Outcome, agents
+from agentevo.agents.policy import Policy
+from agentevo.config import AgentSection
+from agentevo.environments import TextEnvironment
+from agentevo.types import Message, Task
+
+_PATTERNS = {
+    "answer": re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
+    "think_answer": re.compile(r"\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL),
+}
+
+
+def parse_answer(text: str, section: AgentSection) -> list[str] | None:
+    """The actions that an answer holds, at most `actions_per_turn`; None if it breaks the format."""
+    if section.format == "plain":
+        content = text
+    elif section.format == "answer":
+        found = _PATTERNS["answer"].search(text)
+        content = found.group(1) if found else ""
+    else:
+        found = _PATTERNS["think_answer"].fullmatch(text)
+        content = found.group(1) if found else ""
+    parts = content.split(section.action_separator) if section.actions_per_turn > 1 else [content]
+    actions = [part.strip() for part in parts if part.strip()]
+    return actions[: section.actions_per_turn] or None
+
+
+def format_answer(actions: list[str], section: AgentSection) -> str:
+    """An answer that holds these actions: what a demonstration says."""
+    content = f" {section.action_separator} ".join(actions)
+    if section.format == "plain":
+        return content
+    answer = f"<answer>{content}</answer>"
+    return answer if section.format == "answer" else f"<think></think>{answer}"
+
+
+def answer_instructions(section: AgentSection) -> str:
+    """What the player is told about the form of its answers; nothing for `plain` answers of one action."""
+    several = f"up to {section.actions_per_turn} actions separated by {section.action_separator}" if section.actions_per_turn > 1 else "your action"
+    if section.format == "plain":
+        return f"Answer with {several}." if section.actions_per_turn > 1 else ""
+    if section.format == "answer":
+        return f"Answer with {several} like this: <answer>...</answer>"
+    return f"Think first, then answer with {several}: <think>...</think><answer>...</answer>"
+
+
+def first_messages(environment: TextEnvironment, observation: str, section: AgentSection) -> list[Message]:
+    """The conversation before the policy's first turn."""
+    parts = [environment.instructions, answer_instructions(section), observation]
+    opening = [Message("user", "\n".join(part for part in parts if part))]
+    return [Message("system", section.system_prompt), *opening] if section.system_prompt is not None else opening
+
+
+@dataclass
+class _Episode:
+    """What has happened so far."""
+
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    num_actions: int = 0
+    num_invalid: int = 0
+    num_format_errors: int = 0
+    num_effective: int = 0
+    success: bool = False
+    over: bool = False
+    truncated: bool = False
+    observation: str = ""
+
+
+@agents.register("environment")
+class EnvironmentAgent:
+    """Plays one environment per task; `make` builds a fresh world."""
+
+    def __init__(self, make: Callable[[], TextEnvironment], section: AgentSection) -> None:
+        self._make, self._section = make, section
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run: plays the world that `task.seed` makes."""
+        environment = self._make()
+        try:
+            observation, _ = environment.reset(seed=task.seed)
+            episode = _Episode(observation=observation)
+            messages = first_messages(environment, observation, self._section)
+            for _ in range(self._section.max_turns):
+                reply = await policy.generate(messages)
+                self._act(environment, episode, reply.turn, reply.text)
+                if episode.over:
+                    break
+                messages = [*messages, reply.message, Message("user", episode.observation)]
+            else:
+                episode.truncated = True
+        finally:
+            environment.close()
+        return Outcome(
+            reward=sum(episode.turn_rewards.values()),
+            success=episode.success,
+            turn_rewards=episode.turn_rewards,
+            truncated=episode.truncated,
+            metrics={
+                "num_actions": float(episode.num_actions),
+                "num_invalid_actions": float(episode.num_invalid),
+                "num_format_errors": float(episode.num_format_errors),
+                "num_effective_actions": float(episode.num_effective),
+            },
+        )
+
+    def _act(self, environment: TextEnvironment, episode: _Episode, turn: int, text: str) -> None:
+        """Takes the actions of one answer."""
+        actions = parse_answer(text, self._section)
+        reward, broken = 0.0, actions is None
+        episode.num_format_errors += broken
+        for action in actions or []:
+            observation, step_reward, terminated, truncated, info = environment.step(action)
+            reward += float(step_reward)
+            episode.observation = observation
+            episode.num_actions += 1
+            episode.num_invalid += not info["valid"]
+            episode.num_effective += bool(info["effective"])
+            broken |= not info["valid"]
+            episode.success |= bool(info["success"])
+            episode.truncated |= bool(truncated) and not terminated
+            if terminated or truncated:
+                episode.over = True
+                break
+        episode.turn_rewards[turn] = reward - (self._section.format_penalty if broken else 0.0)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An episode played by the environment's own solver, as the conversation that the agent would have had."""
+
+    messages: list[Message]
+    success: bool
+
+
+def demonstrate(environment: TextEnvironment, seed: int, section: AgentSection, random_rate: float) -> Demonstration | None:
+    """Plays `seed` with the solver, a share `random_rate` of the actions drawn at random; None where no solver exists.
+
+    With several actions per turn the solver plans them one after the other, as the world really answers.
+    """
+    rng = random.Random(seed)
+    observation, _ = environment.reset(seed=seed)
+    messages = first_messages(environment, observation, section)
+    success = over = False
+    for turn in range(section.max_turns):
+        said: list[str] = []
+        while len(said) < section.actions_per_turn and not over:
+            best = environment.optimal_action()
+            if best is None and not said and turn == 0:
+                return None
+            action = environment.random_action(rng) if best is None or rng.random() < random_rate else best
+            observation, _, terminated, truncated, info = environment.step(action)
+            said.append(action)
+            success |= bool(info["success"])
+            over = terminated or truncated
+        messages.append(Message("assistant", format_answer(said, section)))
+        if over:
+            break
+        messages.append(Message("user", observation))
+    if messages[-1].role == "user":
+        messages.pop()
+    return Demonstration(messages, success)

@@ -1,0 +1,110 @@
+"""The policy as an agent sees it: messages in, a reply out, every token recorded as the engine emitted it.
+
+One `Policy` serves one attempt. `generate(messages)` takes the whole history, as a chat API does; the handle finds the longest recorded
+conversation that the history begins with and encodes only what is new, so what the model said is never encoded again. A history that was edited
+matches less, and its turn starts a new branch or root (types.Turn.parent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from agentevo.errors import RequestTooLongError
+from agentevo.inference.engine import Engine
+from agentevo.models.chat import ChatFormat
+from agentevo.seeds import derive_seed
+from agentevo.types import Message, SamplingParams, Turn
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said."""
+
+    text: str
+    """Without the end-of-turn token."""
+    complete: bool
+    """False if the token limit cut it off."""
+    turn: int
+    """Index of the recorded turn."""
+
+    @property
+    def message(self) -> Message:
+        return Message("assistant", self.text)
+
+
+class Policy:
+    """See the module. `sampling` is the base for every turn; each turn gets a seed of its own, derived from `seed` and its index."""
+
+    def __init__(
+        self, engine: Engine, chat: ChatFormat, sampling: SamplingParams, *, name: str, seed: int, context_length: int, timeout_s: float
+    ) -> None:
+        self._engine, self._chat, self._sampling = engine, chat, sampling
+        self._name, self._seed = name, seed
+        self._context_length, self._timeout_s = context_length, timeout_s
+        self._turns: list[Turn] = []
+        self._contexts: list[list[int]] = []  # per turn: every id up to and including its completion
+        self._conversations: dict[tuple[Message, ...], int] = {}
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Recorded so far, rewards not yet filled in."""
+        return list(self._turns)
+
+    async def generate(self, messages: Sequence[Message]) -> Reply:
+        """The policy's answer to a conversation that ends with someone else's message.
+
+        Raises RequestTooLongError when the context is full, DeadlineExceededError when the engine is late.
+        """
+        parent, known = self._longest_recorded(messages)
+        new = list(messages[known:])
+        if parent is None:
+            added = self._chat.first_prompt(new)
+            prompt = added
+        else:
+            ended = self._turns[parent].completion_ids[-1] in self._chat.end_ids
+            added = self._chat.continuation(new, ended_with_stop=ended)
+            prompt = self._contexts[parent] + added
+        room = self._context_length - len(prompt)
+        if room < 1:
+            raise RequestTooLongError(
+                f"the conversation has {len(prompt)} tokens, the model's context is {self._context_length}: fewer turns, or a longer context"
+            )
+        index = len(self._turns)
+        sampling = msgspec.structs.replace(
+            self._sampling, seed=derive_seed(self._seed, "turn", index), max_new_tokens=min(self._sampling.max_new_tokens, room)
+        )
+        completion = await self._engine.generate(prompt, sampling, session=self._name, deadline_s=self._timeout_s)
+        text = self._chat.text(completion.ids)
+        self._turns.append(
+            Turn(
+                index=index,
+                parent=parent,
+                prompt_ids=added,
+                completion_ids=completion.ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+                finish_reason=completion.finish_reason,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                messages=[*new, Message("assistant", text)],
+            )
+        )
+        self._contexts.append(prompt + completion.ids)
+        self._conversations[(*messages, Message("assistant", text))] = index
+        return Reply(text, completion.finish_reason == "stop", index)
+
+    async def close(self) -> None:
+        """Frees the engine's memory of this attempt."""
+        await self._engine.release(self._name)
+
+    def _longest_recorded(self, messages: Sequence[Message]) -> tuple[int | None, int]:
+        """The recorded turn whose conversation is the longest beginning of `messages`, and that beginning's length."""
+        for size in range(len(messages) - 1, 0, -1):
+            if messages[size - 1].role == "assistant":
+                turn = self._conversations.get(tuple(messages[:size]))
+                if turn is not None:
+                    return turn, size
+        return None, 0

@@ -1,0 +1,133 @@
+"""Arithmetic over given numbers: a safe evaluator of expressions, a search for one with a wanted value, and the random player's chances.
+
+Values are exact fractions. Two moves make every expression that uses each number once: take two of the remaining terms in order, and join
+them by an operation, until one term is left.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+NODES: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+MAX_CHARACTERS = 200
+"""Longer expressions are not parsed, so neither depth nor size can do harm."""
+PLAIN = re.compile(r"[0-9+\-*/() ]+")
+
+Term = tuple[Fraction, str]
+"""A value and the expression that makes it."""
+
+
+def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None, list[int]] | None:
+    """(value, numbers used) of an expression of whole numbers, parentheses and `operations` (`-` also as a sign).
+
+    The value is None where it divides by zero. Returns None if the text is anything else. Nothing is executed.
+    """
+    if len(expression) > MAX_CHARACTERS or not PLAIN.fullmatch(expression):
+        return None
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    numbers: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and "-" in operations:
+            return -value(node.operand)
+        if isinstance(node, ast.BinOp) and NODES.get(type(node.op), "?") in operations:
+            left, right = value(node.left), value(node.right)
+            return OPERATIONS[NODES[type(node.op)]](left, right)
+        raise SyntaxError(f"{type(node).__name__} is not arithmetic over {operations}")
+
+    try:
+        return value(tree), numbers
+    except ZeroDivisionError:
+        return None, [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int)]
+    except SyntaxError:
+        return None
+
+
+def joins(terms: list[Term], operations: str) -> Iterator[list[Term]]:
+    """Every list of terms one move later, in a fixed order; divisions by zero are left out."""
+    for first in range(len(terms)):
+        for second in range(len(terms)):
+            if first == second:
+                continue
+            rest = [term for index, term in enumerate(terms) if index not in (first, second)]
+            for sign in operations:
+                if (sign in "+*" and first > second) or (sign == "/" and terms[second][0] == 0):
+                    continue
+                yield [*rest, join(terms[first], terms[second], sign)]
+
+
+def join(left: Term, right: Term, sign: str) -> Term:
+    """The two terms joined by an operation. Raises ZeroDivisionError."""
+    return OPERATIONS[sign](left[0], right[0]), f"({left[1]} {sign} {right[1]})"
+
+
+def bare(expression: str) -> str:
+    """The expression without the parentheses around the whole of it (every joined term has them)."""
+    return expression[1:-1] if expression.startswith("(") else expression
+
+
+def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | None:
+    """An expression that uses every number once and equals `target`; None if there is none. Depth-first, visiting equal terms once."""
+    seen: set[tuple[Fraction, ...]] = set()
+
+    def search(terms: list[Term]) -> str | None:
+        if len(terms) == 1:
+            return terms[0][1] if terms[0][0] == target else None
+        key = tuple(sorted(value for value, _ in terms))
+        if key in seen:
+            return None
+        seen.add(key)
+        return next((found for following in joins(terms, operations) if (found := search(following))), None)
+
+    found = search([(Fraction(number), str(number)) for number in numbers])
+    return None if found is None else bare(found)
+
+
+def random_expression(numbers: list[int], operations: str, rng: random.Random) -> str:
+    """An expression over all the numbers, by uniformly random moves; one that divides by zero is possible and written out all the same."""
+    terms = [str(number) for number in numbers]
+    while len(terms) > 1:
+        first, second = rng.sample(range(len(terms)), 2)
+        made = f"({terms[first]} {rng.choice(operations)} {terms[second]})"
+        terms = [*(term for index, term in enumerate(terms) if index not in (first, second)), made]
+    return bare(terms[0])
+
+
+def random_expression_success(numbers: list[int], target: int, operations: str = "+-*/") -> float:
+    """Chance that `random_expression` equals `target`, exactly (up to rounding of the float)."""
+
+    @lru_cache(maxsize=None)
+    def chance(values: tuple[Fraction, ...]) -> float:
+        if len(values) == 1:
+            return float(values[0] == target)
+        total = 0.0
+        for first in range(len(values)):
+            for second in range(len(values)):
+                if first == second:
+                    continue
+                rest = [value for index, value in enumerate(values) if index not in (first, second)]
+                for sign in operations:
+                    if sign == "/" and values[second] == 0:
+                        continue
+                    total += chance(tuple(sorted([*rest, OPERATIONS[sign](values[first], values[second])])))
+        return total / (len(values) * (len(values) - 1) * len(operations))
+
+    return chance(tuple(sorted(Fraction(number) for number in numbers)))

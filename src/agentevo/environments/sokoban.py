@@ -1,0 +1,141 @@
+"""Sokoban in generated, solvable rooms: push every box onto a target.
+
+Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets rises, -1 when it falls, +10 when all are there
+(so one box solved in n actions earns 11 - 0.1 n). The default rooms are about as hard as RAGEN's 6x6 ones with one box: a random player
+solves 19% within 10 actions, the shortest solution has at most 5 actions in 74% and at most 7 in all. `dim: [8, 8], num_boxes: 2,
+min_solution: 3, max_solution: 8` comes close to its larger rooms.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar, Literal
+
+import pydantic
+
+from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
+from agentevo.environments.planning import random_play_success
+from agentevo.environments.sokoban_rooms import ACTIONS, PLAYER_BITS, PLAYER_MASK, RoomSettings, distances, generate, random_player_success
+from agentevo.errors import EnvironmentFailure
+from agentevo.types import Baselines
+
+ALPHABETS = {"ragen": "#_O√XPS", "ascii": "#_OVXPS", "letters": "W.GCBA@"}
+"""Wall, floor, target, box on target, box, player, player on target."""
+ACTION_REWARD = -0.1
+BOX_REWARD = 1.0
+SOLVED_REWARD = 10.0
+EXACT_STATES = 20_000
+"""Up to this many states at a time the random player's rate is computed, beyond it is sampled."""
+SAMPLED_PLAYS = 400
+
+
+class SokobanConfig(EnvironmentConfig):
+    """Rooms of one size; the length of the shortest solution sets the difficulty."""
+
+    type: Literal["sokoban"] = "sokoban"
+    dim: tuple[int, int] = (6, 6)
+    """Rows and columns of the room, its outer wall included."""
+    num_boxes: int = pydantic.Field(default=1, ge=1, le=4)
+    """Boxes, and as many targets."""
+    min_solution: int = pydantic.Field(default=1, ge=1)
+    """Fewest actions that the shortest solution may have."""
+    max_solution: int = pydantic.Field(default=7, ge=1)
+    """Most actions that the shortest solution may have; lengths in between are equally frequent."""
+    alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
+    """Symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or RAGEN's test of other symbols, `W.GCBA@`."""
+
+    @pydantic.model_validator(mode="after")
+    def _room_is_possible(self) -> SokobanConfig:
+        height, width = self.dim
+        if min(height, width) < 4 or height * width > PLAYER_MASK + 1:
+            raise ValueError(f"dim={list(self.dim)}: each side needs at least 4 cells, and the whole room at most {PLAYER_MASK + 1}")
+        if (height - 2) * (width - 2) < self.num_boxes + 3:
+            raise ValueError(f"num_boxes={self.num_boxes} don't fit into dim={list(self.dim)}: enlarge dim or take fewer boxes")
+        if self.min_solution > self.max_solution:
+            raise ValueError(f"min_solution={self.min_solution} is above max_solution={self.max_solution}: swap or widen them")
+        if self.max_solution < self.num_boxes:
+            raise ValueError(f"max_solution={self.max_solution} can't move {self.num_boxes} boxes: raise it to at least {self.num_boxes}")
+        return self
+
+
+@environments.register("sokoban")
+class SokobanEnvironment(EpisodicEnvironment):
+    """Walk and push; a box can't be pulled, so a wrong push may be final."""
+
+    Config: ClassVar[type[EnvironmentConfig]] = SokobanConfig
+    config: SokobanConfig
+
+    @property
+    def instructions(self) -> str:
+        wall, floor, target, stored, box, player, on_target = ALPHABETS[self.config.alphabet]
+        return (
+            "Push every box onto a target. You can push one box at a time and can't pull.\n"
+            f"Symbols: {wall} wall, {floor} floor, {target} target, {stored} box on target, {box} box, {player} player, "
+            f"{on_target} player on target.\n"
+            f"Actions: {', '.join(ACTIONS)}."
+        )
+
+    def start(self, seed: int) -> None:
+        config = self.config
+        settings = RoomSettings(*config.dim, config.num_boxes, max(config.min_solution, config.num_boxes), config.max_solution)
+        generated = generate(settings, stream(config, seed, "room"))
+        if generated is None:
+            raise EnvironmentFailure(f"sokoban: no room found for {settings}, seed {seed}: enlarge dim or lower min_solution and max_solution")
+        self._seed = seed
+        self.room, self._start = generated
+        self._state = self._start
+        self._distances: dict[int, int] | None = None
+
+    def observe(self) -> str:
+        wall, floor, target, stored, box, player, on_target = ALPHABETS[self.config.alphabet]
+        boxes, here, targets = self._state >> PLAYER_BITS, self._state & PLAYER_MASK, self.room.targets
+        cells = [wall] * (self.room.height * self.room.width)
+        for cell in self.room.floor:
+            is_target = targets >> cell & 1
+            if cell == here:
+                cells[cell] = on_target if is_target else player
+            elif boxes >> cell & 1:
+                cells[cell] = stored if is_target else box
+            else:
+                cells[cell] = target if is_target else floor
+        width = self.room.width
+        return "\n".join("".join(cells[row * width : (row + 1) * width]) for row in range(self.room.height))
+
+    def _num_stored(self) -> int:
+        return (self._state >> PLAYER_BITS & self.room.targets).bit_count()
+
+    def act(self, action: str) -> Outcome:
+        chosen = choose(action, ACTIONS)
+        if chosen is None:
+            return INVALID._replace(reward=ACTION_REWARD)
+        stored, previous = self._num_stored(), self._state
+        self._state = self.room.step(previous, chosen)
+        solved = self.room.solved(self._state)
+        reward = ACTION_REWARD + BOX_REWARD * (self._num_stored() - stored) + SOLVED_REWARD * solved
+        return Outcome(reward=reward, effective=self._state != previous, terminated=solved, success=solved)
+
+    def solution_length(self) -> int | None:
+        """Fewest actions from the current state to the solved room; None if it can't be solved any more."""
+        if self._distances is None:
+            self._distances = distances(self.room)
+        return self._distances.get(self._state)
+
+    def random_action(self, rng: random.Random) -> str:
+        return rng.choice(ACTIONS)
+
+    def optimal_action(self) -> str | None:
+        length = self.solution_length()
+        if not length or self._distances is None:
+            return None
+        following = [self._distances.get(self.room.step(self._state, action)) for action in range(4)]
+        return ACTIONS[following.index(length - 1)]
+
+    def baselines(self, max_actions: int | None = None) -> Baselines:
+        limit = self.config.max_actions if max_actions is None else max_actions
+        by_chance = random_player_success(self.room, self._start, limit, EXACT_STATES)
+        if by_chance is None:
+            config = self.config.model_copy(update={"max_actions": limit})
+            by_chance = random_play_success(lambda: SokobanEnvironment(config), self._seed, SAMPLED_PLAYS)
+        shortest = distances(self.room, self.config.max_solution)[self._start]
+        return Baselines(random=by_chance, optimal=float(shortest <= limit))

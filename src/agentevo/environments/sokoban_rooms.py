@@ -1,0 +1,160 @@
+"""Sokoban rooms: push rules, exact distances to the solved room, and a generator that plays backwards.
+
+A state is one integer, `boxes << 8 | player`, where `boxes` has bit `cell` set for each box and cells are numbered row by row (so a room has
+at most 256 cells). `Distances` maps states to the fewest actions that solve them; it is filled by breadth-first search from all solved
+states along reversed moves, which gives the generator rooms of any wanted length and the solver its next action by a look-up.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+ACTIONS = ("Up", "Down", "Left", "Right")
+STEPS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+"""(row, column) change of each action; an action's reverse is `action ^ 1`."""
+PLAYER_BITS = 8
+PLAYER_MASK = (1 << PLAYER_BITS) - 1
+MAX_STATES = 300_000
+"""Distances are not searched beyond this many states (about 60 MB)."""
+KEEP_DIRECTION = 0.6
+"""Chance that the carving walk goes straight on."""
+
+
+class Room(NamedTuple):
+    """What never changes in an episode. `neighbours[cell][action]` is the floor cell there, or -1 for a wall."""
+
+    height: int
+    width: int
+    neighbours: tuple[tuple[int, int, int, int], ...]
+    floor: tuple[int, ...]
+    targets: int
+    """Bit set of cells."""
+
+    @classmethod
+    def build(cls, height: int, width: int, floor: set[int], targets: int) -> Room:
+        """A room with the given floor cells; everything else, and everything outside, is wall."""
+        neighbours = []
+        for cell in range(height * width):
+            row, column = divmod(cell, width)
+            around = [(row + down, column + right) for down, right in STEPS]
+            inside = [r * width + c if 0 <= r < height and 0 <= c < width else -1 for r, c in around]
+            neighbours.append(tuple(other if other in floor else -1 for other in inside))
+        return cls(height, width, tuple(neighbours), tuple(sorted(floor)), targets)
+
+    def solved(self, state: int) -> bool:
+        return state >> PLAYER_BITS == self.targets
+
+    def step(self, state: int, action: int) -> int:
+        """The state after the action: the player walks, or pushes one box onto free floor; blocked, nothing changes."""
+        boxes = state >> PLAYER_BITS
+        ahead = self.neighbours[state & PLAYER_MASK][action]
+        if ahead < 0:
+            return state
+        if boxes >> ahead & 1:
+            beyond = self.neighbours[ahead][action]
+            if beyond < 0 or boxes >> beyond & 1:
+                return state
+            boxes ^= 1 << ahead | 1 << beyond
+        return boxes << PLAYER_BITS | ahead
+
+    def before(self, state: int) -> list[int]:
+        """The states from which one effective action leads to `state`: the player stepped back, and may have pulled a box along."""
+        boxes, player = state >> PLAYER_BITS, state & PLAYER_MASK
+        found = []
+        for action in range(4):
+            back = self.neighbours[player][action ^ 1]
+            if back < 0 or boxes >> back & 1:
+                continue
+            found.append(boxes << PLAYER_BITS | back)
+            ahead = self.neighbours[player][action]
+            if ahead >= 0 and boxes >> ahead & 1:
+                pulled = boxes ^ (1 << ahead | 1 << player)
+                found.append(pulled << PLAYER_BITS | back)
+        return found
+
+
+def distances(room: Room, max_actions: int | None = None) -> dict[int, int]:
+    """Fewest actions to the solved room, for every state within `max_actions` (None: every solvable state, up to `MAX_STATES`)."""
+    frontier = [room.targets << PLAYER_BITS | cell for cell in room.floor if not room.targets >> cell & 1]
+    found = dict.fromkeys(frontier, 0)
+    depth = 0
+    while frontier and len(found) < MAX_STATES and (max_actions is None or depth < max_actions):
+        depth += 1
+        following = []
+        for state in frontier:
+            for previous in room.before(state):
+                if previous not in found:
+                    found[previous] = depth
+                    following.append(previous)
+        frontier = following
+    return found
+
+
+def carve(height: int, width: int, num_floor: int, rng: random.Random) -> set[int]:
+    """`num_floor` connected floor cells inside the outer wall, dug by a random walk."""
+    row, column = rng.randrange(1, height - 1), rng.randrange(1, width - 1)
+    floor = {row * width + column}
+    direction = rng.randrange(4)
+    while len(floor) < num_floor:
+        if rng.random() > KEEP_DIRECTION:
+            direction = rng.randrange(4)
+        row = min(max(row + STEPS[direction][0], 1), height - 2)
+        column = min(max(column + STEPS[direction][1], 1), width - 2)
+        floor.add(row * width + column)
+    return floor
+
+
+class RoomSettings(NamedTuple):
+    """What `generate` needs to know."""
+
+    height: int
+    width: int
+    num_boxes: int
+    min_solution: int
+    max_solution: int
+
+
+OPENNESS = (0.4, 0.9)
+"""Share of the inner cells that are floor, lowest and highest; with the default lengths it gives rooms as hard as RAGEN's."""
+MAX_TRIES = 500
+
+
+def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | None:
+    """A room and a start state whose shortest solution has the drawn number of actions; None if `MAX_TRIES` rooms had none.
+
+    The length is uniform over `min_solution..max_solution`; targets are random floor cells; the start is drawn uniformly from the states at
+    that exact distance in which no box is on a target.
+    """
+    height, width, num_boxes, shortest, longest = settings
+    inner = (height - 2) * (width - 2)
+    length = rng.randint(shortest, longest)
+    for _ in range(MAX_TRIES):
+        num_floor = max(round(rng.uniform(*OPENNESS) * inner), min(num_boxes + 2, inner))
+        floor = carve(height, width, num_floor, rng)
+        targets = sum(1 << cell for cell in rng.sample(sorted(floor), num_boxes))
+        room = Room.build(height, width, floor, targets)
+        found = distances(room, length).items()
+        starts = [state for state, actions in found if actions == length and not state >> PLAYER_BITS & targets]
+        if starts:
+            return room, rng.choice(starts)
+    return None
+
+
+def random_player_success(room: Room, state: int, num_actions: int, max_states: int) -> float | None:
+    """Exact success rate of a uniform random player within `num_actions`; None once it can be in more than `max_states` states."""
+    chances = {state: 1.0}
+    success = 0.0
+    for _ in range(num_actions):
+        following: dict[int, float] = {}
+        for here, chance in chances.items():
+            for action in range(4):
+                there = room.step(here, action)
+                if room.solved(there):
+                    success += chance / 4
+                else:
+                    following[there] = following.get(there, 0.0) + chance / 4
+        if len(following) > max_states:
+            return None
+        chances = following
+    return success

@@ -1,0 +1,1 @@
+"""Puts sampler and trainer together."""

@@ -1,0 +1,47 @@
+"""Cold start: the environment's own solver plays, the policy learns to say what it said. Gives RL a policy that knows the format and the basics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from agentevo.agents.environment_agent import demonstrate
+from agentevo.errors import ConfigError
+from agentevo.observability import LiveView
+from agentevo.orchestration.components import CORPUS_EPISODES, Components, make_environment
+from agentevo.rollout.tasks import world_seed
+from agentevo.seeds import derive_seed
+from agentevo.training.supervised import conversation_sample, train_supervised
+from agentevo.types import Sample
+
+
+def demonstrations(parts: Components, view: LiveView) -> list[Sample]:
+    """`cold_start.episodes` episodes as training samples. Raises ConfigError for an environment without a solver."""
+    config = parts.config
+    environment = make_environment(config)
+    samples = []
+    for index in range(config.cold_start.episodes):
+        seed = world_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
+        shown = demonstrate(environment, seed, config.agent, config.cold_start.random_action_rate)
+        if shown is None:
+            raise ConfigError(f"environment {type(environment).__name__} has no solver to learn from: set cold_start.episodes=0")
+        samples.append(conversation_sample(shown.messages, parts.chat, f"demonstration-{index}"))
+        if index % 50 == 0:
+            view.phase("demonstrating", f"episode {index}/{config.cold_start.episodes}")
+    return samples
+
+
+def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> dict[str, float]:
+    """Trains the model in place; metrics of the supervised phase."""
+    config = parts.config
+    samples = demonstrations(parts, view)
+    losses = train_supervised(
+        parts.model,
+        samples,
+        config.cold_start,
+        config.trainer,
+        seed=derive_seed(config.run.seed, "cold-start"),
+        progress=lambda done, total, loss: view.phase("cold start", f"{done}/{total}, loss {loss:.3f} nats per token"),
+        stop=stop,
+    )
+    trained = sum(sum(s.loss_mask) for s in samples) * config.cold_start.epochs
+    return {"cold_start/loss_first": losses[0], "cold_start/loss_last": losses[-1], "cold_start/tokens": float(trained)} if losses else {}

@@ -1,0 +1,152 @@
+"""Everything that a run works with, built once from its configuration: model, engine, agent, sampler, store."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentevo.agents import Agent, EnvironmentAgent, Outcome, Policy
+from agentevo.agents.environment_agent import demonstrate, first_messages
+from agentevo.config import ModelSection, RunConfig
+from agentevo.environments import TextEnvironment, make
+from agentevo.errors import ConfigError
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.attention import prepare
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import load_model
+from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.tasks import Purpose, environment_tasks, world_seed
+from agentevo.seeds import derive_seed
+from agentevo.store.store import Store, open_store
+from agentevo.types import Task
+
+AgentFunction = Callable[[Task, Any], Awaitable[Any]]
+CORPUS_EPISODES = 64
+"""Worlds that the tiny policy's word tokenizer reads."""
+
+
+@dataclass(eq=False)
+class Components:
+    """See the module. The model is the trainer's and the engine's at once."""
+
+    config: RunConfig
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    engine: TorchEngine
+    sampler: Sampler
+    store: Store
+    tasks: TaskSource
+
+
+class FunctionAgent:
+    """An agent that is one async function: it returns its reward, an `Outcome`, or None for 0. A reward of 1 or more counts as success."""
+
+    def __init__(self, function: AgentFunction) -> None:
+        self._function = function
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run."""
+        answer = self._function(task, policy)
+        result = await answer if inspect.isawaitable(answer) else answer
+        if isinstance(result, Outcome):
+            return result
+        reward = float(result or 0.0)
+        return Outcome(reward=reward, success=reward >= 1.0)
+
+
+class TaskSource:
+    """Which tasks a step trains on and which are held out.
+
+    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a fifth; training goes round the others in an
+    order that the run's seed shuffles anew each round.
+    """
+
+    def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
+        self._config, self._given = config, list(given) if given is not None else None
+        self._held_out = max(1, min(config.evaluation.tasks, len(self._given) // 5)) if self._given is not None else config.evaluation.tasks
+        if self._given is not None and len(self._given) < 2:
+            raise ConfigError(f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and one held out")
+
+    def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
+        assert self._config.environment is not None
+        kind: str = self._config.environment.type  # type: ignore[attr-defined]
+        return environment_tasks(kind, self._config.run.seed, purpose, first, count)
+
+    def train(self, step: int) -> list[Task]:
+        """Tasks of step `step` (from 1)."""
+        count = self._config.trainer.groups_per_step
+        first = (step - 1) * count
+        if self._given is None:
+            return self._environment("train", first, count)
+        pool = self._given[: -self._held_out]
+        return [
+            pool[self._shuffled(index // len(pool), len(pool))[index % len(pool)]] for index in range(first, first + min(count, len(pool)))
+        ]
+
+    def held_out(self) -> list[Task]:
+        """The evaluation's tasks, the same every time."""
+        return self._environment("eval", 0, self._held_out) if self._given is None else self._given[-self._held_out :]
+
+    def _shuffled(self, round_: int, size: int) -> list[int]:
+        generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, "order", round_))
+        return torch.randperm(size, generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+def make_environment(config: RunConfig) -> TextEnvironment:
+    """A fresh world, with the limit on actions that world and agent have in common."""
+    if config.environment is None:
+        raise ConfigError("environment: this run has none, its agent is a function")
+    return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
+
+
+def _corpus(config: RunConfig) -> Iterable[str]:
+    """Texts that hold every word of the environment's conversations, for the word tokenizer."""
+    environment = make_environment(config)
+    for index in range(CORPUS_EPISODES):
+        seed = world_seed(config.run.seed, "demonstration", index)
+        shown = demonstrate(environment, seed, config.agent, random_rate=0.5)
+        messages = shown.messages if shown is not None else first_messages(environment, environment.reset(seed=seed)[0], config.agent)
+        yield from (message.content for message in messages)
+
+
+@asynccontextmanager
+async def open_components(
+    config: RunConfig,
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    checkpoint: Path | None = None,
+    store_url: str | None = None,
+) -> AsyncIterator[Components]:
+    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model by a folder."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    section = config.model
+    if checkpoint is not None:
+        section = ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
+    corpus = (lambda: _corpus(config)) if config.environment is not None else None
+    loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
+    model = prepare(loaded.model)
+    chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
+    engine = TorchEngine(model, loaded.tokenizer, config.engine)
+    player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
+    async with await open_store(store_url or config.store_url) as store:
+        context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
+        yield Components(
+            config=config,
+            model=model,
+            tokenizer=loaded.tokenizer,
+            chat=chat,
+            engine=engine,
+            sampler=Sampler(config, engine, chat, player, store, context),
+            store=store,
+            tasks=TaskSource(config, tasks),
+        )

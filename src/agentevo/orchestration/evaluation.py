@@ -1,0 +1,45 @@
+"""How good the policy is on held-out tasks, beside a random and an optimal player under the same limits."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from agentevo.environments import mean_baselines
+from agentevo.orchestration.components import Components
+from agentevo.types import Baselines, Trajectory
+
+
+def reference_players(parts: Components) -> Baselines | None:
+    """Mean success of the two reference players on the held-out tasks; None for a user's own agent."""
+    config = parts.config
+    if config.environment is None:
+        return None
+    world = config.environment.model_copy(update={"max_actions": config.max_actions})
+    return mean_baselines(world, [task.seed for task in parts.tasks.held_out()], config.max_actions)
+
+
+async def evaluate(parts: Components, step: int, *, samples: int, players: Baselines | None) -> dict[str, float]:
+    """One greedy attempt per held-out task, and `samples` sampled ones; `val-core/...` metrics. A failed attempt counts as no success."""
+    config = parts.config
+    name = config.environment.type if config.environment is not None else "agent"  # type: ignore[attr-defined]
+    tasks = parts.tasks.held_out()
+    metrics: dict[str, float] = {}
+    passes = [("greedy", 1, 0.0)] + ([("sampled", samples, config.evaluation.temperature)] if samples else [])
+    for label, attempts, temperature in passes:
+        found: list[Trajectory] = await parts.sampler.sample(
+            tasks, attempts=attempts, temperature=temperature, split="eval", step=step, label=label
+        )
+        metrics[f"val-core/{name}/success/{label}"] = fmean(t.success and t.status == "completed" for t in found)
+        metrics[f"val-core/{name}/reward/{label}"] = fmean(t.reward for t in found)
+        metrics[f"val-aux/{name}/failed/{label}"] = fmean(t.status == "failed" for t in found)
+        metrics[f"val-aux/{name}/num_turns/{label}"] = fmean(len(t.turns) for t in found)
+    metrics[f"val-core/{name}/n"] = float(len(tasks))
+    for player, value in (("random", players.random), ("optimal", players.optimal)) if players is not None else ():
+        if value is not None:
+            metrics[f"val-core/{name}/{player}"] = value
+    return metrics
+
+
+def headline(metrics: dict[str, float]) -> float:
+    """Greedy success out of an evaluation's metrics."""
+    return next(value for key, value in metrics.items() if key.endswith("/success/greedy"))

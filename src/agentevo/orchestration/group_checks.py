@@ -1,0 +1,137 @@
+"""What `agentevo doctor` measures on one group of attempts: numbers only, their judgement is `verdicts.py`.
+
+The log-prob check is deliberately not the trainer's code: each attempt goes alone, whole and uncached through transformers' own attention.
+What engine and trainer share (cache, packing, their attention) can therefore not hide an error from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentevo.config import RunConfig
+from agentevo.inference.engine import Engine
+from agentevo.inference.sampling import filter_logits
+from agentevo.models.attention import NAME
+from agentevo.types import Completion, SamplingParams, Trajectory
+
+Request = tuple[tuple[int, ...], tuple[int, ...]]
+"""What an engine was given and what it answered, as token ids."""
+
+
+class WatchedEngine:
+    """An engine that remembers every request: the one witness of what the model really saw."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.requests: Counter[Request] = Counter()
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+    ) -> Completion:
+        """See Engine.generate."""
+        completion = await self._engine.generate(prompt_ids, sampling, session=session, deadline_s=deadline_s)
+        self.requests[tuple(prompt_ids), tuple(completion.ids)] += 1
+        return completion
+
+    async def release(self, session: str) -> None:
+        """See Engine.release."""
+        await self._engine.release(session)
+
+    async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float) -> None:
+        """See Engine.publish."""
+        await self._engine.publish(version, weights, deadline_s=deadline_s)
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return self._engine.stats()
+
+
+def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[Request]) -> int:
+    """Turns whose recorded context and completion are not among the engine's requests; each request answers for one turn."""
+    left = requests.copy()
+    left.subtract(
+        (tuple(trajectory.context_ids(turn.index)), tuple(turn.completion_ids)) for trajectory in trajectories for turn in trajectory.turns
+    )
+    return -sum(count for count in left.values() if count < 0)
+
+
+def count_reencoded_differently(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Attempts whose ids, turned to text and encoded again, come out as other ids."""
+    attempts = [ids for trajectory in trajectories for ids in whole_paths(trajectory)[:1]]
+    return sum(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in attempts)
+
+
+def whole_paths(trajectory: Trajectory) -> list[list[int]]:
+    """Per leaf of the trajectory's tree, the longest first: its context and completion."""
+    parents = {turn.parent for turn in trajectory.turns}
+    paths = [trajectory.context_ids(turn.index) + turn.completion_ids for turn in trajectory.turns if turn.index not in parents]
+    return sorted(paths, key=len, reverse=True)
+
+
+@torch.inference_mode()
+def max_logprob_difference(model: PreTrainedModel, trajectories: Sequence[Trajectory], sampling: SamplingParams) -> tuple[int, float]:
+    """(sampled tokens, largest |recorded log-prob - log-prob by one full forward pass| in nats). NaN if any is not a number."""
+    num_tokens, largest = 0, 0.0
+    with _own_attention(model):
+        for trajectory in trajectories:
+            for turn in trajectory.turns:
+                context = trajectory.context_ids(turn.index)
+                ids = torch.tensor([context + turn.completion_ids], device=model.device)
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1].float() / turn.temperature  # [n, V]
+                rows = torch.stack([filter_logits(row, sampling) for row in logits]).log_softmax(-1)
+                right = rows.gather(1, ids[0, len(context) :, None])[:, 0]
+                recorded = torch.tensor(turn.logprobs, device=right.device)
+                difference = float((right - recorded).abs().max())
+                num_tokens += len(turn.completion_ids)
+                largest = difference if difference != difference else max(largest, difference)
+    return num_tokens, largest
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' attention for a while, on a model that `models.attention.prepare` has pointed at ours."""
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def worst_case_tokens(trajectories: Sequence[Trajectory], max_turns: int, max_new_tokens: int) -> int:
+    """Tokens of the longest attempt possible: the longest first prompt, then in each turn a completion cut by the limit and the longest
+    addition seen. An estimate from below where no attempt took a second turn."""
+    first = max(len(trajectory.turns[0].prompt_ids) for trajectory in trajectories)
+    added = max((len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns if turn.parent is not None), default=0)
+    return first + max_turns * max_new_tokens + (max_turns - 1) * added
+
+
+def memory_parts(model: PreTrainedModel, config: RunConfig, step_tokens: int) -> dict[str, float]:
+    """Bytes that training takes beside the weights. `step_tokens`: distinct tokens that a step trains on.
+
+    Activations are counted as what a decoder layer keeps for the backward pass (about 12 hidden and 4 intermediate vectors a token) and the
+    logits with their gradient; attention keeps no matrix.
+    """
+    shape = model.config.get_text_config()
+    numbers, size = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
+    tokens = min(step_tokens, config.trainer.micro_batch_tokens)
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    layer = 12 * shape.hidden_size + 4 * shape.intermediate_size
+    kv_tokens = min(config.engine.kv_cache_tokens, step_tokens)
+    parts = {
+        "gradients": numbers * size,
+        "optimizer": 2 * numbers * size,
+        "activations": tokens * (shape.num_hidden_layers * layer + 2 * shape.vocab_size) * size,
+        "key-value cache": kv_tokens * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head * size,
+    }
+    if config.algorithm.kl_coef > 0:
+        parts["reference copy"] = numbers * size
+    return {name: float(part) for name, part in parts.items()}

@@ -1,0 +1,266 @@
+"""A run: training from a configuration, and what can be asked of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
+
+from agentevo.config import RunConfig, to_yaml
+from agentevo.errors import CheckpointError, ConfigError
+from agentevo.observability import LiveView, MetricsLog, report_from_run
+from agentevo.orchestration.cold_start import cold_start
+from agentevo.orchestration.components import AgentFunction, Components, open_components
+from agentevo.orchestration.evaluation import evaluate, headline, reference_players
+from agentevo.orchestration.loop import Loop
+from agentevo.run_folder import read_store
+from agentevo.store.store import TrajectoryFilter
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.trainer import Trainer
+from agentevo.types import Task, Trajectory
+
+T = TypeVar("T")
+
+
+class Run:
+    """A finished (or interrupted) run in its folder. Methods block; call them outside of an event loop."""
+
+    def __init__(self, config: RunConfig, *, agent: AgentFunction | None = None, tasks: Sequence[Task] | None = None) -> None:
+        self.config, self._agent, self._tasks = config, agent, tasks
+
+    @property
+    def dir(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Contents of summary.json; empty before the run has ended once."""
+        path = self.dir / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    @property
+    def checkpoint(self) -> Path:
+        """The best checkpoint, or the last one if none was evaluated: a Hugging Face model folder."""
+        return self.checkpoint_path("best")
+
+    def checkpoint_path(self, which: str) -> Path:
+        """`best`, `last`, or a path. Raises CheckpointError if there is none."""
+        return Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).find(which)
+
+    def eval(self, *, checkpoint: str = "best", samples: int = 1, view: LiveView | None = None) -> dict[str, float]:
+        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Trajectories go to the run's store."""
+        path = self.checkpoint_path(checkpoint)
+        _, state = Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).load(path)
+        return run_coroutine(self._evaluate(path, int(state["progress"]["step"]), samples, view))
+
+    def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> list[Trajectory]:
+        """Stored trajectories, oldest first; see TrajectoryFilter."""
+
+        async def read(store: Any) -> list[Trajectory]:
+            return [stored.trajectory async for stored in store.trajectories(**filters)]
+
+        return read_store(self.dir, read)
+
+    async def _evaluate(self, path: Path, step: int, samples: int, view: LiveView | None) -> dict[str, float]:
+        async with open_components(
+            self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url="sqlite:///:memory:"
+        ) as parts:
+            return await _shown(parts, step, samples, view)
+
+
+async def _shown(parts: Components, step: int, samples: int, view: LiveView | None) -> dict[str, float]:
+    with view if view is not None else nullcontext():
+        if view is not None:
+            view.phase("evaluating", parts.config.model.name)
+        metrics = await evaluate(parts, step, samples=samples, players=reference_players(parts))
+        if view is not None:
+            view.evaluation(step, metrics)
+    return metrics
+
+
+def evaluate_model(config: RunConfig, *, view: LiveView | None = None) -> dict[str, float]:
+    """Success of the recipe's model as it is, without any run: nothing is written."""
+
+    async def work() -> dict[str, float]:
+        async with open_components(config, store_url="sqlite:///:memory:") as parts:
+            return await _shown(parts, 0, config.evaluation.samples, view)
+
+    return run_coroutine(work())
+
+
+def train(
+    config: RunConfig,
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    resume: bool = False,
+    view: LiveView | None = None,
+) -> Run:
+    """Trains to the end, or to a clean stop at Ctrl-C; blocks. Raises ConfigError before anything is created."""
+    if agent is not None and tasks is None:
+        raise ConfigError("an agent function needs tasks: pass tasks=[...]")
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
+    _prepare_folder(config, resume, checkpoints)
+    run_coroutine(_train(config, agent, tasks, checkpoints, resume, view if view is not None else LiveView(config.run.name)))
+    return Run(config, agent=agent, tasks=tasks)
+
+
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, also where a notebook's event loop is already running (then in a thread of its own)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            found.append(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001 (handed to the caller's thread)
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -> None:
+    """An empty folder, or the one to resume. Refuses to mix two runs."""
+    folder = config.run_dir
+    exists = (folder / "config.yaml").is_file()
+    if resume:
+        if not exists:
+            raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
+        if not checkpoints.steps():
+            raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
+        return
+    if exists and not config.run.overwrite:
+        raise ConfigError(f"{folder} holds a run already: resume it with --resume, give another run.dir, or delete it with run.overwrite=true")
+    if not exists and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
+    if exists:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _stop_on_interrupt(view: LiveView) -> Iterator[list[bool]]:
+    """The first Ctrl-C asks for a clean stop, the second interrupts at once. Only in the main thread, which alone gets signals."""
+    asked: list[bool] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+        view.note("stopping after this step; press Ctrl-C again to stop at once")
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def _train(
+    config: RunConfig,
+    agent: AgentFunction | None,
+    tasks: Sequence[Task] | None,
+    checkpoints: Checkpoints,
+    resume: bool,
+    view: LiveView,
+) -> None:
+    folder = config.run_dir
+    checkpoint = checkpoints.find("last") if resume else None
+    with view, _stop_on_interrupt(view) as asked:
+        view.phase("loading", config.model.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        async with open_components(config, agent=agent, tasks=tasks, checkpoint=checkpoint) as parts:
+            trainer = Trainer(parts.model, config.trainer, config.algorithm)
+            log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard" if config.tracking.tensorboard else None)
+            with log:
+                loop = Loop(parts, trainer, checkpoints, log, view, reference_players(parts), lambda: bool(asked))
+                if checkpoint is not None:
+                    await _restore(loop, checkpoint)
+                elif config.cold_start.episodes:
+                    await _cold_start(loop)
+                if not asked or checkpoint is not None:
+                    await loop.run()
+                _write_summary(loop)
+        if config.tracking.report:
+            view.phase("reporting")
+            path = report_from_run(folder, lambda token: str(parts.tokenizer.decode([token])))
+            view.note(f"report: {path}")
+    if asked:
+        raise KeyboardInterrupt
+
+
+async def _restore(loop: Loop, checkpoint: Path) -> None:
+    """Model weights are loaded already; optimizer, counters, metrics and store follow."""
+    trainer_state, run_state = loop.checkpoints.load(checkpoint)
+    loop.trainer.load_state_dict(trainer_state)
+    loop.restore(run_state)
+    step = loop.progress.step
+    await loop.parts.store.rewind(step)
+    loop.log.resume(step)
+    loop.checkpoints.forget_after(step)
+    loop.view.note(f"resuming after step {step} from {checkpoint}")
+
+
+async def _cold_start(loop: Loop) -> None:
+    loop.progress.cold_start_before = await loop.evaluate("before the cold start", full=False)
+    metrics = cold_start(loop.parts, loop.view, loop.stop)
+    loop.parts.engine.forget_cache()
+    loop.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+    loop.log.log(0, metrics)
+
+
+def _write_summary(loop: Loop) -> None:
+    """summary.json, atomically."""
+    config, progress = loop.parts.config, loop.progress
+    folder = config.run_dir
+    best = loop.checkpoints
+    summary = {
+        "name": config.run.name,
+        "model": config.model.name,
+        "environment": config.environment.type if config.environment is not None else None,  # type: ignore[attr-defined]
+        "seed": config.run.seed,
+        "eval": {
+            "before": headline(progress.before) if progress.before else None,
+            "after": headline(progress.after) if progress.after else None,
+            "n": len(loop.parts.tasks.held_out()),
+            "cold_start_before": headline(progress.cold_start_before) if progress.cold_start_before else None,
+            "random": loop.players.random if loop.players is not None else None,
+            "optimal": loop.players.optimal if loop.players is not None else None,
+            "sampled": {
+                "before": _sampled(progress.before),
+                "after": _sampled(progress.after),
+            },
+        },
+        "wall_s": loop.wall_s(),
+        "steps": progress.step,
+        "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
+        "best": {"step": best.best_step, "value": best.best_value},
+        "warnings": progress.warnings,
+    }
+    staging = folder / "summary.json.tmp"
+    staging.write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    os.replace(staging, folder / "summary.json")
+
+
+def _sampled(metrics: dict[str, float]) -> float | None:
+    return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)

@@ -1,0 +1,64 @@
+"""What a step's trajectories say, in verl's metric names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+import psutil
+
+from agentevo.types import Trajectory
+
+
+def _spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{prefix}/mean": fmean(values), f"{prefix}/max": max(values), f"{prefix}/min": min(values)} if values else {}
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, str]) -> dict[str, float]:
+    """Of all sampled trajectories of a step; rewards and lengths over the completed ones."""
+    done = [t for t in trajectories if t.status == "completed"]
+    turns = [turn for t in done for turn in t.turns]
+    metrics = {"rollout/in": float(len(trajectories)), "rollout/dropped": float(len(dropped))}
+    metrics |= {f"rollout/dropped/{reason}": float(count) for reason, count in Counter(dropped.values()).items()}
+    metrics |= _spread("critic/score", [t.reward for t in done])
+    metrics |= _spread("response_length", [float(len(turn.completion_ids)) for turn in turns])
+    metrics |= _spread("prompt_length", [float(len(t.turns[0].prompt_ids)) for t in done if t.turns])
+    metrics |= _spread("num_turns", [float(len(t.turns)) for t in done])
+    if turns:
+        metrics["response_length/clip_ratio"] = fmean(turn.finish_reason == "length" for turn in turns)
+    if done:
+        metrics["train/success"] = fmean(t.success for t in done)
+        for key in sorted({key for t in done for key in t.metrics}):
+            metrics[f"agent/{key}"] = fmean(t.metrics.get(key, 0.0) for t in done)
+    groups: dict[str, list[float]] = {}
+    for t in done:
+        groups.setdefault(t.group_id, []).append(t.reward)
+    spreads = [pstdev(rewards) for rewards in groups.values()]
+    if spreads:
+        metrics |= {
+            "group/num": float(len(spreads)),
+            "group/reward_std/mean": fmean(spreads),
+            "group/zero_std_ratio": fmean(spread == 0 for spread in spreads),
+        }
+    return metrics
+
+
+def performance_metrics(timings: Mapping[str, float], engine: Mapping[str, float], trained: Mapping[str, float]) -> dict[str, float]:
+    """Seconds per phase and tokens per second; `engine` holds what its counters grew by in this step."""
+    step_s = timings["step"]
+    metrics = {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
+    generated, logical = engine.get("engine/generated_tokens", 0.0), trained.get("trainer/logical_tokens", 0.0)
+    metrics |= {
+        "engine/generated_tokens": generated,
+        "engine/tokens_per_s": generated / timings["gen"] if timings["gen"] else 0.0,
+        "engine/prefix_hit_tokens": engine.get("engine/prefix_hit_tokens", 0.0),
+        "engine/session_hit_tokens": engine.get("engine/session_hit_tokens", 0.0),
+        "perf/total_num_tokens": logical,
+        "perf/time_per_step": step_s,
+        "perf/throughput": (generated + logical) / step_s,
+        "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
+    }
+    if timings.get("update_actor"):
+        metrics["trainer/tokens_per_s"] = logical / timings["update_actor"]
+    return metrics

@@ -1,0 +1,1 @@
+"""Tasks in, scored trajectories out."""

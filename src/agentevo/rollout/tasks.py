@@ -1,0 +1,23 @@
+"""Where an environment's tasks come from: seeds, never shared between training, evaluation and demonstrations."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from agentevo.seeds import derive_seed
+from agentevo.types import Task
+
+Purpose = Literal["train", "eval", "demonstration"]
+_REMAINDER: dict[Purpose, int] = {"train": 0, "eval": 1, "demonstration": 2}
+
+
+def world_seed(run_seed: int, purpose: Purpose, index: int) -> int:
+    """Seed number `index` for a purpose. Seeds of different purposes differ modulo 4, so no world is ever in two of them by its seed."""
+    return derive_seed(run_seed, purpose, index) // 4 * 4 + _REMAINDER[purpose]
+
+
+def environment_tasks(environment: str, run_seed: int, purpose: Purpose, first: int, count: int) -> list[Task]:
+    """Tasks first .. first + count - 1 of a purpose."""
+    return [
+        Task(id=f"{purpose}-{index}", environment=environment, seed=world_seed(run_seed, purpose, index)) for index in range(first, first + count)
+    ]

@@ -1,0 +1,109 @@
+"""Samples packed into one forward pass: the token tree, and for each trained token where it lies and what it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.training.logprobs import selected_logprobs
+from agentevo.training.tree import TreeAttention, build_tree
+from agentevo.types import Sample
+
+
+@dataclass(eq=False)
+class PackedBatch:
+    """M trained tokens of several samples over a tree of N nodes. No padding."""
+
+    input_ids: torch.Tensor
+    """[1, N]"""
+    position_ids: torch.Tensor
+    """[1, N]"""
+    plan: TreeAttention
+    logit_nodes: torch.Tensor
+    """[R] nodes whose prediction some trained token needs, each once."""
+    rows: torch.Tensor
+    """[M] which of those R predicts the token."""
+    targets: torch.Tensor
+    """[M] the token."""
+    old_logprobs: torch.Tensor
+    """[M] float32 behaviour log-probs."""
+    advantages: torch.Tensor
+    """[M] float32"""
+    weights: torch.Tensor
+    """[M] float32 aggregation weights of the whole minibatch."""
+    temperature: float
+    num_logical: int
+    """Tokens of the samples before merging."""
+
+    @property
+    def num_distinct(self) -> int:
+        return self.input_ids.shape[1]
+
+    def forward(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
+        logits = model(
+            input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, plan=self.plan, logits_to_keep=self.logit_nodes
+        ).logits[0]
+        return selected_logprobs(logits, self.rows, self.targets, self.temperature)
+
+
+def pack(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> PackedBatch:
+    """Lays out samples of one temperature; `weights` has one aggregation weight per sample, for each of its trained tokens."""
+    temperatures = {s.temperature for s in samples}
+    if len(temperatures) != 1:
+        raise ValueError(f"one pass has one temperature, not {sorted(temperatures)}: pack samples of different temperatures apart")
+    tree = build_tree([s.ids for s in samples])
+    predictors, targets, old, advantages, token_weights = [], [], [], [], []
+    for sample, path, weight in zip(samples, tree.paths, weights, strict=True):
+        places = np.nonzero(np.asarray(sample.loss_mask))[0]
+        if len(places) and places[0] == 0:
+            raise ValueError(f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing predicts it")
+        predictors.append(path[places - 1])
+        targets.append(np.asarray(sample.ids, dtype=np.int64)[places])
+        old.append(np.asarray(sample.logprobs, dtype=np.float32)[places])
+        advantages.append(np.asarray(sample.advantages, dtype=np.float32)[places])
+        token_weights.append(np.full(len(places), weight, dtype=np.float32))
+    logit_nodes, rows = np.unique(np.concatenate(predictors), return_inverse=True)
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array, device=device)
+
+    return PackedBatch(
+        input_ids=tensor(tree.ids).unsqueeze(0),
+        position_ids=tensor(tree.positions).unsqueeze(0),
+        plan=TreeAttention(tree, device),
+        logit_nodes=tensor(logit_nodes),
+        rows=tensor(rows),
+        targets=tensor(np.concatenate(targets)),
+        old_logprobs=tensor(np.concatenate(old)),
+        advantages=tensor(np.concatenate(advantages)),
+        weights=tensor(np.concatenate(token_weights)),
+        temperature=temperatures.pop(),
+        num_logical=sum(len(s.ids) for s in samples),
+    )
+
+
+def split_by_tokens(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+    """Indices of samples, in micro-batches of at most `max_tokens` distinct tokens where that is possible; neighbours in sorted order stay
+    together, because they share the most. A longer sample stands alone."""
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].group_id, samples[i].ids))
+    batches: list[list[int]] = []
+    used = 0
+    previous: list[int] = []
+    for index in order:
+        ids = samples[index].ids
+        size = min(len(previous), len(ids))
+        same = np.asarray(previous[:size]) == np.asarray(ids[:size])
+        shared = size if same.all() else int(np.argmin(same))
+        if batches and used + len(ids) - shared <= max_tokens:
+            batches[-1].append(index)
+            used += len(ids) - shared
+        else:
+            batches.append([index])
+            used = len(ids)
+        previous = ids
+    return batches
