@@ -56,11 +56,18 @@ def train(
     return train_run(config, agent=agent, tasks=checked_tasks(tasks, agent), resume=resume, view=view)
 
 
-def load_run(run_dir: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """A run that was trained earlier, from its folder."""
+def load_run(
+    run_dir: str | Path,
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+    overrides: Sequence[str] = (),
+) -> Run:
+    """A run that was trained earlier, from its folder. What is no text is not in there: an agent function and its tasks are given again,
+    and the class of an environment of one's own is registered first (`agentevo.environments.environments.register`)."""
     from agentevo.orchestration.run import Run
 
-    return Run(run_config(Path(run_dir), overrides))
+    return Run(run_config(Path(run_dir), overrides), agent=agent, tasks=checked_tasks(tasks, agent))
 
 
 def resolve(

@@ -23,6 +23,7 @@ from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from agentevo.config_keys import Explanation
+    from agentevo.orchestration.verdicts import Verdict
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
 
@@ -58,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except SystemExit as exit_request:
         if exit_request.code == 130:
-            print("stopped: what was committed is kept; `agentevo train RECIPE --resume` goes on from the last checkpoint", file=sys.stderr)
+            print(
+                "stopped cleanly: whole checkpoints are kept, and `agentevo train RECIPE --resume` goes on from the last", file=sys.stderr
+            )
         return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0
 
@@ -110,10 +113,39 @@ def evaluate(
     checkpoint: Annotated[str, typer.Option(metavar="PATH|best|last", help="Which checkpoint; of a run, best by default.")] = "",
 ) -> None:
     """Measure success on held-out tasks, beside a random and an optimal player."""
-    from agentevo.api import evaluate as evaluate_target
-    from agentevo.observability import LiveView
+    from agentevo.run_folder import is_run_folder
 
-    evaluate_target(target, overrides=overrides or [], checkpoint=checkpoint or None, view=LiveView(target))
+    if is_run_folder(Path(target)):
+        _evaluate_run(Path(target), overrides or [], checkpoint or "best")
+    elif checkpoint in ("best", "last"):
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is one of a run's: give the run's folder instead of {target}, or the path of a checkpoint"
+        )
+    else:
+        _evaluate_recipe(target, overrides or [], checkpoint)
+
+
+def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.run_folder import run_config
+
+    config = run_config(run_dir, overrides)
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.run import Run
+
+    Run(config).eval(checkpoint=checkpoint, samples=config.evaluation.samples, view=LiveView(str(run_dir)))
+
+
+def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.config import ModelSection, load_config
+
+    config = load_config(recipe, overrides)
+    if checkpoint:
+        model = ModelSection(name=checkpoint, dtype=config.model.dtype, device=config.model.device)
+        config = config.model_copy(update={"model": model})
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.run import evaluate_model
+
+    evaluate_model(config, view=LiveView(config.run.name))
 
 
 @app.command()
@@ -127,22 +159,35 @@ def report(run_dir: RunDir) -> None:
 
 @app.command()
 def doctor(
-    recipe: Annotated[str, typer.Argument(metavar="[RECIPE]", help="A recipe to try with one group. Without it, the installation.")] = "",
+    target: Annotated[
+        str, typer.Argument(metavar="[RECIPE|RUN_DIR]", help="What to try with one group of attempts. Without it, the installation.")
+    ] = "",
     overrides: Overrides = None,
 ) -> None:
     """Say in plain words whether a recipe (or the installation) is in order, and what to change if not."""
-    from agentevo.orchestration.doctor import check_installation, check_recipe
-
-    if recipe:
-        from agentevo.config import load_config
-
-        verdicts = check_recipe(load_config(recipe, overrides or []))
-    else:
-        verdicts = check_installation()
+    verdicts = _check(target, overrides or []) if target else _check_installation()
     for verdict in verdicts:
         print(verdict)
     if any(verdict.status == "wrong" for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _check(target: str, overrides: list[str]) -> list[Verdict]:
+    from agentevo.config import load_config
+    from agentevo.run_folder import is_run_folder, run_config
+
+    of_run = is_run_folder(Path(target))
+    config = run_config(Path(target), overrides) if of_run else load_config(target, overrides)
+    from agentevo.orchestration.doctor import check_recipe
+    from agentevo.orchestration.run import Run
+
+    return check_recipe(config, Run(config).checkpoint_path("last") if of_run else None)
+
+
+def _check_installation() -> list[Verdict]:
+    from agentevo.orchestration.installation import check_installation
+
+    return check_installation()
 
 
 @app.command("list")

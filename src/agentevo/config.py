@@ -224,8 +224,10 @@ class EvaluationSection(Section):
 class EngineSection(Section):
     """The embedded inference engine."""
 
-    kv_cache_tokens: int = Field(default=65536, ge=128)
-    """Key-value memory, in tokens of all sequences together; requests beyond it wait in a queue."""
+    kv_cache_gb: float = Field(default=4.0, gt=0)
+    """Key-value memory of all sequences together, in GiB; requests beyond it wait in a queue."""
+    kv_cache_tokens: int | None = Field(default=None, ge=128)
+    """The same limit in tokens; when set, it counts instead of kv_cache_gb."""
     max_running: int = Field(default=256, ge=1)
     """Most sequences computed at once."""
     prefill_tokens: int = Field(default=4096, ge=16)
@@ -250,6 +252,13 @@ class StoreSection(Section):
 
     url: str | None = None
     """sqlite:///PATH. Default: store.sqlite in the run's folder."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_a_scheme(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError(f"got {value!r}; write it as sqlite:///PATH")
+        return value
 
 
 class TrackingSection(Section):
@@ -327,7 +336,7 @@ def _contradictions(config: RunConfig) -> list[str]:
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
         )
-    if sampling.max_new_tokens > config.engine.kv_cache_tokens:
+    if config.engine.kv_cache_tokens is not None and sampling.max_new_tokens > config.engine.kv_cache_tokens:
         found.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"

@@ -30,6 +30,7 @@ Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 
 COUNTED = {"tokens", "steps", "episodes", "turns", "actions", "tasks", "epochs", "threads", "layers", "heads", "samples", "minibatches"}
 """Nouns that are their own unit when they end a key's name, or stand in its docstring as `in tokens`."""
+SUFFIXES = {"s": "seconds", "gb": "GiB"}
 
 
 @dataclass(frozen=True)
@@ -285,8 +286,10 @@ def _unit(name: str, meaning: str, kinds: list[Any]) -> str:
     if not any(kind in (int, float) for kind in kinds):
         return ""
     last = name.rsplit("_", 1)[-1]
-    if name.endswith("_s") or last in COUNTED:
-        return "seconds" if name.endswith("_s") else last
+    if last in SUFFIXES and "_" in name:
+        return SUFFIXES[last]
+    if last in COUNTED:
+        return last
     if "_per_" in name:
         return name.replace("_", " ")
     stated = [word for word in re.findall(r"\bin ([a-z]+)\b", meaning) if word in COUNTED | {"seconds", "units", "bytes", "cells"}]

@@ -60,6 +60,7 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
         ("run:", "run: is an empty section; remove it or put keys below it, such as run.name"),
         ("run: {name: a/b}", "run.name: got 'a/b'; the name becomes a folder: use letters, digits, and `_ . + -` after the first"),
         ("run: {name: ..}", "run.name: got '..'; the name becomes a folder: use letters, digits, and `_ . + -` after the first"),
+        ("store: {url: data.sqlite}", "store.url: got 'data.sqlite'; write it as sqlite:///PATH"),
         ("run: {dir: ''}", "run.dir: got an empty path; give a folder, for example runs/my-run"),
         (
             "model: {tiny: {hidden_size: 33}}",

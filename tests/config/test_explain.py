@@ -34,6 +34,7 @@ def test_the_walk_meets_every_section_and_nested_key():
         ("evaluation.every", "steps"),
         ("checkpoint.every", "steps"),
         ("trainer.groups_per_step", "groups per step"),
+        ("engine.kv_cache_gb", "GiB"),
         ("run.threads", "threads"),
         ("environment.size", "cells"),
         ("trainer.learning_rate", ""),

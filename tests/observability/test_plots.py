@@ -75,6 +75,14 @@ def test_success_and_reward_have_axes_of_their_own(rows: list[MetricsRow], summa
     assert [axes.get_ylabel() for axes in drawn_curve(rewards_only, {}).axes] == ["mean reward"]
 
 
+def test_the_evaluation_before_the_cold_start_is_not_taken_for_the_one_before_rl(
+    rows: list[MetricsRow], summary: Mapping[str, Any]
+) -> None:
+    cold: MetricsRow = {"step": 0, "val-core/frozen_lake/success/greedy": 0.02, "val-core/frozen_lake/random": 0.06}
+    axes = drawn_curve([cold, {"step": 0, "cold_start/loss": 0.4}, *rows], summary).axes[0]
+    assert "held-out success 16% →" in axes.get_title(loc="right")
+
+
 def test_two_environments_are_told_apart() -> None:
     rows: list[MetricsRow] = [
         {"step": step, **{f"val-core/{name}/success/greedy": step / 20, f"val-core/{name}/random": 0.1}}

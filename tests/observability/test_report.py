@@ -172,6 +172,30 @@ def test_a_report_is_made_from_the_files_alone(
     assert "16% →" in text
 
 
+def test_a_report_can_be_made_inside_a_running_event_loop(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", [], [(attempt("x", 1.0), "train", 1)])
+
+    async def caller() -> Path:
+        return report_from_run(tmp_path / "run")
+
+    assert "trajectory x," in Page(asyncio.run(caller()).read_text(encoding="utf-8")).text
+
+
+def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(tmp_path: Path, rows: list[MetricsRow]) -> None:
+    cold: MetricsRow = {"step": 0, "val-core/frozen_lake/success/greedy": 0.017}
+    page = Page(write_report(tmp_path, [cold, *rows], {}, "", []).read_text(encoding="utf-8"))
+    assert "before the cold start1.7%" in page.text
+    assert "16% →" in page.text
+    assert page.text.count("before the cold start") == 1
+
+
+def test_what_the_summary_does_not_know_yet_comes_from_the_rows(tmp_path: Path, rows: list[MetricsRow]) -> None:
+    unknown = {"eval": {"before": None, "after": None, "n": None, "random": None}, "best": {"step": None, "value": None}}
+    text = Page(write_report(tmp_path, rows, unknown, "", []).read_text(encoding="utf-8")).text
+    assert "16% →" in text
+    assert "a random player reaches 6%" in text
+
+
 def test_an_interrupted_run_without_summary_or_store_has_a_report_too(tmp_path: Path, rows: list[MetricsRow]) -> None:
     folder = tmp_path / "run"
     make_run(folder, rows[:40], [])

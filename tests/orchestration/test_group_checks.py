@@ -116,13 +116,15 @@ def test_worst_case_is_every_turn_at_its_limits(group):
 
 def test_memory_follows_the_shape_of_the_model(loaded):
     config = build_config({"model": {"name": "tiny"}, "trainer": {"micro_batch_tokens": 64}}, needs_environment=False)
-    parts = checks.memory_parts(loaded.model, config, step_tokens=1000)
+    parts = checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
     assert parts["gradients"] == weights
     assert parts["optimizer"] == 2 * weights
-    assert parts["key-value cache"] == 1000 * 2 * 2 * 32 * 4
+    assert parts["key-value cache"] == 500 * 2 * 2 * 32 * 4
     assert "reference copy" not in parts
-    more = checks.memory_parts(loaded.model, build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False), step_tokens=1000)
+    more = checks.memory_parts(
+        loaded.model, build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False), step_tokens=1000, cached_tokens=500
+    )
     assert more["reference copy"] == weights
     assert more["activations"] == parts["activations"] * 1000 / 64
     assert next(loaded.model.parameters()).dtype == torch.float32

@@ -37,7 +37,13 @@ def make_trajectory() -> Callable[..., Trajectory]:
                 messages=[Message("user", f"look {index}"), Message("assistant", "go")],
             )
 
-        fields: dict[str, Any] = {"id": name, "task_id": "task", "group_id": "group", "turns": [turn(i) for i in range(num_turns)], "reward": 1.0}
+        fields: dict[str, Any] = {
+            "id": name,
+            "task_id": "task",
+            "group_id": "group",
+            "turns": [turn(i) for i in range(num_turns)],
+            "reward": 1.0,
+        }
         return Trajectory(**(fields | changes))
 
     return make

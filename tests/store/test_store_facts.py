@@ -94,7 +94,9 @@ def test_non_finite_logprobs_are_kept_as_they_are() -> None:
 
 
 def test_a_task_comes_back_equal(url: str) -> None:
-    task = Task(id="ü", environment="coins", seed=2**63 + 1, query="q\0", answer={"a": [1, None, 2.5]}, scorer="exact", metadata={"k": ["v"]})
+    task = Task(
+        id="ü", environment="coins", seed=2**63 + 1, query="q\0", answer={"a": [1, None, 2.5]}, scorer="exact", metadata={"k": ["v"]}
+    )
 
     async def scenario() -> None:
         async with await open_store(url) as store:

@@ -121,7 +121,10 @@ def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
         assert await store.drop(["b", "c", "f"], "no spread in the group") == 2
         assert await store.drop(["b"], "no spread in the group") == 0
         dropped = await store.summaries(state="dropped")
-        assert [(s.id, s.drop_reason, s.trained_step) for s in dropped] == [("b", "no spread in the group", None), ("c", "no spread in the group", None)]
+        assert [(s.id, s.drop_reason, s.trained_step) for s in dropped] == [
+            ("b", "no spread in the group", None),
+            ("c", "no spread in the group", None),
+        ]
         assert await state(store, "f") == ("failed", None)
         assert await store.commit_step(1, {}, ids=["a"]) == 1
         for name, message in [("a", "step 1 was trained on it"), ("nobody", "not in the store"), ("b", "was dropped before")]:

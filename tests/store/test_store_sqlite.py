@@ -146,7 +146,19 @@ def test_every_query_uses_an_index(url: str, make_trajectory: Make) -> None:
             def note(_connection: object, _cursor: object, statement: str, parameters: object, _context: object, many: bool) -> None:
                 seen.append((statement, parameters[0] if many else parameters))  # type: ignore[index]
 
-            for filters in ({}, {"step": 1}, {"split": "train"}, {"state": "ready"}, {"status": "failed"}, {"task_id": "t"}, {"group_id": "g"}):
+            filters: dict[str, object]
+            for filters in (
+                {},
+                {"step": 1},
+                {"step": 1, "split": "eval"},
+                {"trained_step": 1},
+                {"split": "train"},
+                {"state": "ready"},
+                {"state": "ready", "split": "train"},
+                {"status": "failed"},
+                {"task_id": "t"},
+                {"group_id": "g"},
+            ):
                 await store.summaries(**filters, newest_first=True)  # type: ignore[arg-type]
                 [_ async for _ in store.trajectories(**filters)]  # type: ignore[arg-type]
             await store.trajectory("a")
@@ -263,12 +275,15 @@ for step in range(first, 100000):
     await store.write_trajectories([trajectory(name) for name in names], split="train", step=step)
     await store.reserve(names, step)
     await store.commit_step(step, {}, ids=names)
+    print(step, flush=True)
 """
     rng = random.Random(0)
     for _ in range(4):
         process = start_script(program(body), url)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(rng.uniform(0.02, 0.4))
+        for _ in range(rng.randrange(1, 6)):
+            assert process.stdout.readline()
+        time.sleep(rng.uniform(0, 0.03))  # about one step
         process.kill()
         process.wait()
 
@@ -288,15 +303,15 @@ for step in range(first, 100000):
 
 def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await open_store(url, timeout_s=0.4) as store:
+        async with await open_store(url, timeout_s=3) as store:
             holder = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
             holder.execute("BEGIN IMMEDIATE")
             start = time.monotonic()
             writes = [store.write_trajectories([make_trajectory(name)], split="train", step=1) for name in "abc"]
             results = await asyncio.gather(*writes, return_exceptions=True)
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < 30
             assert [type(result) for result in results] == [DeadlineExceededError] * 3
-            assert "write_trajectories: no answer within 0.4 s" in str(results[0])
+            assert "write_trajectories: no answer within 3 s" in str(results[0])
             assert await store.summaries() == [], "readers don't wait for the writer"
             holder.execute("ROLLBACK")
             holder.close()
@@ -307,12 +322,12 @@ def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, ma
 
 def test_a_query_that_runs_too_long_is_given_up(url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url, timeout_s=0.5) as store:
+        async with await SQLiteStore.open(url, timeout_s=3) as store:
             start = time.monotonic()
             with pytest.raises(DeadlineExceededError, match="endless: no answer"):
                 async with store._transaction("endless", write=True) as connection:
                     await connection.exec_driver_sql("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n")
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < 30
             assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
 
     asyncio.run(scenario())

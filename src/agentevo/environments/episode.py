@@ -27,6 +27,8 @@ class Outcome(NamedTuple):
     terminated: bool = False
     """The world has ended (won or lost)."""
     success: bool = False
+    truncated: bool = False
+    """Ended by a limit of the world's own."""
 
 
 class EpisodicEnvironment(TextEnvironment):
@@ -66,7 +68,7 @@ class EpisodicEnvironment(TextEnvironment):
             raise EnvironmentFailure(f"{self.config.type}: step() outside an episode; call reset(seed=...) first")
         self.num_actions += 1
         outcome = self.act(action.strip())
-        truncated = not outcome.terminated and self.actions_left <= 0
+        truncated = not outcome.terminated and (outcome.truncated or self.actions_left <= 0)
         self._running = not (outcome.terminated or truncated)
         info = {"valid": outcome.valid, "effective": outcome.effective, "success": outcome.success}
         return self.observe(), outcome.reward, outcome.terminated, truncated, info

@@ -73,9 +73,11 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """Holds every sequence; `admit` moves requests from the queue into slots."""
 
-    def __init__(self, config: EngineSection, context_length: int) -> None:
+    def __init__(self, config: EngineSection, context_length: int, kv_tokens: int) -> None:
         self.config = config
         self.context_length = context_length
+        self.kv_tokens = kv_tokens
+        """The memory budget."""
         self.cache = KVCache()
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
@@ -98,10 +100,10 @@ class Scheduler:
                 f"prompt of {len(request.ids)} tokens plus max_new_tokens={request.params.max_new_tokens} exceeds the model's context of "
                 f"{self.context_length} tokens: shorten the prompt or lower sampling.max_new_tokens"
             )
-        if _round_up(need) > self.config.kv_cache_tokens:
+        if _round_up(need) > self.kv_tokens:
             raise RequestTooLongError(
                 f"prompt of {len(request.ids)} tokens plus max_new_tokens={request.params.max_new_tokens} can't fit "
-                f"engine.kv_cache_tokens={self.config.kv_cache_tokens}: raise engine.kv_cache_tokens"
+                f"the key-value memory of {self.kv_tokens} tokens: raise engine.kv_cache_gb (or engine.kv_cache_tokens)"
             )
         self.waiting.append(request)
 
@@ -141,7 +143,7 @@ class Scheduler:
         key = tuple(sequence.ids)
         self.retire(sequence)
         segment = self.cache.cut_segment(sequence.slot, sequence.ids)
-        if self.memory_tokens() + len(key) > self.config.kv_cache_tokens and not self._shrink(len(key)):
+        if self.memory_tokens() + len(key) > self.kv_tokens and not self._shrink(len(key)):
             self.unshareable.add(key)
             return
         segment.last_used = self._tick()
@@ -290,7 +292,7 @@ class Scheduler:
         """Gives back free slots until `spare` tokens of the budget are unused; False if the live sequences need them."""
         live = self._live()
         places = _round_up(max((s.need for s in live), default=1))
-        room = self.config.kv_cache_tokens - self._segment_tokens() - spare
+        room = self.kv_tokens - self._segment_tokens() - spare
         if len(live) * places > room:
             return False
         self._move(max(len(live), min(self.cache.num_slots, room // places)), places)
@@ -305,7 +307,7 @@ class Scheduler:
     def _resize(self, extra: int, capacity: int) -> bool:
         """New buffers for the live sequences and `extra` more, within the budget; with room to grow if that fits too."""
         live = self._live()
-        budget = self.config.kv_cache_tokens - self._segment_tokens()
+        budget = self.kv_tokens - self._segment_tokens()
         num_slots = len(live) + extra
         least = _round_up(max([capacity, *(s.need for s in live)]))
         generous = max(least, min(2 * self.cache.capacity, _round_up(least + least // 2))) if self.cache.capacity else least

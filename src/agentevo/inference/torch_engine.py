@@ -26,6 +26,14 @@ from agentevo.inference.scheduler import Request, Scheduler, Sequence
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Key-value memory of one token over all layers, in bytes."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * dim * next(model.parameters()).element_size())
+
+
 class TorchEngine:
     """See the module. `model` must have gone through `agentevo.models.attention.prepare`; `tokenizer` is needed for stop strings only."""
 
@@ -33,10 +41,11 @@ class TorchEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineSection()
-        self.scheduler = Scheduler(self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)))
+        kv_tokens = self.config.kv_cache_tokens or int(self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model))
+        self.scheduler = Scheduler(self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)), kv_tokens)
         self._version = 0
-        self._pump: asyncio.Task[None] | None = None
         self._publishing = False
+        self._pump: asyncio.Task[None] | None = None
         self._generated = self._computed = self._steps = 0
         self._busy_s = 0.0
 

@@ -135,7 +135,8 @@ class CollapseMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and dicts only: fit for JSON."""
-        return msgspec.to_builtins(self._state)  # type: ignore[no-any-return]
+        state: dict[str, Any] = msgspec.to_builtins(self._state)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
@@ -212,8 +213,9 @@ class CollapseMonitor:
             return None
         reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
         return (
-            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the environment, the agent or the engine is at "
-            "fault rather than the policy. `agentevo trajectories show` gives each one's error; if they ran out of time raise agent.timeout_s."
+            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the environment, the agent or the engine is "
+            "at fault rather than the policy. `agentevo trajectories show` gives each one's error; if they ran out of time raise "
+            "agent.timeout_s."
         )
 
     def _all_failing(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -255,8 +257,8 @@ class CollapseMonitor:
             return None
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, {entropy / start:.0%} of the {start:.2g} it "
-            f"started with, while {self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01) or algorithm.clip_high=0.28, raise "
-            "sampling.temperature, or lower trainer.learning_rate."
+            f"started with, while {self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01) or "
+            "algorithm.clip_high=0.28, raise sampling.temperature, or lower trainer.learning_rate."
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -264,9 +266,9 @@ class CollapseMonitor:
         if entropy is None or low is None or entropy < low + self.limits.entropy_rise or entropy < 2 * low or self._solved():
             return None
         return (
-            f"The policy's tokens are turning random: entropy rose from {low:.2g} to {entropy:.2g} nats a token. Lower trainer.learning_rate "
-            "or algorithm.entropy_coef, tie the policy to its start with algorithm.kl_coef (0.001 to 0.01), or resume from an earlier "
-            "checkpoint."
+            f"The policy's tokens are turning random: entropy rose from {low:.2g} to {entropy:.2g} nats a token. Lower "
+            "trainer.learning_rate or algorithm.entropy_coef, tie the policy to its start with algorithm.kl_coef (0.001 to 0.01), or "
+            "resume from an earlier checkpoint."
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -287,8 +289,8 @@ class CollapseMonitor:
         if gained <= 0 or lost < self.limits.reward_drop * gained or lost < self.limits.reward_noise * state.means[SCORE].deviation:
             return None
         return (
-            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) to {score:.3g}. The best checkpoint is kept: "
-            "resume from it with a lower trainer.learning_rate or some algorithm.kl_coef (0.001 to 0.01)."
+            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) to {score:.3g}. The best checkpoint is "
+            "kept: resume from it with a lower trainer.learning_rate or some algorithm.kl_coef (0.001 to 0.01)."
         )
 
 

@@ -111,13 +111,16 @@ def wilson_interval(rate: float, n: float, z: float = 1.96) -> tuple[float, floa
 
 
 def held_out(rows: Sequence[MetricsRow]) -> dict[str, list[tuple[float, Evaluation]]]:
-    """Evaluations that have a success rate, by environment, as (step, evaluation) in the order of the steps."""
-    found: dict[str, list[tuple[float, Evaluation]]] = {}
+    """Evaluations that have a success rate, by environment, as (step, evaluation) in the order of the steps.
+
+    Of several at one step the last counts: at step 0 an earlier one was measured before the cold start.
+    """
+    found: dict[str, dict[float, Evaluation]] = {}
     for row in rows:
         for result in read_evaluations(row):
             if result.success is not None:
-                found.setdefault(result.environment, []).append((float(row["step"] or 0), result))
-    return found
+                found.setdefault(result.environment, {})[float(row["step"] or 0)] = result
+    return {environment: list(points.items()) for environment, points in found.items()}
 
 
 def _has_numbers(values: Sequence[float]) -> bool:

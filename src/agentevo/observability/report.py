@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def write_report(
 def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     """Makes the report of a finished, running or interrupted run from its folder. Raises `ConfigError` if that is no run folder.
 
-    Reads the store in an event loop of its own; inside a running loop, use `sample_trajectories` and `write_report` instead.
+    The store is read in an event loop of its own, on another thread, so this may also be called where a loop is running (which then waits).
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
@@ -74,7 +75,8 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     config = yaml.safe_load(config_yaml) or {}
     summary_path = run_dir / "summary.json"
     summary: dict[str, Any] = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {"name": run_dir.name}
-    trajectories = asyncio.run(_read_samples(run_dir, (config.get("store") or {}).get("url")))
+    with ThreadPoolExecutor(1) as thread:
+        trajectories = thread.submit(asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))).result()
     return write_report(run_dir, read_metrics(run_dir / "metrics.jsonl"), summary, config_yaml, trajectories, decode)
 
 

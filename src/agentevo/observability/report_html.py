@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.observability.live import format_duration
-from agentevo.observability.metrics import Evaluation, MetricsRow
+from agentevo.observability.metrics import Evaluation, MetricsRow, read_evaluations
 from agentevo.observability.plots import held_out, wilson_interval
-from agentevo.observability.trajectory_view import LEVELS, Decode, outcome, probability_level, prompt_texts, version_words, visible
+from agentevo.observability.trajectory_view import LEVELS, Decode, outcome, probability_level, prompt_texts, turn_facts, visible
 from agentevo.types import Trajectory, Turn
 
 SHOWN_TOKENS = 3000
@@ -41,8 +41,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+def _number(value: object, otherwise: float | None = None) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else otherwise
 
 
 def _percent(value: float | None) -> str:
@@ -55,12 +55,12 @@ def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
     evaluations = next(iter(held_out(rows).values()), [])
     first = evaluations[0][1] if evaluations else Evaluation(environment="")
     last = evaluations[-1][1] if evaluations else first
-    before, after = _number(scores.get("before", first.success)), _number(scores.get("after", last.success))
-    cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n", last.n))
+    before, after = _number(scores.get("before"), first.success), _number(scores.get("after"), last.success)
+    cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n"), last.n)
     about = " · ".join(escape(str(summary[key])) for key in ("environment", "model", "recipe") if summary.get(key))
     parts = [f"<h1>{escape(str(summary.get('name', 'run')))}</h1>", f'<div class="soft">{about}</div>']
     if before is not None and after is not None:
-        random, optimal = _number(scores.get("random", last.random)), _number(scores.get("optimal", last.optimal))
+        random, optimal = _number(scores.get("random"), last.random), _number(scores.get("optimal"), last.optimal)
         low, high = wilson_interval(after, number) if number else (after, after)
         tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
         words = [f"success on {tasks} before and after RL" + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")]
@@ -99,9 +99,11 @@ def evaluations(rows: Sequence[MetricsRow]) -> str:
     """One table per environment: each evaluation of the agent, with the players that give its numbers a meaning in the last two columns."""
     parts = []
     for environment, points in held_out(rows).items():
+        measured = [(row["step"] or 0, result) for row in rows for result in read_evaluations(row) if result.environment == environment]
+        when = [f"{step:.0f}" if (step, result) in points else "before the cold start" for step, result in measured]
         body = [
             [
-                f"{step:.0f}",
+                step,
                 _percent(result.success_greedy),
                 _percent(result.success_sampled),
                 "" if result.reward_greedy is None else f"{result.reward_greedy:.3f}",
@@ -109,7 +111,7 @@ def evaluations(rows: Sequence[MetricsRow]) -> str:
                 _percent(result.random),
                 _percent(result.optimal),
             ]
-            for step, result in points
+            for step, (_, result) in zip(when, measured, strict=True)
         ]
         header = ["RL step", "agent greedy", "agent sampled", "reward greedy", "reward sampled", "random player", "optimal player"]
         parts.append(f'<p class="soft">{escape(environment)}</p>{table(header, body)}')
@@ -193,10 +195,9 @@ def _turn(turn: Turn, decode: Decode | None, limit: int) -> str:
     ]
     rest = len(turn.completion_ids) - len(spans)
     more = f'<span class="soft"> … and {rest} more tokens</span>' if rest else ""
-    facts = f"turn {turn.index}: reward {turn.reward:g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {version_words(turn)}"
     return (
         f'<div class="turn">{prompts}<div class="role">policy</div><div class="text said">{"".join(spans)}{more}</div>'
-        f'<div class="soft">{escape(facts)}</div></div>'
+        f'<div class="soft">turn {turn.index}: {escape(turn_facts(turn))}</div></div>'
     )
 
 

@@ -58,12 +58,11 @@ def outcome(trajectory: Trajectory) -> str:
     )
 
 
-def version_words(turn: Turn) -> str:
-    """`version 7`, or `versions 7 to 8` where the weights changed in the middle."""
-    if not turn.versions:
-        return "no tokens"
-    low, high = min(turn.versions), max(turn.versions)
-    return f"version {low}" if low == high else f"versions {low} to {high}"
+def turn_facts(turn: Turn) -> str:
+    """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights changed in the middle."""
+    low, high = min(turn.versions, default=0), max(turn.versions, default=0)
+    versions = f"version {low}" if low == high else f"versions {low} to {high}"
+    return f"reward {turn.reward:g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {versions}"
 
 
 class TokenLines:
@@ -120,8 +119,7 @@ def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
             parts.append(Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'blue')}"), lines))
         parts.append(Text("policy:", f"bold {ROLE_STYLES['assistant']}"))
         parts.append(TokenLines(turn, decode))
-        words = f"reward {turn.reward:g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {version_words(turn)}"
-        parts.append(Text(words, "dim"))
+        parts.append(Text(turn_facts(turn), "dim"))
     legend = Text("probability: ", "dim")
     for (lowest, name), style in zip(LEVELS, STYLES, strict=True):
         legend.append(name, style).append(f" from {lowest:g}   ", "dim")

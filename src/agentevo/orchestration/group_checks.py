@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
 from agentevo.inference.sampling import filter_logits
+from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.models.attention import NAME
 from agentevo.types import Completion, SamplingParams, Trajectory
 
@@ -114,8 +115,9 @@ def worst_case_tokens(trajectories: Sequence[Trajectory], max_turns: int, max_ne
     return first + max_turns * max_new_tokens + (max_turns - 1) * added
 
 
-def memory_parts(model: PreTrainedModel, config: RunConfig, step_tokens: int) -> dict[str, float]:
-    """Bytes that training takes beside the weights. `step_tokens`: distinct tokens that a step trains on.
+def memory_parts(model: PreTrainedModel, config: RunConfig, *, step_tokens: int, cached_tokens: int) -> dict[str, float]:
+    """Bytes that training takes beside the weights. `step_tokens`: distinct tokens that a step trains on; `cached_tokens`: tokens whose keys
+    and values the engine holds at once.
 
     Activations are counted as what a decoder layer keeps for the backward pass (about 12 hidden and 4 intermediate vectors a token) and the
     logits with their gradient; attention keeps no matrix.
@@ -123,14 +125,12 @@ def memory_parts(model: PreTrainedModel, config: RunConfig, step_tokens: int) ->
     shape = model.config.get_text_config()
     numbers, size = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
     tokens = min(step_tokens, config.trainer.micro_batch_tokens)
-    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     layer = 12 * shape.hidden_size + 4 * shape.intermediate_size
-    kv_tokens = min(config.engine.kv_cache_tokens, step_tokens)
     parts = {
         "gradients": numbers * size,
         "optimizer": 2 * numbers * size,
         "activations": tokens * (shape.num_hidden_layers * layer + 2 * shape.vocab_size) * size,
-        "key-value cache": kv_tokens * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head * size,
+        "key-value cache": cached_tokens * kv_bytes_per_token(model),
     }
     if config.algorithm.kl_coef > 0:
         parts["reference copy"] = numbers * size

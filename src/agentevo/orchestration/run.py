@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,7 +56,7 @@ class Run:
         return Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).find(which)
 
     def eval(self, *, checkpoint: str = "best", samples: int = 1, view: LiveView | None = None) -> dict[str, float]:
-        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Trajectories go to the run's store."""
+        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Nothing is written."""
         path = self.checkpoint_path(checkpoint)
         _, state = Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).load(path)
         return run_coroutine(self._evaluate(path, int(state["progress"]["step"]), samples, view))
@@ -69,10 +70,16 @@ class Run:
         return read_store(self.dir, read)
 
     async def _evaluate(self, path: Path, step: int, samples: int, view: LiveView | None) -> dict[str, float]:
-        async with open_components(
-            self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url="sqlite:///:memory:"
-        ) as parts:
-            return await _shown(parts, step, samples, view)
+        with _throwaway_store() as url:
+            async with open_components(self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url=url) as parts:
+                return await _shown(parts, step, samples, view)
+
+
+@contextmanager
+def _throwaway_store() -> Iterator[str]:
+    """URL of a store for trajectories that nobody keeps: a finished run's own record stays as training left it."""
+    with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
+        yield f"sqlite:///{folder}/store.sqlite"
 
 
 async def _shown(parts: Components, step: int, samples: int, view: LiveView | None) -> dict[str, float]:
@@ -89,8 +96,9 @@ def evaluate_model(config: RunConfig, *, view: LiveView | None = None) -> dict[s
     """Success of the recipe's model as it is, without any run: nothing is written."""
 
     async def work() -> dict[str, float]:
-        async with open_components(config, store_url="sqlite:///:memory:") as parts:
-            return await _shown(parts, 0, config.evaluation.samples, view)
+        with _throwaway_store() as url:
+            async with open_components(config, store_url=url) as parts:
+                return await _shown(parts, 0, config.evaluation.samples, view)
 
     return run_coroutine(work())
 
@@ -222,7 +230,8 @@ async def _restore(loop: Loop, checkpoint: Path) -> None:
 
 
 async def _cold_start(loop: Loop) -> None:
-    loop.progress.cold_start_before = await loop.evaluate("before the cold start", full=False)
+    if loop.parts.config.model.name != "tiny":  # random weights have nothing to show
+        loop.progress.cold_start_before = await loop.evaluate("before the cold start", full=False)
     metrics = cold_start(loop.parts, loop.view, loop.stop)
     loop.parts.engine.forget_cache()
     loop.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))

@@ -7,6 +7,7 @@ wrong    training would fail, or learn nothing, or learn from wrong numbers
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,16 +142,22 @@ def judge_format(num_turns: int, num_format_errors: float, num_invalid_actions: 
     return Verdict("format", "warning", finding, advice)
 
 
-def judge_kv_cache(num_together: int, worst_case: int, kv_cache_tokens: int, max_running: int) -> Verdict:
-    """A step samples `num_together` attempts of at most `worst_case` tokens; shared prompts need less."""
-    room = kv_cache_tokens // max(worst_case, 1)
-    finding = f"engine.kv_cache_tokens={kv_cache_tokens} holds {room} attempts of {worst_case} tokens; a step samples {num_together}"
+def judge_kv_cache(num_together: int, worst_case: int, kv_tokens: int, bytes_per_token: float, max_running: int) -> Verdict:
+    """A step samples `num_together` attempts of at most `worst_case` tokens; shared prompts need less. `kv_tokens`: what the cache holds."""
+    room = kv_tokens // max(worst_case, 1)
+    finding = f"{kv_tokens} tokens fit, that is {room} attempts of {worst_case}; a step samples {num_together}"
     if room == 0:
-        return Verdict("key-value memory", "wrong", finding, f"raise engine.kv_cache_tokens to at least {worst_case}")
+        return Verdict("key-value memory", "wrong", finding, f"set engine.kv_cache_gb={_gib(worst_case * bytes_per_token)} or more")
     if min(room, max_running) < num_together:
-        wanted = f"engine.kv_cache_tokens={num_together * worst_case}" if room < num_together else f"engine.max_running={num_together}"
+        enough = f"engine.kv_cache_gb={_gib(num_together * worst_case * bytes_per_token)}"
+        wanted = enough if room < num_together else f"engine.max_running={num_together}"
         return Verdict("key-value memory", "warning", finding, f"the rest waits in a queue; {wanted} would sample all at once")
     return Verdict("key-value memory", "good", finding)
+
+
+def _gib(size: float) -> float:
+    """Bytes in GiB, rounded up to two figures after the point."""
+    return math.ceil(100 * size / GIB) / 100
 
 
 def judge_memory(parts: Mapping[str, float], available: float) -> Verdict:
@@ -163,7 +170,7 @@ def judge_memory(parts: Mapping[str, float], available: float) -> Verdict:
     largest = max(parts, key=lambda name: parts[name])
     advice = {
         "activations": "lower trainer.micro_batch_tokens",
-        "key-value cache": "lower engine.kv_cache_tokens",
+        "key-value cache": "lower engine.kv_cache_gb",
         "reference copy": "set algorithm.kl_coef=0",
     }.get(largest, "take a smaller model, or close other programs")
     return Verdict("memory", "wrong" if needed > available else "warning", finding, advice)

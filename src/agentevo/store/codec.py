@@ -123,7 +123,7 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "split": split,
         "step": int(step),
         "status": trajectory.status,
-        "reward": float(trajectory.reward),
+        "reward": _number(trajectory.reward),
         "success": bool(trajectory.success),
         "error": trajectory.error,
         "truncated": bool(trajectory.truncated),
@@ -139,6 +139,11 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "digest": digest,
     }
     return EncodedTrajectory(id=trajectory.id, digest=digest, row=row, turns=turns)
+
+
+def _number(value: float) -> float:
+    """A float as SQLite gives it back: it keeps no sign of zero, and the digest must not see one either."""
+    return float(value) + 0.0
 
 
 def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
@@ -161,9 +166,9 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         "logprobs": pack_floats(turn.logprobs),
         "versions": pack_ints(turn.versions),
         "finish_reason": turn.finish_reason,
-        "temperature": float(turn.temperature),
+        "temperature": _number(turn.temperature),
         "seed": str(int(turn.seed)),
-        "reward": float(turn.reward),
+        "reward": _number(turn.reward),
         "messages": JSON.encode(turn.messages).decode(),
     }
 

@@ -122,7 +122,9 @@ async def count(connection: AsyncConnection) -> dict[str, int]:
     counts |= {f"trajectories/{split}/{state}": 0 for split in SPLITS for state in TRAJECTORY_STATES}
     for row in await connection.execute(select(tasks.c.state, func.count().label("n")).group_by(tasks.c.state)):
         counts[f"tasks/{row.state}"] = row.n
-    by_state = select(trajectories.c.split, trajectories.c.state, func.count().label("n")).group_by(trajectories.c.state, trajectories.c.split)
+    by_state = select(trajectories.c.split, trajectories.c.state, func.count().label("n")).group_by(
+        trajectories.c.state, trajectories.c.split
+    )
     for row in await connection.execute(by_state):
         counts[f"trajectories/{row.split}/{row.state}"] = row.n
     counts["turns"] = await connection.scalar(select(func.coalesce(func.sum(trajectories.c.num_turns), 0))) or 0

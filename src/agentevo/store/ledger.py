@@ -68,7 +68,9 @@ async def reserve(connection: AsyncConnection, ids: Iterable[str], step: int) ->
         if row is None:
             raise StoreError(f"trajectory {name!r} can't be reserved for step {step}: it is not in the store; write it first")
         if row.split != "train":
-            raise StoreError(f"trajectory {name!r} can't be reserved for step {step}: its split is {row.split!r}, only 'train' is trained on")
+            raise StoreError(
+                f"trajectory {name!r} can't be reserved for step {step}: its split is {row.split!r}, only 'train' is trained on"
+            )
         if row.state == "ready":
             moving.append(row.seq)
         elif (row.state, row.trained_step) != ("reserved", step):

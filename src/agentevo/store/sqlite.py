@@ -10,6 +10,7 @@ Every call has one deadline for its whole work. The file is ours if it carries o
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, nullcontext
@@ -20,8 +21,9 @@ from typing import Any, Self, Unpack
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentevo.errors import DeadlineExceededError, StoreError
 from agentevo.store import facts, ledger
@@ -45,6 +47,9 @@ PAGE = 64
 
 _SETTINGS = ("page_size=16384", "foreign_keys=ON", "synchronous=NORMAL", "wal_autocheckpoint=1000", "journal_size_limit=67108864")
 """Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk write: a turn's blobs are kilobytes."""
+_STEPS_BETWEEN_LOOKS = 100_000
+"""Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
+_PAUSE_S = 0.02
 _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
 
@@ -73,8 +78,7 @@ class SQLiteStore:
         try:
             async with store._transaction("open", write=True) as connection:
                 await _check_or_make_schema(connection, path, create=create)
-            async with store._deadline("switch to a write-ahead log"), engine.execution_options(autocommit=True).connect() as connection:
-                await connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            await store._use_write_ahead_log()
         except BaseException:
             await engine.dispose()
             raise
@@ -99,7 +103,7 @@ class SQLiteStore:
         except TimeoutError as error:
             raise self._too_late(what) from error
         except DBAPIError as error:
-            if "locked" in str(error.orig) or "busy" in str(error.orig):
+            if any(word in str(error.orig) for word in ("locked", "busy", "interrupted")):
                 raise self._too_late(what) from error
             raise StoreError(f"store {self.path}: {what}: {error.orig}") from error
 
@@ -114,6 +118,20 @@ class SQLiteStore:
         engine = self._engine.execution_options(write=write)
         async with self._deadline(what), self._writer if write else nullcontext(), engine.begin() as connection:
             yield connection
+
+    async def _use_write_ahead_log(self) -> None:
+        """Only a change takes a lock, and for it SQLite ignores busy_timeout: where processes open a new store together, the losers try again."""
+        engine = self._engine.execution_options(autocommit=True)
+        async with self._deadline("switch to a write-ahead log"):
+            while True:
+                try:
+                    async with engine.connect() as connection:
+                        await connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+                    return
+                except OperationalError as error:
+                    if "locked" not in str(error.orig):
+                        raise
+                await asyncio.sleep(_PAUSE_S)
 
     async def add_tasks(self, tasks: Iterable[Task]) -> int:
         encoded = [encode_task(task) for task in tasks]
@@ -233,20 +251,27 @@ def _check_file(path: Path, *, create: bool) -> None:
 
 
 def _engine(path: Path, timeout_s: float) -> AsyncEngine:
+    patience_s = 0.9 * timeout_s  # SQLite's thread gives up by itself, a little before the caller stops waiting for it
     # No rollback when a connection goes back to the pool: `begin()` has always ended its transaction by then.
     engine = create_async_engine(URL.create("sqlite+aiosqlite", database=str(path)), pool_reset_on_return=None)
 
     @event.listens_for(engine.sync_engine, "connect")
-    def prepare(connection: DBAPIConnection, _record: object) -> None:
+    def prepare(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+        def is_late() -> bool:
+            return time.monotonic() > record.info["stop_at"]
+
         connection.isolation_level = None  # we say BEGIN ourselves, below
+        record.info["stop_at"] = math.inf
+        connection.run_async(lambda raw: raw.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS))
         cursor = connection.cursor()
-        for setting in (f"busy_timeout={int(timeout_s * 900)}", *_SETTINGS):
+        for setting in (f"busy_timeout={int(patience_s * 1000)}", *_SETTINGS):
             cursor.execute(f"PRAGMA {setting}")
         cursor.close()
 
     @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
+        connection.info["stop_at"] = time.monotonic() + patience_s
         if not options.get("autocommit"):
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write") else "BEGIN")
 

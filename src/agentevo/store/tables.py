@@ -81,9 +81,10 @@ trajectories = Table(
     _one_of("state", TRAJECTORY_STATES),
     CheckConstraint("(state IN ('reserved', 'committed')) = (trained_step IS NOT NULL)"),
     Index("trajectories_by_step", "step"),
-    Index("trajectories_by_trained_step", "trained_step", "state"),
+    Index("trajectories_by_trained_step", "trained_step"),
     Index("trajectories_by_split", "split"),
-    Index("trajectories_by_state", "state", "split"),
+    Index("trajectories_by_state", "state"),
+    Index("trajectories_by_state_and_split", "state", "split"),  # with the one above: counts, and each in the order of writing
     Index("trajectories_by_status", "status"),
     Index("trajectories_by_task", "task_id"),
     Index("trajectories_by_group", "group_id"),

@@ -87,7 +87,7 @@ def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: l
         if not torch.isfinite(loss):
             raise TrainingError("the supervised loss is not finite, the weights were not changed: lower cold_start.learning_rate")
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.max_grad_norm)
     optimizer.step()
     return total

@@ -1,0 +1,193 @@
+"""Any Gymnasium environment as a text world.
+
+Observations: strings pass through; an environment that renders as `ansi` shows that picture (a highlighted cell becomes `[cell]`); other
+spaces are written as text. Actions: a Discrete space takes the action's name (`action_names`, default its number), a Text space takes any
+text that it contains. The action limit is `max_actions`; Gymnasium's own time limit is switched off.
+
+Success is what the environment says in `info["success"]` or `info["is_success"]`, else what `success_on` says. Where the environment
+publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do) both reference players are computed exactly and there is a solver;
+elsewhere the random player is sampled and the optimal one unknown.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any, ClassVar, Literal
+
+import gymnasium
+import numpy as np
+import pydantic
+from gymnasium import spaces
+
+from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose
+from agentevo.environments.planning import SuccessTables, random_play_success
+from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.types import Baselines
+
+HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+MAX_TABLE_STATES = 2000
+"""Transition tables of more states are not made dense."""
+SAMPLED_PLAYS = 100
+
+
+class GymnasiumConfig(EnvironmentConfig):
+    """Which environment, and how its actions are called."""
+
+    type: Literal["gymnasium"] = "gymnasium"
+    id: str = pydantic.Field(min_length=1)
+    """Gymnasium's id, such as `FrozenLake-v1`, or `module:Id-v0` to import a module that registers it."""
+    kwargs: dict[str, pydantic.JsonValue] = {}
+    """Options handed to `gymnasium.make`."""
+    action_names: tuple[str, ...] = ()
+    """Names of a Discrete space's actions, in order; empty: their numbers."""
+    instructions: str = ""
+    """Rules told to the player; empty: the id and the actions."""
+    observation: Literal["auto", "text", "ansi"] = "auto"
+    """`text`: the observation written out; `ansi`: the rendered picture; `auto`: the picture if there is one and the observation isn't text."""
+    success_on: Literal["reward", "termination"] = "reward"
+    """An ended episode succeeded if its last reward was positive (`reward`), or in any case (`termination`)."""
+
+
+def as_text(observation: object) -> str:
+    """An observation of any Gymnasium space, written out."""
+    if isinstance(observation, dict):
+        return "\n".join(f"{key}: {as_text(value)}" for key, value in observation.items())
+    if isinstance(observation, tuple | list):
+        return ", ".join(as_text(value) for value in observation)
+    if isinstance(observation, np.ndarray):
+        if observation.ndim == 0:
+            return as_text(observation.item())
+        return ("\n" if observation.ndim > 1 else " ").join(as_text(row) for row in observation)
+    if isinstance(observation, float | np.floating):
+        return f"{float(observation):.4g}"
+    return str(observation)
+
+
+def picture_as_text(picture: str) -> str:
+    """A rendering without terminal colours; what was coloured is put in brackets."""
+    return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
+
+
+def transition_tables(world: Any, num_actions: int, success_on: str) -> SuccessTables | None:
+    """`world.P[state][action] = [(chance, next state, reward, ended), ...]` as success tables; None if there is no such table."""
+    published = getattr(world, "P", None)
+    if not isinstance(published, dict) or len(published) > MAX_TABLE_STATES:
+        return None
+    win = np.zeros((num_actions, len(published)))
+    move = np.zeros((num_actions, len(published), len(published)))
+    for state, actions in published.items():
+        for action in range(num_actions):
+            for chance, following, reward, ended in actions[action]:
+                if not ended:
+                    move[action, state, following] += chance
+                elif success_on == "termination" or reward > 0:
+                    win[action, state] += chance
+    return SuccessTables(win, move)
+
+
+@environments.register("gymnasium")
+class GymnasiumEnvironment(EpisodicEnvironment):
+    """One Gymnasium environment behind the text contract."""
+
+    Config: ClassVar[type[EnvironmentConfig]] = GymnasiumConfig
+    config: GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig) -> None:
+        super().__init__(config)
+        self._world = self._make()
+        space = self._world.action_space
+        if not isinstance(space, spaces.Discrete | spaces.Text):
+            raise ConfigError(f"gymnasium: {config.id} takes {space}; only Discrete and Text actions can be said in words")
+        self._names: list[str] = []
+        if isinstance(space, spaces.Discrete):
+            self._names = list(config.action_names) or [str(number) for number in range(space.start, space.start + space.n)]
+            if len(self._names) != space.n:
+                raise ConfigError(f"gymnasium: {config.id} has {space.n} actions, but action_names lists {len(self._names)}: name each once")
+        self._tables = transition_tables(self._world.unwrapped, len(self._names), config.success_on) if self._names else None
+
+    def _make(self) -> gymnasium.Env[Any, Any]:
+        config = self.config
+        options: dict[str, Any] = {"max_episode_steps": -1, "disable_env_checker": True, **config.kwargs}
+        try:
+            world = gymnasium.make(config.id, **options)
+            wanted = config.observation
+            self._drawn = wanted == "ansi" or (
+                wanted == "auto" and not isinstance(world.observation_space, spaces.Text) and "ansi" in world.metadata.get("render_modes", [])
+            )
+            return gymnasium.make(config.id, **{"render_mode": "ansi", **options}) if self._drawn else world
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ConfigError(f"gymnasium: can't make {config.id!r} with kwargs {config.kwargs}: {error}") from error
+
+    @property
+    def instructions(self) -> str:
+        if self.config.instructions:
+            return self.config.instructions
+        return f"You play {self.config.id}." + (f" Actions: {', '.join(self._names)}." if self._names else "")
+
+    def start(self, seed: int) -> None:
+        self._seed = seed
+        observation, _ = self._world.reset(seed=seed)
+        self._start_state = self._state()
+        self._shown = self._show(observation)
+
+    def _state(self) -> int:
+        """The state's number in the published transitions."""
+        return int(getattr(self._world.unwrapped, "s", 0)) if self._tables else 0
+
+    def _show(self, observation: object) -> str:
+        if not self._drawn:
+            return as_text(observation)
+        picture = self._world.render()
+        if not isinstance(picture, str):
+            raise EnvironmentFailure(f"gymnasium: {self.config.id} drew {type(picture).__name__}, not text: set observation: text")
+        return picture_as_text(picture)
+
+    def observe(self) -> str:
+        return self._shown
+
+    def act(self, action: str) -> Outcome:
+        move: Any = choose(action, self._names)
+        if isinstance(self._world.action_space, spaces.Discrete) and move is not None:
+            move += int(self._world.action_space.start)
+        elif isinstance(self._world.action_space, spaces.Text) and self._world.action_space.contains(action):
+            move = action
+        if move is None:
+            return INVALID
+        observation, reward, terminated, truncated, info = self._world.step(move)
+        before, self._shown = self._shown, self._show(observation)
+        ended_well = terminated and (self.config.success_on == "termination" or float(reward) > 0)
+        return Outcome(
+            reward=float(reward),
+            valid=bool(info.get("valid", True)),
+            effective=bool(info.get("effective", self._shown != before)),
+            terminated=bool(terminated),
+            success=bool(info.get("success", info.get("is_success", ended_well))),
+            truncated=bool(truncated),
+        )
+
+    def random_action(self, rng: random.Random) -> str:
+        if self._names:
+            return rng.choice(self._names)
+        self._world.action_space.seed(rng.randrange(2**31))
+        return str(self._world.action_space.sample())
+
+    def optimal_action(self) -> str | None:
+        if self._tables is None or not self._running:
+            return None
+        return self._names[self._tables.best_action(self._state(), self.actions_left)]
+
+    def baselines(self, max_actions: int | None = None) -> Baselines:
+        limit = self.config.max_actions if max_actions is None else max_actions
+        if self._tables is not None:
+            start = self._start_state
+            return Baselines(random=self._tables.random(start, limit), optimal=self._tables.optimal(start, limit))
+        if not self._names:
+            return Baselines(random=None, optimal=None)
+        config = self.config.model_copy(update={"max_actions": limit})
+        return Baselines(random=random_play_success(lambda: GymnasiumEnvironment(config), self._seed, SAMPLED_PLAYS), optimal=None)
+
+    def close(self) -> None:
+        self._world.close()

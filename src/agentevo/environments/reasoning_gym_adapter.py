@@ -1,0 +1,95 @@
+"""reasoning-gym's procedural datasets as one-turn worlds: the question is the observation, the action is the whole answer.
+
+The episode's seed is the dataset's, of which the first item is asked. Reward is the dataset's own score of the answer (0..1), success a score
+of 1. Answers are free text, so what a random player reaches is unknown; the optimal player gives the dataset's reference answer.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar, Literal
+
+import pydantic
+
+from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
+from agentevo.environments.extras import load_extra
+from agentevo.errors import ConfigError
+from agentevo.registry import nearest
+from agentevo.types import Baselines
+
+FULL_SCORE = 1.0 - 1e-9
+
+
+class ReasoningGymConfig(EnvironmentConfig):
+    """One dataset with its own options."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    max_actions: int = pydantic.Field(default=1, ge=1)
+    """Actions after which an unfinished episode is truncated; more than 1 forgives empty answers."""
+    dataset: str = pydantic.Field(min_length=1)
+    """Name of the dataset, such as `chain_sum`."""
+    options: dict[str, pydantic.JsonValue] = {}
+    """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`; its `seed` and `size` are set here."""
+    instructions: str = "Answer the question. Your action is the answer alone."
+    """Told to the player before the question."""
+
+
+@environments.register("reasoning_gym")
+class ReasoningGymEnvironment(EpisodicEnvironment):
+    """One question per episode."""
+
+    Config: ClassVar[type[EnvironmentConfig]] = ReasoningGymConfig
+    config: ReasoningGymConfig
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        super().__init__(config)
+        self._package = load_extra("reasoning_gym", "reasoning-gym")
+        known = sorted(load_extra("reasoning_gym.factory", "reasoning-gym").DATASETS)
+        if config.dataset not in known:
+            guess = nearest(config.dataset, known)
+            raise ConfigError(
+                f"reasoning_gym: no dataset is called {config.dataset!r}: " + (f"did you mean {guess!r}? " if guess else "") + f"known: {', '.join(known)}"
+            )
+        self._dataset(0)
+
+    def _dataset(self, seed: int) -> Any:
+        taken = {"seed", "size"} & set(self.config.options)
+        if taken:
+            raise ConfigError(f"reasoning_gym: options must not set {' or '.join(sorted(taken))}: the episode's seed does")
+        try:
+            return self._package.create_dataset(self.config.dataset, seed=seed, size=1, **self.config.options)
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"reasoning_gym: dataset {self.config.dataset!r} refuses options {self.config.options}: {error}") from error
+
+    @property
+    def instructions(self) -> str:
+        return self.config.instructions
+
+    def start(self, seed: int) -> None:
+        self._questions = self._dataset(seed)
+        self._entry: dict[str, Any] = self._questions[0]
+
+    def observe(self) -> str:
+        return str(self._entry["question"])
+
+    def _score(self, answer: str) -> float:
+        return float(self._questions.score_answer(answer=answer, entry=self._entry))
+
+    def act(self, action: str) -> Outcome:
+        if not action:
+            return INVALID
+        score = self._score(action)
+        return Outcome(reward=score, terminated=True, success=score >= FULL_SCORE)
+
+    def random_action(self, rng: random.Random) -> str:
+        """The reference answer to another question of the same kind: the right form, the content by chance."""
+        answer = self._dataset(rng.randrange(2**31))[0]["answer"]
+        return "" if answer is None else str(answer)
+
+    def optimal_action(self) -> str | None:
+        answer = self._entry["answer"]
+        return str(answer) if answer is not None and self._score(str(answer)) >= FULL_SCORE else None
+
+    def baselines(self, max_actions: int | None = None) -> Baselines:
+        return Baselines(random=None, optimal=None if self.optimal_action() is None else 1.0)

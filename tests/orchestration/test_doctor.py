@@ -1,0 +1,87 @@
+"""The doctor on real recipes with a tiny policy: it finds what is in order and what is not, and leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from agentevo.config import RunConfig, build_config
+from agentevo.orchestration.doctor import check_recipe
+from agentevo.orchestration.installation import check_installation
+from agentevo.orchestration.verdicts import Verdict
+
+
+def recipe(*overrides: str) -> RunConfig:
+    tree = {
+        "environment": {"type": "frozen_lake"},
+        "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}},
+        "agent": {"format": "plain", "max_turns": 3},
+        "sampling": {"max_new_tokens": 4},
+        "trainer": {"group_size": 3, "groups_per_step": 2},
+    }
+    return build_config(tree, overrides)
+
+
+def by_name(verdicts: list[Verdict]) -> dict[str, Verdict]:
+    return {verdict.name: verdict for verdict in verdicts}
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert list(Path().iterdir()) == [], "the doctor leaves nothing behind"
+
+
+def test_a_sound_recipe():
+    found = by_name(check_recipe(recipe()))
+    assert list(found) == [
+        "attempts",
+        "token ids",
+        "log-probs",
+        "rewards",
+        "completions",
+        "turns",
+        "format",
+        "context",
+        "key-value memory",
+        "memory",
+    ]
+    assert [
+        name for name in ("attempts", "token ids", "log-probs", "context", "key-value memory", "memory") if found[name].status != "good"
+    ] == []
+    assert "all 3 ran to their end" in found["attempts"].finding
+
+
+def test_completions_that_are_always_cut():
+    cut = by_name(check_recipe(recipe("sampling.max_new_tokens=1")))["completions"]
+    assert cut.status in ("warning", "wrong")
+    assert "sampling.max_new_tokens=1" in cut.finding
+
+
+def test_a_context_that_is_too_short_breaks_every_attempt():
+    found = by_name(check_recipe(recipe("model.tiny.context_length=32")))
+    assert found["attempts"].status == "wrong"
+    assert "32" in found["attempts"].finding
+
+
+def test_before_a_cold_start_equal_rewards_are_expected():
+    rewards = by_name(check_recipe(recipe("cold_start.episodes=8", "agent.format=think_answer", "agent.format_penalty=0")))["rewards"]
+    assert rewards.status == "warning"
+    assert "cold start" in rewards.advice
+
+
+def test_a_recipe_that_only_evaluates_needs_no_reward_spread():
+    assert "rewards" not in by_name(check_recipe(recipe("trainer.steps=0", "trainer.group_size=1", "sampling.top_p=0.9")))
+
+
+def test_the_same_recipe_gives_the_same_verdicts():
+    play = ("attempts", "token ids", "rewards", "completions", "turns", "format", "context")
+    first, second = by_name(check_recipe(recipe())), by_name(check_recipe(recipe()))
+    assert [first[name] for name in play] == [second[name] for name in play]
+
+
+def test_the_installation():
+    found = by_name(check_installation())
+    assert {"python", "torch", "processor", "threads", "memory", "disk", "gpu", "model smollm2-135m-instruct"} <= set(found)
+    assert found["torch"].status == "good"
+    assert all(verdict.finding for verdict in found.values())
