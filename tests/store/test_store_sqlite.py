@@ -364,8 +364,8 @@ def test_a_full_disk_refuses_the_write_and_keeps_the_rest(url: str, make_traject
             def limit(connection: object) -> None:
                 connection.exec_driver_sql("PRAGMA max_page_count=1")  # type: ignore[attr-defined]
 
+            big = [make_trajectory(f"big{i}", num_turns=8) for i in range(100)]
             with pytest.raises(StoreError, match="write_trajectories: database or disk is full"):
-                big = [make_trajectory(f"big{i}", num_turns=8) for i in range(100)]
                 await store.write_trajectories(big, split="train", step=1)
             assert [summary.id for summary in await store.summaries()] == ["a"]
 

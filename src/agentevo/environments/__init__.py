@@ -62,7 +62,7 @@ EnvironmentUnion = Annotated[
 
 
 def make(config: EnvironmentConfig) -> TextEnvironment:
-    """The environment that `config` describes. Raises `UnknownNameError`, and `MissingExtraError` if it needs a package that isn't there."""
+    """The environment that `config` describes. Raises `UnknownNameError`, or `MissingExtraError` where an optional package is needed."""
     return environments.get(config.type)(config)
 
 

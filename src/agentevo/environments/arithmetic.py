@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 
 OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add,
@@ -114,7 +114,7 @@ def random_expression(numbers: list[int], operations: str, rng: random.Random) -
 def random_expression_success(numbers: list[int], target: int, operations: str = "+-*/") -> float:
     """Chance that `random_expression` equals `target`, exactly (up to rounding of the float)."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def chance(values: tuple[Fraction, ...]) -> float:
         if len(values) == 1:
             return float(values[0] == target)

@@ -53,14 +53,16 @@ class CoinsConfig(EnvironmentConfig):
     other_credit: float = pydantic.Field(default=0.2, ge=0, lt=1)
     """Reward for naming another coin than the best; under the rule `value` times its share of the best value."""
     mention_credit: float = pydantic.Field(default=0.5, ge=0, lt=1)
-    """An answer that isn't a coin's name but mentions exactly one coin earns this times what that coin earns times the share of the answer's
-    letters that are the name. 0 pays exact names only."""
+    """An answer that isn't a coin's name but mentions exactly one coin earns this, times what that coin earns, times the share of the
+    answer's letters that are the name. 0 pays exact names only."""
 
     @pydantic.model_validator(mode="after")
     def _values_fit(self) -> CoinsConfig:
         needed = self.num_coins - 1 + self.min_gap
         if self.max_value < needed:
-            raise ValueError(f"max_value={self.max_value} is too low for {self.num_coins} coins with min_gap={self.min_gap}: take at least {needed}")
+            raise ValueError(
+                f"max_value={self.max_value} is too low for num_coins={self.num_coins}, min_gap={self.min_gap}: take at least {needed}"
+            )
         return self
 
 

@@ -1,6 +1,6 @@
 """Countdown: write an arithmetic expression that uses each given number once and equals the target.
 
-Reward: 1 for the target; 0.1 for an expression that uses the numbers exactly once but has another value; else 0 (and the action is invalid).
+Reward: 1 for the target; 0.1 for an expression that uses the numbers exactly once but has another value; else 0, and the action is invalid.
 Instances are made by evaluating a random expression, so all are solvable.
 """
 
@@ -78,8 +78,8 @@ class CountdownEnvironment(EpisodicEnvironment):
                 self._solution: str | None = None
                 return
         raise EnvironmentFailure(
-            f"countdown: none of {MAX_TRIES} expressions over {config.num_numbers} numbers up to {config.max_number} with {config.operations} "
-            f"lies in {config.min_target}..{config.max_target}: widen the target's range"
+            f"countdown: none of {MAX_TRIES} expressions over {config.num_numbers} numbers up to {config.max_number} "
+            f"with {config.operations} lies in {config.min_target}..{config.max_target}: widen the target's range"
         )
 
     def observe(self) -> str:

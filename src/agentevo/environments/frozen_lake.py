@@ -16,6 +16,7 @@ import pydantic
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
 from agentevo.environments.planning import SuccessTables
+from agentevo.environments.words import offset
 from agentevo.types import Baselines
 
 ACTIONS = ("Left", "Down", "Right", "Up")
@@ -36,6 +37,8 @@ class FrozenLakeConfig(EnvironmentConfig):
     """Chance that a tile is frozen rather than a hole, before maps without a path are redrawn."""
     slippery: bool = True
     """Moves go astray two times in three."""
+    view: Literal["grid", "words"] = "grid"
+    """`grid`: RAGEN's drawn map; `words`: where the goal is and what lies on the four sides, as the player sees them."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
     """Symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
 
@@ -109,9 +112,11 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
     def instructions(self) -> str:
         player, frozen, hole, goal, fallen, arrived = ALPHABETS[self.config.alphabet]
         ice = " The ice is slippery: a move may go to either side instead." if self.config.slippery else ""
+        task = f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
+        if self.config.view == "words":
+            return f"{task}Actions: {', '.join(ACTIONS)}."
         return (
-            f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
-            f"Symbols: {player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player in hole, {arrived} player on goal.\n"
+            f"{task}Symbols: {player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player in hole, {arrived} player on goal.\n"
             f"Actions: {', '.join(ACTIONS)}."
         )
 
@@ -121,7 +126,20 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         self._slips = stream(self.config, seed, "slips")
         self._tables: SuccessTables | None = None
 
+    def _describe(self) -> str:
+        """The view in words."""
+        size, (row, column), goal = self.lake.size, divmod(self._tile, self.lake.size), divmod(self.lake.goal, self.lake.size)
+        sides = []
+        for name, (down, right) in zip(ACTIONS, STEPS, strict=True):
+            there = (row + down) * size + column + right
+            inside = 0 <= row + down < size and 0 <= column + right < size
+            sides.append(f"{name.lower()} {'edge' if not inside else 'hole' if there in self.lake.holes else 'goal' if there == self.lake.goal else 'ice'}")
+        state = "You fell into a hole. " if self._tile in self.lake.holes else ""
+        return f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}"
+
     def observe(self) -> str:
+        if self.config.view == "words":
+            return self._describe()
         player, frozen, hole, goal, fallen, arrived = ALPHABETS[self.config.alphabet]
         tiles = [hole if tile in self.lake.holes else frozen for tile in range(self.lake.size**2)]
         tiles[self.lake.goal] = goal

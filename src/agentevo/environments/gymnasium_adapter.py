@@ -5,8 +5,8 @@ spaces are written as text. Actions: a Discrete space takes the action's name (`
 text that it contains. The action limit is `max_actions`; Gymnasium's own time limit is switched off.
 
 Success is what the environment says in `info["success"]` or `info["is_success"]`, else what `success_on` says. Where the environment
-publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do) both reference players are computed exactly and there is a solver;
-elsewhere the random player is sampled and the optimal one unknown.
+publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do) both reference players are computed exactly and there is a
+solver; elsewhere the random player is sampled and the optimal one unknown.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class GymnasiumConfig(EnvironmentConfig):
     type: Literal["gymnasium"] = "gymnasium"
     id: str = pydantic.Field(min_length=1)
     """Gymnasium's id, such as `FrozenLake-v1`, or `module:Id-v0` to import a module that registers it."""
-    kwargs: dict[str, pydantic.JsonValue] = {}
+    kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Options handed to `gymnasium.make`."""
     action_names: tuple[str, ...] = ()
     """Names of a Discrete space's actions, in order; empty: their numbers."""
     instructions: str = ""
     """Rules told to the player; empty: the id and the actions."""
     observation: Literal["auto", "text", "ansi"] = "auto"
-    """`text`: the observation written out; `ansi`: the rendered picture; `auto`: the picture if there is one and the observation isn't text."""
+    """`text`: the observation written out; `ansi`: the rendered picture; `auto`: the picture if there is one and no text."""
     success_on: Literal["reward", "termination"] = "reward"
     """An ended episode succeeded if its last reward was positive (`reward`), or in any case (`termination`)."""
 
@@ -105,7 +105,9 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if isinstance(space, spaces.Discrete):
             self._names = list(config.action_names) or [str(number) for number in range(space.start, space.start + space.n)]
             if len(self._names) != space.n:
-                raise ConfigError(f"gymnasium: {config.id} has {space.n} actions, but action_names lists {len(self._names)}: name each once")
+                raise ConfigError(
+                    f"gymnasium: action_names has {len(self._names)} entries, but {config.id} has {space.n} actions: name each"
+                )
         self._tables = transition_tables(self._world.unwrapped, len(self._names), config.success_on) if self._names else None
 
     def _make(self) -> gymnasium.Env[Any, Any]:
@@ -113,10 +115,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         options: dict[str, Any] = {"max_episode_steps": -1, "disable_env_checker": True, **config.kwargs}
         try:
             world = gymnasium.make(config.id, **options)
-            wanted = config.observation
-            self._drawn = wanted == "ansi" or (
-                wanted == "auto" and not isinstance(world.observation_space, spaces.Text) and "ansi" in world.metadata.get("render_modes", [])
-            )
+            drawable = "ansi" in world.metadata.get("render_modes", []) and not isinstance(world.observation_space, spaces.Text)
+            self._drawn = config.observation == "ansi" or (config.observation == "auto" and drawable)
             return gymnasium.make(config.id, **{"render_mode": "ansi", **options}) if self._drawn else world
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"gymnasium: can't make {config.id!r} with kwargs {config.kwargs}: {error}") from error

@@ -1,7 +1,7 @@
 """reasoning-gym's procedural datasets as one-turn worlds: the question is the observation, the action is the whole answer.
 
-The episode's seed is the dataset's, of which the first item is asked. Reward is the dataset's own score of the answer (0..1), success a score
-of 1. Answers are free text, so what a random player reaches is unknown; the optimal player gives the dataset's reference answer.
+The episode's seed is the dataset's, of which the first item is asked. Reward is the dataset's own score of the answer (0..1), success a
+score of 1. Answers are free text, so what a random player reaches is unknown; the optimal player gives the reference answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ReasoningGymConfig(EnvironmentConfig):
     """Actions after which an unfinished episode is truncated; more than 1 forgives empty answers."""
     dataset: str = pydantic.Field(min_length=1)
     """Name of the dataset, such as `chain_sum`."""
-    options: dict[str, pydantic.JsonValue] = {}
+    options: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`; its `seed` and `size` are set here."""
     instructions: str = "Answer the question. Your action is the answer alone."
     """Told to the player before the question."""
@@ -48,9 +48,8 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         known = sorted(load_extra("reasoning_gym.factory", "reasoning-gym").DATASETS)
         if config.dataset not in known:
             guess = nearest(config.dataset, known)
-            raise ConfigError(
-                f"reasoning_gym: no dataset is called {config.dataset!r}: " + (f"did you mean {guess!r}? " if guess else "") + f"known: {', '.join(known)}"
-            )
+            hint = f"did you mean {guess!r}? " if guess else ""
+            raise ConfigError(f"reasoning_gym: no dataset is called {config.dataset!r}: {hint}known: {', '.join(known)}")
         self._dataset(0)
 
     def _dataset(self, seed: int) -> Any:

@@ -1,9 +1,9 @@
 """Sokoban in generated, solvable rooms: push every box onto a target.
 
-Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets rises, -1 when it falls, +10 when all are there
-(so one box solved in n actions earns 11 - 0.1 n). The default rooms are about as hard as RAGEN's 6x6 ones with one box: a random player
-solves 19% within 10 actions, the shortest solution has at most 5 actions in 74% and at most 7 in all. `dim: [8, 8], num_boxes: 2,
-min_solution: 3, max_solution: 8` comes close to its larger rooms.
+Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets rises, -1 when it falls, +10 when all are
+there (so one box solved in n actions earns 11 - 0.1 n). The default rooms are about as hard as RAGEN's 6x6 ones with one box: a random
+player solves 19% within 10 actions, and the shortest solution has at most 5 actions in 71% of the rooms and at most 7 in all.
+`dim: [8, 8], num_boxes: 2, min_solution: 3, max_solution: 8` comes close to its larger rooms.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
 from agentevo.environments.planning import random_play_success
 from agentevo.environments.sokoban_rooms import ACTIONS, PLAYER_BITS, PLAYER_MASK, RoomSettings, distances, generate, random_player_success
+from agentevo.environments.words import offset
 from agentevo.errors import EnvironmentFailure
 from agentevo.types import Baselines
 
@@ -42,6 +43,8 @@ class SokobanConfig(EnvironmentConfig):
     """Fewest actions that the shortest solution may have."""
     max_solution: int = pydantic.Field(default=7, ge=1)
     """Most actions that the shortest solution may have; lengths in between are equally frequent."""
+    view: Literal["grid", "words"] = "grid"
+    """`grid`: the drawn room; `words`: for each box where it is, what lies around it and where the targets are, as seen from the player."""
     alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
     """Symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or RAGEN's test of other symbols, `W.GCBA@`."""
 
@@ -69,9 +72,11 @@ class SokobanEnvironment(EpisodicEnvironment):
     @property
     def instructions(self) -> str:
         wall, floor, target, stored, box, player, on_target = ALPHABETS[self.config.alphabet]
+        task = "Push every box onto a target. You can push one box at a time and can't pull.\n"
+        if self.config.view == "words":
+            return f"{task}Actions: {', '.join(ACTIONS)}."
         return (
-            "Push every box onto a target. You can push one box at a time and can't pull.\n"
-            f"Symbols: {wall} wall, {floor} floor, {target} target, {stored} box on target, {box} box, {player} player, "
+            f"{task}Symbols: {wall} wall, {floor} floor, {target} target, {stored} box on target, {box} box, {player} player, "
             f"{on_target} player on target.\n"
             f"Actions: {', '.join(ACTIONS)}."
         )
@@ -81,13 +86,36 @@ class SokobanEnvironment(EpisodicEnvironment):
         settings = RoomSettings(*config.dim, config.num_boxes, max(config.min_solution, config.num_boxes), config.max_solution)
         generated = generate(settings, stream(config, seed, "room"))
         if generated is None:
-            raise EnvironmentFailure(f"sokoban: no room found for {settings}, seed {seed}: enlarge dim or lower min_solution and max_solution")
+            raise EnvironmentFailure(f"sokoban: no room found for {settings}, seed {seed}: enlarge dim or shorten the solution")
         self._seed = seed
         self.room, self._start = generated
         self._state = self._start
         self._distances: dict[int, int] | None = None
 
+    def _sides(self, cell: int) -> str:
+        """What lies on the four sides of a cell."""
+        boxes, width = self._state >> PLAYER_BITS, self.room.width
+        found = []
+        for name, step in zip(ACTIONS, (-width, width, -1, 1), strict=True):
+            there = cell + step
+            free = "you" if there == self._state & PLAYER_MASK else "floor"
+            found.append(f"{name.lower()} {'wall' if there not in self.room.floor else 'box' if boxes >> there & 1 else free}")
+        return ", ".join(found)
+
+    def _describe(self) -> str:
+        """The view in words."""
+        boxes, here, targets = self._state >> PLAYER_BITS, self._state & PLAYER_MASK, self.room.targets
+        width = self.room.width
+        lines = [f"You: {self._sides(here)}"]
+        for box in [cell for cell in self.room.floor if boxes >> cell & 1]:
+            lines.append(f"Box {offset(box // width - here // width, box % width - here % width)}: {self._sides(box)}")
+            for target in [cell for cell in self.room.floor if targets >> cell & 1]:
+                lines.append(f"Target from box {offset(target // width - box // width, target % width - box % width)}")
+        return "\n".join(lines)
+
     def observe(self) -> str:
+        if self.config.view == "words":
+            return self._describe()
         wall, floor, target, stored, box, player, on_target = ALPHABETS[self.config.alphabet]
         boxes, here, targets = self._state >> PLAYER_BITS, self._state & PLAYER_MASK, self.room.targets
         cells = [wall] * (self.room.height * self.room.width)

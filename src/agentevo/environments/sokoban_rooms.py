@@ -1,8 +1,8 @@
 """Sokoban rooms: push rules, exact distances to the solved room, and a generator that plays backwards.
 
-A state is one integer, `boxes << 8 | player`, where `boxes` has bit `cell` set for each box and cells are numbered row by row (so a room has
-at most 256 cells). `Distances` maps states to the fewest actions that solve them; it is filled by breadth-first search from all solved
-states along reversed moves, which gives the generator rooms of any wanted length and the solver its next action by a look-up.
+A state is one integer, `boxes << 8 | player`, where `boxes` has bit `cell` set for each box and cells are numbered row by row (so a room
+has at most 256 cells). `distances` maps states to the fewest actions that solve them, by breadth-first search from all solved states along
+reversed moves; that gives the generator rooms of any wanted length, and the solver its next action by a look-up.
 """
 
 from __future__ import annotations

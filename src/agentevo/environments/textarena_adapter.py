@@ -1,8 +1,8 @@
 """TextArena's games as text worlds for one seat; other seats are played by a seeded random player.
 
-An observation is what the game has told this seat since its last action, with only the newest board. The reward is paid at the end and is the
-game's own for this seat; success is a reward of at least `success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An invalid
-action never ends the game here (TextArena's error allowance is lifted): it costs an action and the game repeats its board.
+An observation is what the game has told this seat since its last action, with only the newest board. The reward is paid at the end and is
+the game's own for this seat; success is a reward of at least `success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An
+invalid action never ends the game here (TextArena's error allowance is lifted): it costs an action and the game repeats its board.
 
 TextArena draws from Python's and numpy's global generators. Each episode has its own pair of states, put in place under a lock for the
 duration of a call and taken out again, so that episodes neither disturb each other nor anyone else's random numbers.
@@ -44,7 +44,7 @@ class TextArenaConfig(EnvironmentConfig):
     """Actions after which an unfinished episode is truncated."""
     game: str = pydantic.Field(min_length=1)
     """TextArena's id, such as `TowerOfHanoi-v0`."""
-    kwargs: dict[str, pydantic.JsonValue] = {}
+    kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Options handed to `textarena.make`."""
     num_players: int = pydantic.Field(default=1, ge=1)
     """Seats at the table."""
@@ -87,7 +87,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         try:
             self._game: Any = self._package.make(config.game, **config.kwargs)
         except LookupError as error:
-            raise ConfigError(f"textarena: {config.game} needs word lists that are not on this machine: {str(error).strip()[:200]}") from error
+            raise ConfigError(f"textarena: {config.game} needs data that is not on this machine: {str(error).strip()[:200]}") from error
         except TypeError as error:
             raise ConfigError(f"textarena: {config.game} refuses kwargs {config.kwargs}: {error}") from error
         self._table: Any = self._game
@@ -103,8 +103,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
             raise ConfigError(str(error)) from error
         if self.config.num_players > 1 and not self._known_actions(self.config.seat):
             raise ConfigError(
-                f"textarena: {self.config.game} doesn't list its legal actions, so the other seats can't be played at random: set `actions`, or "
-                "choose a game for one"
+                f"textarena: {self.config.game} doesn't list its legal actions, so the other seats can't be played at random: "
+                "set `actions`, or choose a game for one"
             )
 
     @property
@@ -178,7 +178,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
             self._read(seat)
             actions = self._known_actions(seat)
             if not actions or tries > MAX_OPPONENT_TRIES:
-                raise EnvironmentFailure(f"textarena: {self.config.game} shows seat {seat} no legal action: set `actions` to all of the game's")
+                raise EnvironmentFailure(f"textarena: {self.config.game} shows seat {seat} no legal action: set `actions` to all it has")
             tries = 0 if self._move(self._opponent.choice(actions)) else tries + 1
         self._read(self.config.seat)
 

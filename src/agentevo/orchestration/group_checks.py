@@ -116,7 +116,7 @@ def worst_case_tokens(trajectories: Sequence[Trajectory], max_turns: int, max_ne
 
 
 def memory_parts(model: PreTrainedModel, config: RunConfig, *, step_tokens: int, cached_tokens: int) -> dict[str, float]:
-    """Bytes that training takes beside the weights. `step_tokens`: distinct tokens that a step trains on; `cached_tokens`: tokens whose keys
+    """Bytes that training takes beside the weights. `step_tokens`: distinct tokens that a step trains on; `cached_tokens`: those whose keys
     and values the engine holds at once.
 
     Activations are counted as what a decoder layer keeps for the backward pass (about 12 hidden and 4 intermediate vectors a token) and the

@@ -143,7 +143,7 @@ def judge_format(num_turns: int, num_format_errors: float, num_invalid_actions: 
 
 
 def judge_kv_cache(num_together: int, worst_case: int, kv_tokens: int, bytes_per_token: float, max_running: int) -> Verdict:
-    """A step samples `num_together` attempts of at most `worst_case` tokens; shared prompts need less. `kv_tokens`: what the cache holds."""
+    """A step samples `num_together` attempts of at most `worst_case` tokens; shared prompts need less. The cache holds `kv_tokens`."""
     room = kv_tokens // max(worst_case, 1)
     finding = f"{kv_tokens} tokens fit, that is {room} attempts of {worst_case}; a step samples {num_together}"
     if room == 0:

@@ -1,7 +1,7 @@
 """Records to rows and back, exactly: `decode(encode(x)) == x` with log-probs rounded to float32. Formats of the columns: tables.py.
 
-The digest of a row covers everything that was given to the store but the timings, so that "the same content again" can be told from a clash of
-ids without reading the turns. Anything that could not be read back as it was is refused here, before a transaction starts.
+The digest of a row covers everything that was given to the store but the timings, so that "the same content again" can be told from a clash
+of ids without reading the turns. Anything that could not be read back as it was is refused here, before a transaction starts.
 """
 
 from __future__ import annotations

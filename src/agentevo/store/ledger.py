@@ -47,8 +47,8 @@ async def finish_task(connection: AsyncConnection, lease: Lease, *, error: str |
         raise StoreError(f"no task {name!r} in this store, but {lease.worker!r} holds a lease on it: was the store replaced?")
     if row.fencing_id != lease.fencing_id:
         raise StoreError(
-            f"task {name!r}: the lease {lease.fencing_id} of {lease.worker!r} ran out and the task has moved on (fencing id {row.fencing_id}): "
-            "discard this attempt, or lease for longer"
+            f"task {name!r}: the lease {lease.fencing_id} of {lease.worker!r} ran out and the task has moved on "
+            f"(fencing id {row.fencing_id}): discard this attempt, or lease for longer"
         )
     if row.state == state:
         return

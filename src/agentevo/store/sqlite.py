@@ -1,8 +1,8 @@
 """The default store: one SQLite file, safe for any number of processes on one machine.
 
-Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every process; a power cut may undo the newest commits, whole, but never
-tears one. Readers see a snapshot and never wait for the writer. Writers queue: inside a process at a lock, between processes at SQLite's, where
-each takes the write lock at BEGIN, so that no transaction fails half-way for having read before it wrote.
+Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every process; a power cut may undo the newest commits, whole, but
+never tears one. Readers see a snapshot and never wait for the writer. Writers queue: inside a process at a lock, between processes at
+SQLite's, which each takes at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
 Every call has one deadline for its whole work. The file is ours if it carries our `application_id`; `user_version` is the schema's version.
 """
@@ -109,8 +109,8 @@ class SQLiteStore:
 
     def _too_late(self, what: str) -> DeadlineExceededError:
         return DeadlineExceededError(
-            f"store {self.path}: {what}: no answer within {self._timeout_s:g} s; another process may hold the write lock, or the disk is slow: "
-            "calling again is harmless"
+            f"store {self.path}: {what}: no answer within {self._timeout_s:g} s; another process may hold the write lock, or the disk "
+            "is slow: calling again is harmless"
         )
 
     @asynccontextmanager
@@ -120,7 +120,7 @@ class SQLiteStore:
             yield connection
 
     async def _use_write_ahead_log(self) -> None:
-        """Only a change takes a lock, and for it SQLite ignores busy_timeout: where processes open a new store together, the losers try again."""
+        """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that open one together, the losers retry."""
         engine = self._engine.execution_options(autocommit=True)
         async with self._deadline("switch to a write-ahead log"):
             while True:

@@ -7,10 +7,10 @@
                  ready, reserved -> dropped(reason)
                  failed               from the start: never trained on
 
-Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the step's record. (2) Only trajectories of the
-split `train` can be reserved. (3) Every call either happens whole or not at all, and repeating a call that has already happened changes nothing,
-so a caller that got `DeadlineExceededError` may simply call again. (4) What is read back equals what was written, except that log-probs are
-rounded to float32.
+Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the step's record. (2) Only trajectories of
+the split `train` can be reserved. (3) Every call happens whole or not at all, and repeating one that has happened changes nothing, so a
+caller that got `DeadlineExceededError` may simply call again (`lease_task` then leaves a lease behind, to run out). (4) What is read back
+equals what was written, except that log-probs are rounded to float32.
 
 `rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost.
 
@@ -119,7 +119,7 @@ class TrajectoryFilter(TypedDict, total=False):
 
 
 class Store(Protocol):
-    """What every backend does. All calls raise `StoreError` for refusals and `DeadlineExceededError` when the database did not answer in time."""
+    """What every backend does. All calls raise `StoreError` for refusals and `DeadlineExceededError` when the database is too slow."""
 
     async def close(self) -> None:
         """Gives back connections and files; the object can't be used afterwards."""
@@ -145,8 +145,8 @@ class Store(Protocol):
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         """Writes all or none; returns how many are new. `step` is the one that they were sampled for.
 
-        A known id is a no-op when its content is the same (timings aside: `started_at`, `duration_s`) and refused when it differs. With `lease`
-        the task is completed in the same transaction, and a holder that has lost the task writes nothing.
+        A known id is a no-op when its content is the same (timings aside: `started_at`, `duration_s`) and refused when it differs. With
+        `lease` the task is completed in the same transaction, and a holder that has lost the task writes nothing.
         """
 
     async def reserve(self, ids: Iterable[str], step: int) -> int:
@@ -155,14 +155,14 @@ class Store(Protocol):
     async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
         """Records the step and turns every trajectory reserved for it to committed(step); returns how many.
 
-        With `ids`, refused unless exactly those are reserved for the step. A step that is already committed with the same record is a no-op.
+        With `ids`, refused unless exactly those are reserved for the step. Committing again with the same record is a no-op.
         """
 
     async def release(self, step: int | None = None) -> int:
         """reserved(step) -> ready, after a crash; None releases every reservation. Returns how many."""
 
     async def drop(self, ids: Iterable[str], reason: str) -> int:
-        """ready or reserved -> dropped(reason); returns how many. Failed ones stay failed, with their own reason; committed ones are refused."""
+        """ready or reserved -> dropped(reason); returns how many. Failed ones keep their own reason; committed ones are refused."""
 
     async def rewind(self, step: int) -> int:
         """Back to the moment when `step` was committed, to resume from its checkpoint; returns how many trajectories were deleted.
@@ -197,7 +197,10 @@ stores: Registry[StoreOpener] = Registry("stores")
 
 
 async def open_store(url: str, *, timeout_s: float = 60.0, create: bool = True) -> Store:
-    """Opens the store at `url` (`sqlite:///PATH`), made on the spot unless `create` is false. Every later call takes at most `timeout_s` seconds."""
+    """Opens the store at `url` (`sqlite:///PATH`), made on the spot unless `create` is false.
+
+    `timeout_s` is the deadline of each call on it, this one included.
+    """
     import agentevo.store.sqlite  # noqa: F401 - registers the default; here, because it loads SQLAlchemy
 
     scheme, separator, _ = url.partition("://")

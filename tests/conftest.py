@@ -1,0 +1,94 @@
+"""Models with random weights, small enough for any test, in the architectures whose attention differs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentevo.models.attention import prepare
+
+VOCABULARY = 97
+WINDOW = 24
+
+
+class RandomModel(NamedTuple):
+    """One model twice: prepared for AgentEvo, and as transformers runs it alone."""
+
+    model: PreTrainedModel
+    alone: PreTrainedModel
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """[len(ids), V] of one whole sequence by transformers' own attention, without a cache."""
+        with torch.no_grad():
+            return self.alone(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def _build(name: str) -> PreTrainedModel:
+    # Wide initial weights: with the usual 0.02 attention is all but uniform, and a token that sees too much would hardly show.
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "dtype": torch.float32,
+    }
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True))
+    if name == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**shape))
+    if name == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))
+    if name == "mistral":
+        return MistralForCausalLM(MistralConfig(**shape, sliding_window=WINDOW))
+    assert name == "gemma2"
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            **shape, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=3.0, final_logit_softcapping=10.0
+        )
+    )
+
+
+@cache
+def _random_model(name: str) -> RandomModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sum(name.encode()))
+        model = _build(name).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # biases and norms start at 0 or 1, where a mistake in them is invisible
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("eager")
+    return RandomModel(prepare(model), alone)
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[[str], RandomModel]:
+    """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of q and k), gemma2 (caps, a window in every
+    other layer) or mistral (a window). The same two objects for every test: who trains the model must copy it."""
+    return _random_model
