@@ -1,6 +1,6 @@
 """Peers in virtual environments and processes of their own.
 
-`Peer` starts a worker script (see `peer_worker`) and asks it for measurements one at a time. Between two questions the whole process group is
+`Peer` starts a worker script (see `peer_worker`) and asks it for one measurement at a time. Between two questions its process group is
 stopped by SIGSTOP, so that a waiting peer takes nothing from whoever is being timed. Every wait has a deadline, and the end of the `with`
 block kills the group.
 

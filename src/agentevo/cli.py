@@ -299,8 +299,8 @@ def _explanation_text(one: Explanation) -> str:
     heading = f"{one.key} (with {one.key.split('.')[0]}.type={', '.join(one.option_of)})" if one.option_of else one.key
     lines = [heading, f"  {one.meaning}"]
     if one.keys:
-        width = max(len(key.key) for key in one.keys)
-        return "\n".join([*lines, "", *(f"  {key.key:<{width}}  {key.meaning}" for key in one.keys)])
+        names = [f"{key.key} ({', '.join(key.option_of)})" if key.option_of else key.key for key in one.keys]
+        return "\n".join([*lines, "", *(f"  {name}\n      {key.meaning}" for name, key in zip(names, one.keys, strict=True))])
     return "\n".join(
         [*lines, f"  type     {one.type}", f"  default  {one.default or 'none: it must be given'}", f"  unit     {one.unit or 'none'}"]
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,7 +47,10 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_store(path: Path, work: Callable[[Store], Awaitable[T]]) -> T:
-    """Runs `work` on the run's store, in an event loop of its own. Raises `ConfigError` if there is no run, `StoreError` if no store."""
+    """Runs `work` on the run's store, in an event loop and thread of its own, so also where a loop is running (in a notebook).
+
+    Raises `ConfigError` if there is no run, `StoreError` if no store.
+    """
 
     async def opened() -> T:
         from agentevo.store import open_store
@@ -54,7 +58,8 @@ def read_store(path: Path, work: Callable[[Store], Awaitable[T]]) -> T:
         async with await open_store(_section(path, "store").get("url") or f"sqlite:///{path / 'store.sqlite'}", create=False) as store:
             return await work(store)
 
-    return asyncio.run(opened())
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, opened()).result()
 
 
 def token_texts(path: Path) -> Decode | None:

@@ -1,5 +1,6 @@
 """Wrong words: one line a problem on stderr, exit code 2, nothing created."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,25 @@ def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
     assert out == ""
     assert err.count("\n") == 1, err
     assert err.startswith("error: ")
+    assert expected in err
+    assert [path.name for path in Path().iterdir()] == ["small.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["model={name: smollm, tiny: {hidden_size: 192, num_layers: 4, num_heads: 4}}"],
+            "model 'smollm' is no local folder and no known model",
+        ),
+        (["environment={type: reasoning_gym, dataset: chain_sum}"], "pip install 'agentevo[reasoning-gym]'"),
+        (["environment={type: gymnasium, id: NoSuchWorld-v0}"], "NoSuchWorld"),
+    ],
+)
+def test_what_only_building_shows_is_told_before_anything_is_created(agentevo, monkeypatch, overrides, expected):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    code, _, err = agentevo("train", "small.yaml", *overrides)
+    assert (code, err.count("\n")) == (2, 1)
     assert expected in err
     assert [path.name for path in Path().iterdir()] == ["small.yaml"]
 

@@ -1,13 +1,12 @@
 """Seeded text worlds: the contract (`environment`), our own worlds, and adapters to other people's.
 
-`EnvironmentUnion` is the type of a configuration's `environment` section: our own configs by their `type`, and any environment that another
-package registers under the entry-point group `agentevo.environments`. Importing this package imports neither torch nor an optional package.
+Importing this package registers our own environments; it imports neither torch nor an optional package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated
 
 import pydantic
 
@@ -24,41 +23,18 @@ from agentevo.types import Baselines
 
 __all__ = ["EnvironmentConfig", "EnvironmentUnion", "TextEnvironment", "environments", "make", "mean_baselines"]
 
-OWN_TYPES = ("bandit", "coins", "countdown", "frozen_lake", "gymnasium", "reasoning_gym", "sokoban", "textarena")
-
-
-def _tag(value: Any) -> str | None:
-    """Which member of the union a section is; None if it doesn't say."""
-    name = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    if not isinstance(name, str):
-        return None
-    return name if name in OWN_TYPES else "plugin"
-
-
-def _plugin_config(value: Any) -> EnvironmentConfig:
-    """The section of an environment from another package, checked by that package's config. Raises `UnknownNameError`."""
-    if isinstance(value, EnvironmentConfig):
-        return value
-    return environments.get(value["type"]).Config.model_validate(value)
-
-
 EnvironmentUnion = Annotated[
-    Annotated[BanditConfig, pydantic.Tag("bandit")]
-    | Annotated[CoinsConfig, pydantic.Tag("coins")]
-    | Annotated[CountdownConfig, pydantic.Tag("countdown")]
-    | Annotated[FrozenLakeConfig, pydantic.Tag("frozen_lake")]
-    | Annotated[GymnasiumConfig, pydantic.Tag("gymnasium")]
-    | Annotated[ReasoningGymConfig, pydantic.Tag("reasoning_gym")]
-    | Annotated[SokobanConfig, pydantic.Tag("sokoban")]
-    | Annotated[TextArenaConfig, pydantic.Tag("textarena")]
-    | Annotated[pydantic.SerializeAsAny[EnvironmentConfig], pydantic.BeforeValidator(_plugin_config), pydantic.Tag("plugin")],
-    pydantic.Discriminator(
-        _tag,
-        custom_error_type="environment_type",
-        custom_error_message=f"say which environment: set type to one of {', '.join(OWN_TYPES)}",
-    ),
+    BanditConfig
+    | CoinsConfig
+    | CountdownConfig
+    | FrozenLakeConfig
+    | GymnasiumConfig
+    | ReasoningGymConfig
+    | SokobanConfig
+    | TextArenaConfig,
+    pydantic.Field(discriminator="type"),
 ]
-"""Any environment's config, chosen by `type`."""
+"""The config of any of our own environments, chosen by `type`."""
 
 
 def make(config: EnvironmentConfig) -> TextEnvironment:

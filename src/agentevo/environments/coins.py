@@ -108,8 +108,8 @@ class CoinsEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         rule = self.config.rule
         if rule == "value":
-            return ", ".join(f"{coin} = {value}" for coin, value in zip(self._coins, self._values, strict=True)) + "\nCoin ="
-        lamp = f"The lamp is {self._lamps[self._best]}.\nCoin ="
+            return ", ".join(f"{coin} = {value}" for coin, value in zip(self._coins, self._values, strict=True))
+        lamp = f"The lamp is {self._lamps[self._best]}."
         if rule == "table":
             return ", ".join(f"{lamp} = {coin}" for lamp, coin in zip(self._lamps, self._coins, strict=True)) + "\n" + lamp
         return f"Coins: {', '.join(self._coins)}.\n{lamp}"

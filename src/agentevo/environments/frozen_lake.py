@@ -115,10 +115,8 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         task = f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
         if self.config.view == "words":
             return f"{task}Actions: {', '.join(ACTIONS)}."
-        return (
-            f"{task}Symbols: {player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player in hole, {arrived} player on goal.\n"
-            f"Actions: {', '.join(ACTIONS)}."
-        )
+        legend = f"{player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player in hole, {arrived} player on goal"
+        return f"{task}Symbols: {legend}.\nActions: {', '.join(ACTIONS)}."
 
     def start(self, seed: int) -> None:
         self.lake = random_map(self.config.size, self.config.frozen_probability, stream(self.config, seed, "map"))
@@ -133,7 +131,8 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         for name, (down, right) in zip(ACTIONS, STEPS, strict=True):
             there = (row + down) * size + column + right
             inside = 0 <= row + down < size and 0 <= column + right < size
-            sides.append(f"{name.lower()} {'edge' if not inside else 'hole' if there in self.lake.holes else 'goal' if there == self.lake.goal else 'ice'}")
+            tile = "edge" if not inside else "hole" if there in self.lake.holes else "goal" if there == self.lake.goal else "ice"
+            sides.append(f"{name.lower()} {tile}")
         state = "You fell into a hole. " if self._tile in self.lake.holes else ""
         return f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}"
 

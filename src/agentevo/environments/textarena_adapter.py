@@ -87,7 +87,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
         try:
             self._game: Any = self._package.make(config.game, **config.kwargs)
         except LookupError as error:
-            raise ConfigError(f"textarena: {config.game} needs data that is not on this machine: {str(error).strip()[:200]}") from error
+            reason = next((line.strip() for line in str(error).splitlines() if any(letter.isalpha() for letter in line)), "")
+            raise ConfigError(f"textarena: {config.game} needs data that is not on this machine: {reason} Choose another game.") from error
         except TypeError as error:
             raise ConfigError(f"textarena: {config.game} refuses kwargs {config.kwargs}: {error}") from error
         self._table: Any = self._game
@@ -137,6 +138,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
         self._table.state.error_allowance = UNLIMITED_ERRORS
         self._board: dict[int, str] = {}
         self._shown: dict[int, str] = {}
+        self._listed: dict[int, list[str]] = {}
         self._play_others()
 
     def _read(self, seat: int) -> None:
@@ -147,19 +149,20 @@ class TextArenaEnvironment(EpisodicEnvironment):
         for sender, message, kind in state.observations.get(seat, []):
             if kind is kinds.GAME_BOARD:
                 self._board[seat] = message.strip()
-            elif kind is kinds.PLAYER_ACTION and sender != seat:
-                said.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {message.strip()}")
             elif kind is not kinds.PLAYER_ACTION:
                 said.append(message.strip())
+            elif sender != seat and self.config.num_players > 1:  # some games don't say who acted; alone, it was the agent
+                said.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {message.strip()}")
         state.observations[seat] = []
         board = self._board.get(seat)
         self._shown[seat] = "\n".join([*said, *([board] if board else [])])
+        self._listed[seat] = listed_actions(self._shown[seat]) or self._listed.get(seat, [])
 
     def observe(self) -> str:
         return self._shown.get(self.config.seat, "")
 
     def _known_actions(self, seat: int) -> list[str]:
-        return list(self.config.actions) or listed_actions(self._shown.get(seat, ""))
+        return list(self.config.actions) or self._listed.get(seat, [])
 
     def _move(self, action: str) -> bool:
         """Plays for the seat whose turn it is; False if the game refused the action."""

@@ -16,9 +16,10 @@ from typing import Any, TypeVar, Unpack
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
+from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView, MetricsLog, report_from_run
 from agentevo.orchestration.cold_start import cold_start
-from agentevo.orchestration.components import AgentFunction, Components, open_components
+from agentevo.orchestration.components import AgentFunction, Components, TaskSource, make_environment, open_components
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
 from agentevo.orchestration.loop import Loop
 from agentevo.run_folder import read_store
@@ -115,6 +116,7 @@ def train(
     if agent is not None and tasks is None:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
+    _check_parts(config, tasks, resume)
     _prepare_folder(config, resume, checkpoints)
     run_coroutine(_train(config, agent, tasks, checkpoints, resume, view if view is not None else LiveView(config.run.name)))
     return Run(config, agent=agent, tasks=tasks)
@@ -143,6 +145,16 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     return found[0]
 
 
+def _check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -> None:
+    """Tells before anything is created or deleted what would otherwise fail while the parts are built: a missing package or option of the
+    environment, too few tasks, a model that can't be had (a known one is downloaded here)."""
+    if tasks is None:
+        make_environment(config).close()
+    TaskSource(config, tasks)
+    if config.model.name != "tiny" and not resume:
+        resolve(config.model.name)
+
+
 def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -> None:
     """An empty folder, or the one to resume. Refuses to mix two runs."""
     folder = config.run_dir
@@ -154,7 +166,9 @@ def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -
             raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
         return
     if exists and not config.run.overwrite:
-        raise ConfigError(f"{folder} holds a run already: resume it with --resume, give another run.dir, or delete it with run.overwrite=true")
+        raise ConfigError(
+            f"{folder} holds a run already: resume it with --resume, give another run.dir, or delete it with run.overwrite=true"
+        )
     if not exists and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
     if exists:
