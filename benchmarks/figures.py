@@ -7,7 +7,9 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import socket
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[s
     path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}.json"
     content = {
         "time": now.isoformat(timespec="seconds"),
-        "command": "make bench",
+        "command": shlex.join(["python", *sys.argv]),
         "machine": {**before, "load_average_after": os.getloadavg()},
         "ours": {name: version(name) for name in ("agentevo", "torch", "transformers")},
         "peers": peers,

@@ -1,7 +1,7 @@
 """Tokens per second of the embedded engine against the better of transformers `generate` and vLLM on the same weights and cores.
 
-Ours and theirs take turns; every repeat has new prompts, so that no cache helps from one repeat to the next. Everybody samples at temperature
-1 and ignores the end of text. Ours returns the log-prob of every token, which training needs; the peers are not asked for it.
+Ours and theirs take turns; every repeat has new prompts, so that no cache helps from one repeat to the next. Everybody samples at
+temperature 1 and ignores the end of text. Ours returns the log-prob of every token, which training needs; the peers are not asked for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us) and writes results/<date>-<host>.json.
+"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us).
 
     .venv/bin/python benchmarks/run.py [--only grpo,generate,prefix,turns] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A peer that can't be installed or started costs its own figures only: they are named on stderr and the exit code is 1.
+A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures only: they are named on stderr and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def main() -> int:
     if "grpo" in only:  # last: it changes the weights
         with tempfile.TemporaryDirectory() as scratch:
             run_grpo(bench, Path(scratch))
-    print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before)}", file=sys.stderr)
+    if only == set(GROUPS):
+        print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before)}", file=sys.stderr)
     return 1 if bench.failures else 0
 
 

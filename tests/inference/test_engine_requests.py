@@ -264,24 +264,28 @@ def test_requests_without_sense_are_refused(llama):
 
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), ModelError("no sinks"), OSError("disk")], ids=repr)
 def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(failure, llama, complete, monkeypatch):
-    """Even for the prompt whose shared beginning was being computed when it failed."""
-    engine = TorchEngine(llama, config=EngineSection(max_running=2))
-    prompts, params = [prompt_of(40, 0)] * 4, [SamplingParams(max_new_tokens=4, seed=i) for i in range(4)]
+    """Even for requests whose shared beginning was waiting to be computed when it failed."""
+    engine = TorchEngine(llama, config=EngineSection(max_running=1))
+    prompts, params = [prompt_of(40, 0)] * 3, [SamplingParams(max_new_tokens=4, seed=i) for i in range(3)]
 
     def fail(*args, **kwargs):
         raise failure
 
     async def answers():
-        return await asyncio.gather(*(engine.generate(p, s, deadline_s=10) for p, s in zip(prompts, params, strict=True)), return_exceptions=True)
+        first = asyncio.create_task(engine.generate(prompt_of(5, 1), SamplingParams(max_new_tokens=900), deadline_s=10))
+        await until(lambda: engine.stats()["engine/generated_tokens"] > 2)
+        group = [asyncio.create_task(engine.generate(p, s, deadline_s=10)) for p, s in zip(prompts, params, strict=True)]
+        await until(lambda: engine.stats()["engine/waiting"] == 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(llama, "forward", fail)
+            return await asyncio.gather(first, *group, return_exceptions=True)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(llama, "forward", fail)
-        for error in asyncio.run(answers()):
-            assert isinstance(error, EngineError)
-            assert not isinstance(error, DeadlineExceededError)
-            assert str(failure) in str(error)
+    for error in asyncio.run(answers()):
+        assert isinstance(error, EngineError)
+        assert not isinstance(error, DeadlineExceededError)
+        assert str(failure) in str(error)
     assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
-    assert [len(found.ids) for found in complete(engine, prompts, params)] == [4] * 4
+    assert [len(found.ids) for found in complete(engine, prompts, params)] == [4] * 3
 
 
 def test_memory_of_a_token_is_that_of_its_keys_and_values(random_model):

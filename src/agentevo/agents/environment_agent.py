@@ -71,6 +71,15 @@ def first_messages(environment: TextEnvironment, observation: str, section: Agen
     return [Message("system", section.system_prompt), *opening] if section.system_prompt is not None else opening
 
 
+def next_messages(
+    messages: list[Message], reply: Message, environment: TextEnvironment, observation: str, section: AgentSection
+) -> list[Message]:
+    """The conversation before the next turn: one that goes on, or, with `memory: turn`, a new one."""
+    if section.memory == "turn":
+        return first_messages(environment, observation, section)
+    return [*messages, reply, Message("user", observation)]
+
+
 @dataclass
 class _Episode:
     """What has happened so far."""
@@ -105,7 +114,7 @@ class EnvironmentAgent:
                 self._act(environment, episode, reply.turn, reply.text)
                 if episode.over:
                     break
-                messages = [*messages, reply.message, Message("user", episode.observation)]
+                messages = next_messages(messages, reply.message, environment, episode.observation, self._section)
             else:
                 episode.truncated = True
         finally:
@@ -146,9 +155,10 @@ class EnvironmentAgent:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An episode played by the environment's own solver, as the conversation that the agent would have had."""
+    """An episode played by the environment's own solver, as the conversations that the agent would have had: one, or with `memory: turn` one
+    for every turn. Each ends with what the assistant says."""
 
-    messages: list[Message]
+    conversations: list[list[Message]]
     success: bool
 
 
@@ -160,6 +170,7 @@ def demonstrate(environment: TextEnvironment, seed: int, section: AgentSection, 
     rng = random.Random(seed)
     observation, _ = environment.reset(seed=seed)
     messages = first_messages(environment, observation, section)
+    conversations: list[list[Message]] = []
     success = over = False
     for turn in range(section.max_turns):
         said: list[str] = []
@@ -172,10 +183,9 @@ def demonstrate(environment: TextEnvironment, seed: int, section: AgentSection, 
             said.append(action)
             success |= bool(info["success"])
             over = terminated or truncated
-        messages.append(Message("assistant", format_answer(said, section)))
+        reply = Message("assistant", format_answer(said, section))
+        conversations.append([*messages, reply])
         if over:
             break
-        messages.append(Message("user", observation))
-    if messages[-1].role == "user":
-        messages.pop()
-    return Demonstration(messages, success)
+        messages = next_messages(messages, reply, environment, observation, section)
+    return Demonstration(conversations if section.memory == "turn" else conversations[-1:], success)

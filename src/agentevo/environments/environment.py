@@ -22,6 +22,8 @@ class EnvironmentConfig(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    type: str
+    """Registered name of the environment."""
     max_actions: int = pydantic.Field(default=10, ge=1)
     """Actions after which an unfinished episode is truncated."""
 

@@ -34,13 +34,14 @@ class Room(NamedTuple):
     @classmethod
     def build(cls, height: int, width: int, floor: set[int], targets: int) -> Room:
         """A room with the given floor cells; everything else, and everything outside, is wall."""
-        neighbours = []
-        for cell in range(height * width):
-            row, column = divmod(cell, width)
-            around = [(row + down, column + right) for down, right in STEPS]
-            inside = [r * width + c if 0 <= r < height and 0 <= c < width else -1 for r, c in around]
-            neighbours.append(tuple(other if other in floor else -1 for other in inside))
-        return cls(height, width, tuple(neighbours), tuple(sorted(floor)), targets)
+
+        def beside(cell: int, action: int) -> int:
+            row, column = cell // width + STEPS[action][0], cell % width + STEPS[action][1]
+            other = row * width + column
+            return other if 0 <= row < height and 0 <= column < width and other in floor else -1
+
+        neighbours = tuple((beside(cell, 0), beside(cell, 1), beside(cell, 2), beside(cell, 3)) for cell in range(height * width))
+        return cls(height, width, neighbours, tuple(sorted(floor)), targets)
 
     def solved(self, state: int) -> bool:
         return state >> PLAYER_BITS == self.targets

@@ -5,7 +5,24 @@ A small model learns to use "goal two up, one right" from hundreds of episodes a
 
 from __future__ import annotations
 
-NUMBERS = tuple("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split())
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+)
 
 
 def offset(rows: int, columns: int) -> str:

@@ -87,7 +87,7 @@ class Scheduler:
         """length -> ids -> segment."""
         self.pending_prefixes: dict[tuple[int, ...], Request] = {}
         self.unshareable: set[tuple[int, ...]] = set()
-        """Prefixes that there was no memory to keep."""
+        """Prefixes that there was no memory to keep, until the queue is empty: computing them again and again could go on for ever."""
         self.clock = 0
         self.prefix_hit_tokens = 0
         self.session_hit_tokens = 0
@@ -126,6 +126,8 @@ class Scheduler:
                 held_back.append(request)
                 break
         self.waiting.extendleft(reversed(held_back))
+        if not self.waiting:
+            self.unshareable.clear()
 
     def finish(self, sequence: Sequence) -> None:
         """The request is answered: keep the sequence as an idle session, or free it."""
@@ -134,6 +136,7 @@ class Scheduler:
             self.running.remove(sequence)
             sequence.request = None
             sequence.last_used = self._tick()
+            self.release(request.session)  # of an earlier turn that ran at the same time
             self.sessions[request.session] = sequence
         else:
             self.retire(sequence)
@@ -157,6 +160,15 @@ class Scheduler:
             sequence.segment.users -= 1
         if sequence.request is not None and sequence.request.future is None:
             self.pending_prefixes.pop(tuple(sequence.ids), None)
+
+    def abort(self) -> list[Request]:
+        """Empties queue and slots after a failure; returns the requests that are still to be answered."""
+        unanswered = [r for r in (*self.waiting, *(s.request for s in self.running)) if r is not None and r.future is not None]
+        for sequence in list(self.running):
+            self.retire(sequence)
+        self.waiting.clear()
+        self.pending_prefixes.clear()
+        return unanswered
 
     def release(self, session: str) -> None:
         sequence = self.sessions.pop(session, None)
@@ -227,7 +239,10 @@ class Scheduler:
         if segment is not None and (slot is None or not offset):
             segment.users -= 1
         if slot is None:
-            return False
+            if segment is None or self.running:
+                return False
+            self._drop_segment(segment)  # nobody will leave, and its own prefix is what takes the room
+            return self._place(request)
         sequence = Sequence(slot, list(request.ids), request, need=need)
         if segment is not None:
             segment.last_used = self._tick()
@@ -301,6 +316,7 @@ class Scheduler:
     def _drop_segment(self, segment: PrefixSegment) -> None:
         group = self.segments[len(segment.ids)]
         del group[tuple(segment.ids)]
+        self.unshareable.add(tuple(segment.ids))
         if not group:
             del self.segments[len(segment.ids)]
 

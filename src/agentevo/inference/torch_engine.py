@@ -162,15 +162,12 @@ class TorchEngine:
                 finished = self._step()
                 for _ in range(4 if finished else 1):  # let answered agents ask for their next turn
                     await asyncio.sleep(0)
-        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 (whatever a step raises, every open request has to be answered)
             failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
-            for request in [*scheduler.waiting, *(s.request for s in scheduler.running if s.request)]:
+            failure.__cause__ = error
+            for request in scheduler.abort():
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)
-            scheduler.waiting.clear()
-            for sequence in list(scheduler.running):
-                scheduler.retire(sequence)
-            raise failure from error
 
     @torch.inference_mode()
     def _admit(self) -> None:
@@ -220,7 +217,7 @@ class TorchEngine:
         if request.completion[-1] in request.stop_ids:
             return "stop"
         if request.params.stop_strings and self.tokenizer is not None:
-            longest = max(len(s) for s in request.params.stop_strings)
+            longest = max(len(s.encode()) for s in request.params.stop_strings)  # a token may be a single byte
             tail = self.tokenizer.decode(request.completion[-longest - 4 :], skip_special_tokens=False)
             if any(s in tail for s in request.params.stop_strings):
                 return "stop"

@@ -24,7 +24,7 @@ def demonstrations(parts: Components, view: LiveView) -> list[Sample]:
         shown = demonstrate(environment, seed, config.agent, config.cold_start.random_action_rate)
         if shown is None:
             raise ConfigError(f"environment {type(environment).__name__} has no solver to learn from: set cold_start.episodes=0")
-        samples.append(conversation_sample(shown.messages, parts.chat, f"demonstration-{index}"))
+        samples.extend(conversation_sample(messages, parts.chat, f"demonstration-{index}") for messages in shown.conversations)
         if index % 50 == 0:
             view.phase("demonstrating", f"episode {index}/{config.cold_start.episodes}")
     return samples

@@ -113,8 +113,9 @@ def _corpus(config: RunConfig) -> Iterable[str]:
     for index in range(CORPUS_EPISODES):
         seed = world_seed(config.run.seed, "demonstration", index)
         shown = demonstrate(environment, seed, config.agent, random_rate=0.5)
-        messages = shown.messages if shown is not None else first_messages(environment, environment.reset(seed=seed)[0], config.agent)
-        yield from (message.content for message in messages)
+        opening = first_messages(environment, environment.reset(seed=seed)[0], config.agent)
+        for messages in [opening] if shown is None else shown.conversations:
+            yield from (message.content for message in messages)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from agentevo.inference.engine import Engine
 from agentevo.inference.sampling import filter_logits
 from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.models.attention import NAME
-from agentevo.types import Completion, SamplingParams, Trajectory
+from agentevo.types import Completion, SamplingParams, Trajectory, Turn
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
 """What an engine was given and what it answered, as token ids."""
@@ -67,34 +67,52 @@ def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[R
 
 def count_reencoded_differently(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase) -> int:
     """Attempts whose ids, turned to text and encoded again, come out as other ids."""
-    attempts = [ids for trajectory in trajectories for ids in whole_paths(trajectory)[:1]]
-    return sum(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in attempts)
+    return sum(
+        any(tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids for ids in whole_paths(trajectory))
+        for trajectory in trajectories
+    )
+
+
+def leaves(trajectory: Trajectory) -> list[Turn]:
+    """The turns that no other turn extends, in order; all but branched trajectories have one."""
+    parents = {turn.parent for turn in trajectory.turns}
+    return [turn for turn in trajectory.turns if turn.index not in parents]
 
 
 def whole_paths(trajectory: Trajectory) -> list[list[int]]:
-    """Per leaf of the trajectory's tree, the longest first: its context and completion."""
-    parents = {turn.parent for turn in trajectory.turns}
-    paths = [trajectory.context_ids(turn.index) + turn.completion_ids for turn in trajectory.turns if turn.index not in parents]
-    return sorted(paths, key=len, reverse=True)
+    """Per leaf of the trajectory's tree: its context and completion."""
+    return [trajectory.context_ids(turn.index) + turn.completion_ids for turn in leaves(trajectory)]
 
 
 @torch.inference_mode()
 def max_logprob_difference(model: PreTrainedModel, trajectories: Sequence[Trajectory], sampling: SamplingParams) -> tuple[int, float]:
-    """(sampled tokens, largest |recorded log-prob - log-prob by one full forward pass| in nats). NaN if any is not a number."""
-    num_tokens, largest = 0, 0.0
+    """(sampled tokens, largest |recorded log-prob - log-prob by a full forward pass over its path| in nats). NaN if any is not a number."""
+    differences = [torch.zeros(0)]
     with _own_attention(model):
         for trajectory in trajectories:
-            for turn in trajectory.turns:
-                context = trajectory.context_ids(turn.index)
-                ids = torch.tensor([context + turn.completion_ids], device=model.device)
-                logits = model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1].float() / turn.temperature  # [n, V]
-                rows = torch.stack([filter_logits(row, sampling) for row in logits]).log_softmax(-1)
-                right = rows.gather(1, ids[0, len(context) :, None])[:, 0]
-                recorded = torch.tensor(turn.logprobs, device=right.device)
-                difference = float((right - recorded).abs().max())
-                num_tokens += len(turn.completion_ids)
-                largest = difference if difference != difference else max(largest, difference)
-    return num_tokens, largest
+            seen: set[int] = set()
+            for leaf in leaves(trajectory):
+                ids = torch.tensor(trajectory.context_ids(leaf.index) + leaf.completion_ids, device=model.device)
+                logits = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [tokens, V]
+                for turn in _path(trajectory, leaf):
+                    if turn.index not in seen:
+                        seen.add(turn.index)
+                        start = len(trajectory.context_ids(turn.index))
+                        chosen = ids[start : start + len(turn.completion_ids)]
+                        rows = logits[start - 1 : start - 1 + len(chosen)] / turn.temperature
+                        rows = torch.stack([filter_logits(row, sampling) for row in rows]).log_softmax(-1)
+                        right = rows.gather(1, chosen[:, None])[:, 0].cpu()
+                        differences.append((right - torch.tensor(turn.logprobs)).abs())
+    found = torch.cat(differences)
+    return len(found), float(found.max()) if len(found) else 0.0
+
+
+def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
+    """From the leaf to its root."""
+    path = [leaf]
+    while path[-1].parent is not None:
+        path.append(trajectory.turns[path[-1].parent])
+    return path
 
 
 @contextmanager

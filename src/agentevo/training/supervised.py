@@ -52,14 +52,17 @@ def train_supervised(
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """`section.epochs` passes over the samples in random order; returns the mean loss per token, in nats, of every optimizer step.
+    """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order; returns the mean loss per token, in nats, of every optimizer step.
 
     `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm limit and micro-batch size are the trainer's.
     """
     optimizer = make_optimizer(model, section.learning_rate, trainer.weight_decay, trainer.betas)
-    order = list(range(len(samples)))
+    episodes: dict[str, list[Sample]] = {}
+    for sample in samples:
+        episodes.setdefault(sample.trajectory_id, []).append(sample)
+    order = list(episodes)
     rng = random.Random(seed)
-    per_epoch = math.ceil(len(samples) / section.batch_episodes)
+    per_epoch = math.ceil(len(order) / section.batch_episodes)
     total = per_epoch * section.epochs
     losses: list[float] = []
     for _ in range(section.epochs):
@@ -71,7 +74,8 @@ def train_supervised(
             scale = min(1.0, done / 0.1 + 1 / total / 0.1) if done < 0.1 else 0.5 * (1 + math.cos(math.pi * (done - 0.1) / 0.9))
             for group in optimizer.param_groups:
                 group["lr"] = section.learning_rate * scale
-            losses.append(_update(model, optimizer, [samples[i] for i in order[start : start + section.batch_episodes]], trainer))
+            batch = [sample for name in order[start : start + section.batch_episodes] for sample in episodes[name]]
+            losses.append(_update(model, optimizer, batch, trainer))
             progress(len(losses), total, losses[-1])
     return losses
 

@@ -1,0 +1,200 @@
+"""What every environment of ours promises: seeds, limits, invalid actions, configs by type."""
+
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentevo.environments import EnvironmentConfig, EnvironmentUnion, environments, make, mean_baselines
+from agentevo.environments.bandit import BanditConfig
+from agentevo.environments.coins import CoinsConfig
+from agentevo.environments.countdown import CountdownConfig
+from agentevo.environments.frozen_lake import FrozenLakeConfig
+from agentevo.environments.gymnasium_adapter import GymnasiumConfig
+from agentevo.environments.sokoban import SokobanConfig
+from agentevo.errors import EnvironmentFailure, UnknownNameError
+from agentevo.types import Baselines
+
+WORLDS: list[EnvironmentConfig] = [
+    BanditConfig(),
+    CoinsConfig(rule="match"),
+    CoinsConfig(rule="hidden"),
+    CoinsConfig(rule="table", names="colours"),
+    CoinsConfig(rule="value", num_coins=5, max_actions=3),
+    CountdownConfig(operations="+-*/"),
+    CountdownConfig(num_numbers=4, max_actions=2),
+    FrozenLakeConfig(),
+    FrozenLakeConfig(size=6, slippery=False, alphabet="ascii", view="words"),
+    SokobanConfig(),
+    SokobanConfig(dim=(7, 8), num_boxes=2, min_solution=3, max_solution=9, alphabet="letters"),
+    SokobanConfig(view="words"),
+    GymnasiumConfig(id="FrozenLake-v1", action_names=("Left", "Down", "Right", "Up")),
+]
+seeds = st.integers(0, 2**31 - 1)
+every_world = pytest.mark.parametrize("config", WORLDS, ids=lambda config: config.type)
+
+
+def play(config: EnvironmentConfig, seed: int, player: int) -> list[Any]:
+    """Everything that a random player sees."""
+    world = make(config)
+    rng = random.Random(player)
+    seen: list[Any] = [world.reset(seed=seed)]
+    while True:
+        action = world.random_action(rng)
+        step = world.step(action)
+        seen.append((action, step))
+        if step[2] or step[3]:
+            return seen
+
+
+@every_world
+@given(seed=seeds)
+@settings(max_examples=10, deadline=None)
+def test_a_seed_fixes_the_whole_episode(config: EnvironmentConfig, seed: int) -> None:
+    assert play(config, seed, player=1) == play(config, seed, player=1)
+
+
+@every_world
+def test_reset_starts_afresh(config: EnvironmentConfig) -> None:
+    world = make(config)
+    fresh = play(config, 11, player=3)
+    world.reset(seed=5)
+    world.step(world.random_action(random.Random(0)))
+    assert world.reset(seed=11) == fresh[0]
+    for action, step in fresh[1:]:
+        assert world.step(action) == step
+
+
+@every_world
+def test_seeds_give_different_worlds(config: EnvironmentConfig) -> None:
+    world = make(config)
+    shown = {world.reset(seed=seed)[0] for seed in range(60)}
+    assert len(shown) > 1 or config.type == "gymnasium"
+
+
+@every_world
+def test_an_invalid_action_changes_nothing_and_counts(config: EnvironmentConfig) -> None:
+    world = make(config.model_copy(update={"max_actions": 2}))
+    before, _ = world.reset(seed=3)
+    for last in (False, True):
+        after, reward, terminated, truncated, info = world.step("I would rather not.")
+        assert (after, terminated, truncated) == (before, False, last)
+        assert reward <= 0
+        assert info == {"valid": False, "effective": False, "success": False}
+
+
+@every_world
+def test_names_are_read_without_case_and_space(config: EnvironmentConfig) -> None:
+    world = make(config)
+    world.reset(seed=4)
+    action = world.random_action(random.Random(1))
+    plain = world.step(action)
+    world.reset(seed=4)
+    assert world.step(f" \n{action.upper()}\t") == plain
+    assert plain[4]["valid"]
+
+
+@every_world
+def test_no_step_outside_an_episode(config: EnvironmentConfig) -> None:
+    world = make(config)
+    with pytest.raises(EnvironmentFailure, match="reset"):
+        world.step("Left")
+    play_on = make(config.model_copy(update={"max_actions": 1}))
+    play_on.reset(seed=0)
+    play_on.step("I would rather not.")
+    with pytest.raises(EnvironmentFailure, match="reset"):
+        play_on.step("Left")
+
+
+@every_world
+def test_baselines_leave_the_episode_alone(config: EnvironmentConfig) -> None:
+    fresh = play(config, 21, player=8)
+    world = make(config)
+    assert world.reset(seed=21) == fresh[0]
+    first = world.baselines()
+    for action, step in fresh[1:]:
+        assert world.step(action) == step
+        assert world.baselines() == first  # always those of the start
+
+
+@every_world
+def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
+    few, many = mean_baselines(config, range(20), 3), mean_baselines(config, range(20), 12)
+    for rates in (few, many):
+        assert rates.random is not None and rates.optimal is not None
+        assert 0 <= rates.random <= rates.optimal <= 1
+    assert few.random is not None and many.random is not None and few.random <= many.random
+
+
+@pytest.mark.parametrize("config", [config for config in WORLDS if config.type not in ("frozen_lake", "gymnasium")], ids=lambda c: c.type)
+@given(seed=seeds)
+@settings(max_examples=20, deadline=None)
+def test_the_solver_solves(config: EnvironmentConfig, seed: int) -> None:
+    world = make(config)
+    world.reset(seed=seed)
+    for _ in range(config.max_actions):
+        action = world.optimal_action()
+        assert action is not None
+        _, _, terminated, _, info = world.step(action)
+        if terminated:
+            break
+    assert info["success"]
+
+
+def test_a_reset_without_seed_draws_one() -> None:
+    world = make(FrozenLakeConfig(size=8))
+    assert len({world.reset()[0] for _ in range(5)}) > 1
+
+
+def test_union_reads_every_own_type() -> None:
+    reader = pydantic.TypeAdapter(EnvironmentUnion)
+    needed = {"gymnasium": {"id": "CliffWalking-v1"}, "reasoning_gym": {"dataset": "chain_sum"}, "textarena": {"game": "Nim-v0"}}
+    own = ("bandit", "coins", "countdown", "frozen_lake", "gymnasium", "reasoning_gym", "sokoban", "textarena")
+    for name in own:
+        config = reader.validate_python({"type": name, **needed.get(name, {})})
+        assert type(config) is environments.get(name).Config
+        assert reader.validate_python(config.model_dump(mode="json")) == config
+    with pytest.raises(pydantic.ValidationError, match="frozen_lake"):
+        reader.validate_python({"type": "frozen_lak"})
+    with pytest.raises(pydantic.ValidationError, match="num_coin"):
+        reader.validate_python({"type": "coins", "num_coin": 3})
+
+
+def test_every_option_is_explained() -> None:
+    for config in {type(config) for config in WORLDS}:
+        unexplained = [name for name, field in config.model_fields.items() if name != "type" and not field.description]
+        assert not unexplained, config.__name__
+
+
+def test_mean_baselines_averages_and_keeps_the_unknown() -> None:
+    world = make(FrozenLakeConfig())
+    rates = []
+    for seed in (1, 2, 3):
+        world.reset(seed=seed)
+        rates.append(world.baselines(7).optimal)
+    assert mean_baselines(FrozenLakeConfig(), [1, 2, 3], 7).optimal == pytest.approx(sum(rate for rate in rates if rate is not None) / 3)
+    with pytest.raises(ValueError, match="seed"):
+        mean_baselines(FrozenLakeConfig(), [])
+    assert mean_baselines(GymnasiumConfig(id="Blackjack-v1"), [1]).optimal is None
+    assert Baselines(random=None, optimal=None) == Baselines(random=None, optimal=None)
+
+
+def test_unknown_environment_is_named() -> None:
+    class Nowhere(EnvironmentConfig):
+        type: str = "sokobann"
+
+    with pytest.raises(UnknownNameError, match="did you mean 'sokoban'"):
+        make(Nowhere())
+
+
+def test_importing_the_room_is_light() -> None:
+    heavy = "{'torch', 'transformers', 'reasoning_gym', 'textarena'}"
+    code = f"import sys, agentevo.environments; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

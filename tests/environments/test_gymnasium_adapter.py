@@ -1,0 +1,139 @@
+import random
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pydantic
+import pytest
+from gymnasium import spaces
+
+from agentevo.environments import make, mean_baselines
+from agentevo.environments.gymnasium_adapter import GymnasiumConfig, GymnasiumEnvironment, as_text, picture_as_text
+from agentevo.errors import ConfigError
+
+LAKE = GymnasiumConfig(id="FrozenLake-v1", action_names=("Left", "Down", "Right", "Up"), max_actions=100)
+FIRM = GymnasiumConfig(id="FrozenLake-v1", kwargs={"is_slippery": False}, action_names=("Left", "Down", "Right", "Up"), max_actions=6)
+TAXI = GymnasiumConfig(id="Taxi-v4", action_names=("South", "North", "East", "West", "Pickup", "Dropoff"), max_actions=20)
+
+
+class Echo(gymnasium.Env[str, str]):
+    """Say the password."""
+
+    observation_space: ClassVar[spaces.Text] = spaces.Text(100)  # type: ignore[misc]
+    action_space: ClassVar[spaces.Text] = spaces.Text(8, charset="abcdefgh")  # type: ignore[misc]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.password = "".join(self.np_random.choice(list("abc"), size=3))
+        return f"Password {self.password}?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if action == "h":
+            return "Out of time.", 0.0, False, True, {}
+        return "Thanks.", 1.0, True, False, {"is_success": action == self.password}
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    gymnasium.register("AgentEvoEcho-v0", entry_point=Echo)
+    yield
+    del gymnasium.registry["AgentEvoEcho-v0"]
+
+
+def test_drawn_world_and_named_actions() -> None:
+    world = make(FIRM)
+    shown, _ = world.reset(seed=0)
+    assert shown.strip() == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    shown, _, _, _, info = world.step("down")
+    assert shown.splitlines()[-4:] == ["SFFF", "[F]HFH", "FFFH", "HFFG"] and info["effective"]
+    assert "Left, Down, Right, Up" in world.instructions
+
+
+def test_solver_and_exact_rates_from_published_transitions() -> None:
+    assert mean_baselines(FIRM, [0]).optimal == 1.0
+    assert mean_baselines(FIRM, [0], 5).optimal == 0.0
+    rates = mean_baselines(LAKE, [0])
+    assert rates.optimal == pytest.approx(0.744, abs=0.002)  # the 4x4 map's known optimum with 100 actions
+    assert rates.random == pytest.approx(0.0139, abs=0.0005)
+    for config in (FIRM, TAXI):
+        world = make(config)
+        world.reset(seed=3)
+        for _ in range(config.max_actions):
+            action = world.optimal_action()
+            assert action is not None
+            _, _, terminated, _, info = world.step(action)
+            if terminated:
+                break
+        assert info["success"]
+
+
+def test_cliff_succeeds_on_termination() -> None:
+    config = GymnasiumConfig(id="CliffWalking-v1", success_on="termination", max_actions=13)
+    assert mean_baselines(config, [0]).optimal == 1.0
+    assert mean_baselines(config, [0], 12).optimal == 0.0
+    never = GymnasiumConfig(id="CliffWalking-v1", max_actions=13)  # all its rewards are negative
+    assert mean_baselines(never, [0]).optimal == 0.0
+
+
+def test_unpublished_transitions_are_sampled() -> None:
+    config = GymnasiumConfig(id="Blackjack-v1", action_names=("stick", "hit"))
+    rates = mean_baselines(config, range(5))
+    assert rates.optimal is None and rates.random is not None and 0 <= rates.random < 0.6
+    world = make(config)
+    shown, _ = world.reset(seed=1)
+    assert shown.count(",") == 2 and world.optimal_action() is None
+
+
+def test_max_actions_replaces_gymnasiums_limit() -> None:
+    world = make(LAKE.model_copy(update={"max_actions": 130, "kwargs": {"map_name": "8x8"}}))
+    world.reset(seed=1)
+    for count in range(1, 131):
+        _, _, terminated, truncated, _ = world.step("Up")
+        if terminated or truncated:
+            break
+    assert (terminated, truncated, count) == (False, True, 130)
+
+
+def test_text_world() -> None:
+    world = GymnasiumEnvironment(GymnasiumConfig(id="AgentEvoEcho-v0", instructions="Repeat the password.", max_actions=3))
+    shown, _ = world.reset(seed=4)
+    password = shown.removeprefix("Password ").removesuffix("?")
+    assert world.reset(seed=4)[0] == shown
+    assert world.step("XYZ")[4] == {"valid": False, "effective": False, "success": False}  # letters outside the space
+    assert world.step(password) == ("Thanks.", 1.0, True, False, {"valid": True, "effective": True, "success": True})
+    world.reset(seed=4)
+    assert not world.step("hh")[4]["success"]  # the environment's own word wins over the reward
+    world.reset(seed=4)
+    assert world.step("h")[2:4] == (False, True)  # truncated by the environment
+    assert world.instructions == "Repeat the password."
+    rates = world.baselines()
+    assert rates.random is None and rates.optimal is None
+    assert spaces.Text(8, charset="abcdefgh").contains(world.random_action(random.Random(0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": "FrozenLak-v1"}, "FrozenLak-v1"),
+        ({"id": "no_such_module:World-v0"}, "no_such_module"),
+        ({"id": "FrozenLake-v1", "kwargs": {"wetness": 3}}, "wetness"),
+        ({"id": "FrozenLake-v1", "action_names": ["Left", "Right"]}, "action_names"),
+        ({"id": "Pendulum-v1"}, "Discrete and Text"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(GymnasiumConfig.model_validate(options))
+
+
+def test_id_is_needed() -> None:
+    with pytest.raises(pydantic.ValidationError, match="id"):
+        GymnasiumConfig.model_validate({})
+
+
+def test_observations_as_text() -> None:
+    assert as_text({"place": np.array([1, 2]), "mission": "go"}) == "place: 1 2\nmission: go"
+    assert as_text((3, np.float32(0.25), np.int64(7))) == "3, 0.25, 7"
+    assert as_text(np.array([[1, 0], [0, 1]])) == "1 0\n0 1"
+    assert picture_as_text("a\x1b[41mb\x1b[0mc\n") == "a[b]c"

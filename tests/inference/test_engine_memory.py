@@ -1,0 +1,177 @@
+"""Key-value memory stays within its budget at every step, and nobody waits for ever, whatever comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agentevo.config import EngineSection
+from agentevo.errors import RequestTooLongError
+from agentevo.inference.scheduler import _shared_beginnings, common_prefix
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.types import Completion, SamplingParams
+
+
+def tokens_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, 97) for _ in range(length)]
+
+
+OPENINGS = [[], tokens_of(20, 1), tokens_of(90, 2), tokens_of(140, 3), tokens_of(140, 3)[:100], tokens_of(220, 4)]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a mix: when it comes (in steps of the engine), what it asks, whether it is taken back, whose turn it is."""
+
+    after: int
+    opening: int
+    own: int
+    new: int
+    cancel_after: int | None = None
+    session: str | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        return [*OPENINGS[self.opening], *tokens_of(self.own, self.own)]
+
+
+asks = st.builds(
+    Ask,
+    after=st.integers(0, 12),
+    opening=st.integers(0, len(OPENINGS) - 1),
+    own=st.integers(1, 40) | st.just(2),
+    new=st.integers(1, 24),
+    cancel_after=st.none() | st.integers(0, 10),
+    session=st.none() | st.sampled_from(["a", "b"]),
+)
+
+
+def real_tokens(engine: TorchEngine) -> int:
+    """What the tensors of one layer really hold: slots times places, and the shared prefixes."""
+    cache = engine.scheduler.cache
+    slots = cache.keys[0].shape[0] * cache.keys[0].shape[2] if cache.keys else 0
+    return slots + sum(len(segment.keys[0][0]) for group in engine.scheduler.segments.values() for segment in group.values())
+
+
+async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> None:
+    """Looks at the engine between any two steps until everyone has an answer."""
+    scheduler = engine.scheduler
+    steps, idle_looks = -1, 0
+    while not all(task.done() for task in mix):
+        assert real_tokens(engine) <= scheduler.memory_tokens() <= budget
+        assert len({s.slot for s in scheduler._live()}) == len(scheduler._live())
+        for sequence in scheduler._live():
+            assert sequence.cached - sequence.offset <= len(sequence.ids) - sequence.offset <= sequence.need <= scheduler.cache.capacity
+        now = engine.stats()["engine/steps"]
+        idle_looks = idle_looks + 1 if now == steps and scheduler.waiting else 0
+        assert idle_looks < 100, "requests wait and the engine stands still"
+        assert now < 4000, "steps go on and on and nobody is answered"
+        steps = now
+        await asyncio.sleep(0)
+
+
+async def play(engine: TorchEngine, mix: list[Ask], budget: int) -> list[Completion | BaseException]:
+    async def one(index: int, ask: Ask) -> Completion:
+        for _ in range(3 * ask.after):
+            await asyncio.sleep(0)
+        params = SamplingParams(max_new_tokens=ask.new, seed=index)
+        request = asyncio.create_task(engine.generate(ask.prompt, params, session=ask.session, deadline_s=60))
+        if ask.cancel_after is not None:
+            for _ in range(3 * ask.cancel_after):
+                await asyncio.sleep(0)
+            request.cancel()
+        return await request
+
+    tasks = [asyncio.create_task(one(index, ask)) for index, ask in enumerate(mix)]
+    watcher = asyncio.create_task(watch(engine, budget, tasks))
+    done, _ = await asyncio.wait([watcher, *tasks], return_when=asyncio.ALL_COMPLETED, timeout=0.1)
+    while not watcher.done():
+        await asyncio.wait([watcher], timeout=5)
+    watcher.result()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, budget: int) -> None:
+    one = random_model(name)
+    for index, (ask, found) in enumerate(zip(mix, asyncio.run(play(engine, mix, budget)), strict=True)):
+        if isinstance(found, asyncio.CancelledError):
+            assert ask.cancel_after is not None
+        elif isinstance(found, RequestTooLongError):
+            assert len(ask.prompt) + ask.new > budget - 32
+        else:
+            assert isinstance(found, Completion), found
+            params = SamplingParams(max_new_tokens=ask.new, seed=index)
+            assert len(found.ids) == ask.new
+            assert difference(one.logits(ask.prompt + found.ids), ask.prompt, found, params) < 1e-4
+    stats = engine.stats()
+    assert stats["engine/running"] == stats["engine/waiting"] == 0
+    assert not engine.scheduler.pending_prefixes
+    asyncio.run(engine.release("a"))
+    asyncio.run(engine.release("b"))
+    assert all(not segment.users for group in engine.scheduler.segments.values() for segment in group.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_any_mix_of_requests(name, random_model, difference):
+    @settings(max_examples=30, deadline=None, derandomize=True)
+    @given(st.lists(asks, min_size=1, max_size=14), st.integers(160, 640), st.integers(1, 6), st.sampled_from([16, 64, 4096]), st.booleans())
+    @example([Ask(0, 2, 2, 20), Ask(0, 2, 2, 20)], 160, 4, 4096, True)
+    @example([Ask(0, 3, 2, 20), Ask(0, 3, 2, 20)], 165, 4, 4096, True)
+    @example([Ask(0, 3, 2, 20)] * 2 + [Ask(2, 2, 2, 20)] * 2, 256, 4, 4096, True)
+    @example([Ask(0, 3, 2, 20)] * 2 + [Ask(1, 2, 2, 30)] * 2, 224, 4, 16, True)
+    @example([Ask(0, 5, 1, 10, session="a"), Ask(4, 5, 9, 20, session="a"), Ask(4, 3, 9, 20)], 288, 4, 64, True)
+    def any_mix(mix, budget, max_running, prefill_tokens, sharing):
+        section = EngineSection(kv_cache_tokens=budget, max_running=max_running, prefill_tokens=prefill_tokens, prefix_sharing=sharing)
+        check(name, random_model, difference, mix, TorchEngine(random_model(name).model, config=section), budget)
+
+    any_mix()
+
+
+def test_one_request_may_fill_the_whole_memory(random_model, difference):
+    """Idle sessions and shared prefixes make way for it, and it does not matter that one of the prefixes is its own."""
+    engine = TorchEngine(random_model("llama").model, config=EngineSection(kv_cache_tokens=256))
+    mix = [Ask(0, 3, 2, 10, session="a"), Ask(0, 3, 2, 10), Ask(0, 3, 5, 10, session="b"), *[Ask(9, 5, 4, 32)] * 3]
+    check("llama", random_model, difference, mix, engine, 256)
+
+
+def test_a_small_budget_costs_time_and_not_answers(random_model, complete):
+    model = random_model("llama").model
+    prompts = [[*OPENINGS[2], *tokens_of(n, n)] for n in range(1, 17)]
+    params = [SamplingParams(max_new_tokens=10, seed=n) for n in range(16)]
+    wide, narrow = TorchEngine(model), TorchEngine(model, config=EngineSection(kv_cache_tokens=300))
+    assert [c.ids for c in complete(wide, prompts, params)] == [c.ids for c in complete(narrow, prompts, params)]
+    assert narrow.stats()["engine/steps"] > wide.stats()["engine/steps"]
+    assert wide.stats()["engine/kv_tokens"] > 300
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=2, max_size=10, unique=True))
+def test_shared_beginnings_are_prefixes_of_two_prompts_at_least(shapes):
+    prompts = sorted({tuple([*OPENINGS[opening], *tokens_of(own, own)]) for opening, own in shapes})
+    prompts = [list(prompt) for prompt in prompts]
+    for beginning in _shared_beginnings(prompts):
+        sharers = [prompt for prompt in prompts if common_prefix(beginning, prompt) == len(beginning)]
+        assert len(sharers) >= 2
+        assert all(len(prompt) > len(beginning) for prompt in sharers), "one token is left to predict from"
+
+
+def test_common_prefix():
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([2], [1]) == 0
+
+
+def test_the_cache_takes_no_memory_before_it_is_used(random_model):
+    engine = TorchEngine(random_model("llama").model)
+    assert engine.stats()["engine/kv_tokens"] == 0
+    asyncio.run(engine.generate([5, 6], SamplingParams(max_new_tokens=2), deadline_s=60))
+    assert engine.stats()["engine/kv_tokens"] == 32
+    assert engine.scheduler.cache.keys[0].dtype == torch.float32
