@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/run.py [--only grpo,generate,prefix,turns] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures only: they are named on stderr and the exit code is 1.
+A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures
+only: they are named on stderr and the exit code is 1.
 """
 
 from __future__ import annotations

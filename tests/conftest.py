@@ -23,7 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from agentevo.config import ModelSection, TinyModel
 from agentevo.models.attention import prepare
+from agentevo.models.load import LoadedModel, load_model
 
 VOCABULARY = 97
 WINDOW = 24
@@ -92,3 +94,21 @@ def random_model() -> Callable[[str], RandomModel]:
     """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of q and k), gemma2 (caps, a window in every
     other layer) or mistral (a window). The same two objects for every test: who trains the model must copy it."""
     return _random_model
+
+
+CORPUS = ("Take the left coin or the right one. Up Down Left Right", "You win. You lose. Go on.", "red green blue black white")
+
+
+@pytest.fixture
+def tiny_policy() -> Callable[..., LoadedModel]:
+    """`tiny_policy(seed=0, **shape)`: a fresh prepared tiny policy with a word tokenizer for a few words."""
+
+    def make(seed: int = 0, **shape: Any) -> LoadedModel:
+        section = ModelSection(
+            name="tiny", device="cpu", tiny=TinyModel(**{"hidden_size": 32, "num_layers": 2, "num_heads": 2, "context_length": 256} | shape)
+        )
+        loaded = load_model(section, corpus=lambda: CORPUS, seed=seed)
+        prepare(loaded.model)
+        return loaded
+
+    return make

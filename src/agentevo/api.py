@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 import pydantic
@@ -105,8 +105,7 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
         kind = _registered(given)
         return {"environment": {"type": kind}}, kind, None
     if callable(given) and (inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)):
-        agent: AgentFunction = given
-        return {}, str(getattr(given, "__name__", type(given).__name__)).strip("<>"), agent
+        return {}, str(getattr(given, "__name__", type(given).__name__)).strip("<>"), cast(AgentFunction, given)
     if callable(given):
         raise ConfigError(
             f"agentevo.train: the agent {getattr(given, '__name__', given)!r} must be async: `async def run(task, policy) -> float`"

@@ -115,8 +115,8 @@ class AgentSection(Section):
     system_prompt: str | None = None
     """System message. None leaves the chat template's own default."""
     memory: Literal["episode", "turn"] = "episode"
-    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest observation (for worlds that show their whole
-    state: shorter contexts, and much quicker to learn)."""
+    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest observation (for worlds that show their
+    whole state: shorter contexts, and much quicker to learn)."""
     max_turns: int = Field(default=10, ge=1)
     """Calls of the policy per episode."""
     actions_per_turn: int = Field(default=1, ge=1)

@@ -41,7 +41,8 @@ def test_explain_says_meaning_type_default_and_unit(agentevo):
 
 
 def test_explain_lists_a_section_and_all_sections(agentevo):
-    assert "  trainer.group_size " in agentevo("config", "explain", "trainer").out
+    assert "\n  trainer.group_size\n      Attempts per task" in agentevo("config", "explain", "trainer").out
+    assert re.search(r"environment\.max_actions \(.*frozen_lake.*\)\n", agentevo("config", "explain", "environment").out)
     assert re.search(r"^trainer +\w", agentevo("config", "explain").out, re.MULTILINE)
 
 

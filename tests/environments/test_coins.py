@@ -23,7 +23,7 @@ def test_value_rule_is_what_is_shown(seed: int, num_coins: int, gap: int) -> Non
     values = {coin: int(value) for coin, value in re.findall(r"(\w+) = (\d+)", shown)}
     first, second = sorted(values.values(), reverse=True)[:2]
     assert len(values) == num_coins and len(set(values.values())) == num_coins
-    assert 1 <= min(values.values()) and first <= 20 and first - second >= gap
+    assert min(values.values()) >= 1 and first <= 20 and first - second >= gap
     assert made.optimal_action() == max(values, key=lambda coin: values[coin])
 
 

@@ -152,7 +152,7 @@ def test_the_solver_recovers_from_random_actions() -> None:
 
 
 def test_difficulty_is_about_ragens() -> None:
-    """shared/reference/recipes.md 1.9, 6x6 with one box: random 12.0, 18.6-19.2, 26.9% in 5, 10, 20 actions; optimum 74-78% in 5, all in 10."""
+    """6x6 with one box (shared/reference/recipes.md 1.9): random 12, 19, 27% in 5, 10, 20 actions; optimum 74-78% in 5, all in 10."""
     world = SokobanEnvironment(SokobanConfig())
     rates: dict[int, list[float]] = {5: [], 10: [], 20: []}
     lengths = []

@@ -15,7 +15,7 @@ from agentevo.types import Completion, SamplingParams
 
 def _complete(engine: TorchEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Completion]:
     async def together() -> list[Completion]:
-        requests = (engine.generate(prompt, one, deadline_s=20) for prompt, one in zip(prompts, params, strict=True))
+        requests = (engine.generate(prompt, one, deadline_s=120) for prompt, one in zip(prompts, params, strict=True))
         return list(await asyncio.gather(*requests))
 
     return asyncio.run(together())

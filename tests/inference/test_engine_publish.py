@@ -63,7 +63,7 @@ def test_after_a_publish_nothing_old_is_left_in_a_cache(one, complete, differenc
     engine = TorchEngine(one.model)
 
     async def ask():
-        return await engine.generate(PROMPT, LONG, session="a", deadline_s=60)
+        return await engine.generate(PROMPT, LONG, session="a", deadline_s=120)
 
     asyncio.run(ask())
     complete(engine, [PROMPT] * 3, [LONG] * 3)
@@ -100,14 +100,14 @@ def test_requests_in_flight(in_flight, one, difference):
 
     async def work():
         running = [
-            asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=24, seed=i), session=f"s{i}" if i % 2 else None, deadline_s=60))
+            asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=24, seed=i), session=f"s{i}" if i % 2 else None, deadline_s=120))
             for i, prompt in enumerate(prompts)
         ]
         while engine.stats()["engine/generated_tokens"] < 30:
             await asyncio.sleep(0)
         publishing = asyncio.create_task(engine.publish(1, weights, in_flight=in_flight))
         await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate(PROMPT, LONG, deadline_s=60))
+        late = asyncio.create_task(engine.generate(PROMPT, LONG, deadline_s=120))
         await publishing
         return await asyncio.gather(*running), await late
 
@@ -133,13 +133,13 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
     held = copy.deepcopy(one.model.state_dict())
 
     async def work():
-        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=60))
+        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=120))
         await asyncio.sleep(0)
         while not engine.scheduler.running:
             await asyncio.sleep(0)
         with pytest.raises(DeadlineExceededError, match="the old weights go on serving"):
             await engine.publish(1, new_weights(one.model), deadline_s=0.05)
-        found = await engine.generate(PROMPT, LONG, deadline_s=60)
+        found = await engine.generate(PROMPT, LONG, deadline_s=120)
         long.cancel()
         return found
 

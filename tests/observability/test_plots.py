@@ -117,9 +117,26 @@ def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_smoothing_starts_at_the_first_value_and_leaves_gaps() -> None:
-    smoothed = plots.smooth([1.0, math.nan, 2.0])
-    assert smoothed == pytest.approx([1.0, math.nan, 1.0 + plots.SMOOTHING], nan_ok=True)
+def test_smoothing_is_centred_and_leaves_gaps() -> None:
+    assert plots.smooth([1.0, math.nan, 2.0, 9.0]) == pytest.approx([1.5, math.nan, 4.0, 5.5], nan_ok=True)
+    step = plots.smooth([0.0] * 10 + [1.0] * 10)
+    assert sum(step) == pytest.approx(10.0)
+    assert step[9] < 0.5 < step[10]
+
+
+def test_a_step_without_an_update_has_no_speed(rows: list[MetricsRow]) -> None:
+    idle = [{**row, "trainer/tokens_per_s": 0.0} if row["step"] == 20 and "trainer/tokens_per_s" in row else row for row in rows]
+    figure = Figure()
+    assert plots._throughput(figure, idle, {})
+    line = next(line for line in figure.axes[1].lines if line.get_label() == "trainer")
+    assert math.isnan(dict(zip(line.get_xdata(), line.get_ydata(), strict=True))[20])
+
+
+def test_all_panels_of_the_optimisation_span_the_same_steps(rows: list[MetricsRow]) -> None:
+    early = [{key: value for key, value in row.items() if key != "actor/grad_norm" or (row["step"] or 0) < 20} for row in rows]
+    figure = Figure()
+    assert plots._optimisation(figure, early, {})
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
 
 
 def test_wilson_interval_has_the_published_values() -> None:

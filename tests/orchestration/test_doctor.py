@@ -52,6 +52,15 @@ def test_a_sound_recipe():
     assert "all 3 ran to their end" in found["attempts"].finding
 
 
+def test_turns_that_start_anew_need_little_context():
+    def longest(found: dict[str, Verdict]) -> int:
+        return int(found["context"].finding.split("longest conversation ")[1].split()[0])
+
+    anew = by_name(check_recipe(recipe("agent.memory=turn")))
+    assert (anew["token ids"].status, anew["log-probs"].status, anew["context"].status) == ("good", "good", "good")
+    assert longest(anew) < longest(by_name(check_recipe(recipe())))
+
+
 def test_completions_that_are_always_cut():
     cut = by_name(check_recipe(recipe("sampling.max_new_tokens=1")))["completions"]
     assert cut.status in ("warning", "wrong")
@@ -64,10 +73,15 @@ def test_a_context_that_is_too_short_breaks_every_attempt():
     assert "32" in found["attempts"].finding
 
 
-def test_before_a_cold_start_equal_rewards_are_expected():
-    rewards = by_name(check_recipe(recipe("cold_start.episodes=8", "agent.format=think_answer", "agent.format_penalty=0")))["rewards"]
-    assert rewards.status == "warning"
-    assert "cold start" in rewards.advice
+def test_before_a_cold_start_bad_play_is_expected():
+    words = ["agent.format=think_answer", "agent.format_penalty=0", "sampling.max_new_tokens=1"]
+    before, without = by_name(check_recipe(recipe("cold_start.episodes=8", *words))), by_name(check_recipe(recipe(*words)))
+    assert [(before[name].status, without[name].status) for name in ("rewards", "completions")] == [
+        ("warning", "warning"),
+        ("warning", "wrong"),
+    ]
+    assert "cold start" in before["rewards"].advice
+    assert "cold start" not in without["completions"].advice
 
 
 def test_a_recipe_that_only_evaluates_needs_no_reward_spread():

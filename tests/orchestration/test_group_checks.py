@@ -79,6 +79,14 @@ def test_a_wrong_logprob_shows(loaded, group):
     assert math.isnan(checks.max_logprob_difference(loaded.model, [broken, trajectories[0]], SAMPLING)[1])
 
 
+def test_every_turn_of_a_branched_attempt_is_compared_once(loaded, group):
+    trajectory = group[0][0]
+    branched = change_turn(trajectory, 2, parent=0, logprobs=[value - 5.0 for value in trajectory.turns[2].logprobs])
+    num_tokens, difference = checks.max_logprob_difference(loaded.model, [branched], SAMPLING)
+    assert num_tokens == branched.num_completion_tokens()
+    assert difference > 1.0
+
+
 def test_an_edited_prompt_shows_in_every_turn_after_it(group):
     trajectories, requests = group
     prompt = trajectories[0].turns[1].prompt_ids
@@ -105,6 +113,7 @@ def test_paths_of_a_tree_are_its_leaves(group):
     branched = change_turn(trajectory, 2, parent=0)
     assert [len(checks.whole_paths(one)) for one in (trajectory, branched)] == [1, 2]
     turns = trajectory.turns
+    assert [turn.index for turn in checks.leaves(branched)] == [1, 2]
     assert len(checks.whole_paths(trajectory)[0]) == sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns)
 
 

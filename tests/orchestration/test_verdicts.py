@@ -30,12 +30,13 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_logprobs(100, math.nan, "float32"), "wrong", "model.dtype=float32"),
         (v.judge_logprobs(100, math.inf, "bfloat16"), "wrong", "model.dtype=float32"),
         (v.judge_logprobs(0, 0.0, "float32"), "wrong", "attempts"),
-        (v.judge_rewards([0, 1, 0], [False, True, False], cold_start=False), "good", ""),
-        (v.judge_rewards([0.1, 0.1], [False, False], cold_start=False), "warning", "cold_start.episodes"),
-        (v.judge_rewards([0.1, 0.1], [False, False], cold_start=True), "warning", "before the cold start"),
-        (v.judge_rewards([1, 1], [True, True], cold_start=False), "warning", "too easy"),
-        (v.judge_rewards([1], [True], cold_start=False), "wrong", "trainer.group_size"),
-        (v.judge_rewards([], [], cold_start=False), "wrong", "trainer.group_size"),
+        (v.judge_rewards([0, 1, 0], [False, True, False]), "good", ""),
+        (v.judge_rewards([0.1, 0.1], [False, False]), "warning", "cold_start.episodes"),
+        (v.before_cold_start(v.judge_completions(40, 40, 64, 64.0)), "warning", "before the cold start"),
+        (v.before_cold_start(v.judge_completions(40, 0, 64, 9.0)), "good", ""),
+        (v.judge_rewards([1, 1], [True, True]), "warning", "harder"),
+        (v.judge_rewards([1], [True]), "wrong", "trainer.group_size"),
+        (v.judge_rewards([], []), "wrong", "trainer.group_size"),
         (v.judge_completions(40, 4, 64, 20.0), "good", ""),
         (v.judge_completions(40, 5, 64, 20.0), "warning", "sampling.max_new_tokens (try 128)"),
         (v.judge_completions(40, 40, 64, 64.0), "wrong", "sampling.stop"),
@@ -77,7 +78,7 @@ def test_judgements(verdict, status, advice):
 
 def test_findings_carry_the_numbers():
     assert "3 of 8 attempts would have changed" in v.judge_token_ids(20, 0, 8, 3).finding
-    rewards = v.judge_rewards([0, 1, 0], [False, True, False], cold_start=False)
+    rewards = v.judge_rewards([0, 1, 0], [False, True, False])
     assert rewards.finding == "mean 0.333, spread 0.471 over 3 attempts, 1 solved the task"
     memory = v.judge_memory({"gradients": GIB, "activations": 2 * GIB}, GIB)
     assert memory.finding == "needs about 3.00 GiB more (gradients 1.00, activations 2.00), 1.00 GiB are free"

@@ -138,7 +138,7 @@ def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
 
 def test_rewind_restores_the_moment_of_a_commit(play: Callable[..., None], make_trajectory: Make, make_task: Callable[..., Task]) -> None:
     async def scenario(store: SQLiteStore) -> None:
-        await store.add_tasks([make_task("lost"), make_task("task")])
+        await store.add_tasks([make_task("lost"), make_task("task"), make_task("held")])
         await store.reserve(["a"], 1)
         await store.commit_step(1, {})
         before = await store.summaries()
@@ -151,14 +151,21 @@ def test_rewind_restores_the_moment_of_a_commit(play: Callable[..., None], make_
         with pytest.raises(StoreError, match="never committed"):
             await store.rewind(4)
 
+        done = await store.lease_task("w", lease_s=60)
+        assert done is not None and done.task.id == "task"
+        await store.complete_task(done)
+        held = await store.lease_task("w", lease_s=60)
+        assert held is not None and held.task.id == "held"
+
         assert await store.rewind(1) == 1
         assert await store.summaries() == before
         assert [step.step for step in await store.steps()] == [1]
         assert (await store.counts())["turns"] == 10
-        with pytest.raises(StoreError, match="has moved on"):
-            await store.complete_task(lease)
-        again = await store.lease_task("w", lease_s=60)
-        assert again is not None and again.task.id == "lost"
+        for late in (lease, held):
+            with pytest.raises(StoreError, match="has moved on"):
+                await store.complete_task(late)
+        again = [lease and lease.task.id for lease in [await store.lease_task("w", lease_s=60) for _ in range(3)]]
+        assert again == ["lost", "held", None], "'task' still has the trajectory that completed it"
         other = make_trajectory("later", task_id="lost", reward=0.0)
         assert await store.write_trajectories([other], split="train", step=2) == 1, "the id is free again"
         assert await store.rewind(0) == 6

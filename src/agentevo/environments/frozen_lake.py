@@ -38,7 +38,7 @@ class FrozenLakeConfig(EnvironmentConfig):
     slippery: bool = True
     """Moves go astray two times in three."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: RAGEN's drawn map; `words`: where the goal is and what lies on the four sides, as the player sees them."""
+    """`grid`: RAGEN's drawn map; `words`: where goal and holes are and what lies on the four sides, as the player sees them."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
     """Symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
 
@@ -134,7 +134,9 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
             tile = "edge" if not inside else "hole" if there in self.lake.holes else "goal" if there == self.lake.goal else "ice"
             sides.append(f"{name.lower()} {tile}")
         state = "You fell into a hole. " if self._tile in self.lake.holes else ""
-        return f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}"
+        near = sorted((divmod(hole, size) for hole in self.lake.holes), key=lambda h: (abs(h[0] - row) + abs(h[1] - column), h))
+        holes = "; ".join(["", *(f"hole {offset(h[0] - row, h[1] - column)}" for h in near)])
+        return f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}{holes}"
 
     def observe(self) -> str:
         if self.config.view == "words":

@@ -16,6 +16,7 @@ characters with the end-of-turn text; special tokens, which all common templates
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -23,6 +24,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from agentevo.errors import ModelError
 from agentevo.types import Message
 
+CACHED_MESSAGES = 8192
+"""Encodings of messages that are remembered."""
 _FIRST, _SECOND, _ASKED, _SYSTEM = "probefirst", "probesecond", "probequestion", "probesystem"
 _USER = Message("user", _ASKED)
 
@@ -38,16 +41,15 @@ class ChatFormat:
         declared = [*_eos_ids(tokenizer.eos_token_id), *_eos_ids(getattr(generation_config, "eos_token_id", None))]
         self.end_ids = tuple(sorted({self.end_of_turn_id, *declared}))
         """Ids that end a completion: stop tokens for the engine."""
+        # Members of a group meet the same worlds, so the same messages come again and again.
+        self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
+        self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
         self._check_history([_USER])
         self._system_problem = self._probe_system()
 
     def first_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a new conversation, up to where the assistant speaks."""
-        if not messages:
-            raise ModelError("a conversation needs at least one message")
-        if self._system_problem is not None and any(message.role == "system" for message in messages):
-            raise ModelError(self._system_problem)
-        return self._encode(self._render(messages, prompt=True))
+        return list(self._first_prompt(tuple(messages)))
 
     def continuation(self, messages: Sequence[Message], *, ended_with_stop: bool) -> list[int]:
         """Ids to append after a completion, up to where the assistant speaks again.
@@ -55,6 +57,16 @@ class ChatFormat:
         `ended_with_stop`: the completion's last id is one of `end_ids`; the end-of-turn token is then not repeated. False for one that was
         cut off by a limit or ended by a stop string: its end-of-turn token is part of the answer.
         """
+        return list(self._continuation(tuple(messages), ended_with_stop))
+
+    def _compute_first_prompt(self, messages: tuple[Message, ...]) -> list[int]:
+        if not messages:
+            raise ModelError("a conversation needs at least one message")
+        if self._system_problem is not None and any(message.role == "system" for message in messages):
+            raise ModelError(self._system_problem)
+        return self._encode(self._render(messages, prompt=True))
+
+    def _compute_continuation(self, messages: tuple[Message, ...], ended_with_stop: bool) -> list[int]:
         if not messages:
             raise ModelError("a continuation needs at least one new message after the assistant's")
         ids = self._encode(self._after(_FIRST, self._render([_USER, Message("assistant", _FIRST), *messages], prompt=True)))

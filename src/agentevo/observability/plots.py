@@ -1,7 +1,7 @@
 """The run as pictures: PNG files for READMEs, papers and `report.html`.
 
 Drawn with matplotlib's Agg canvas on free-standing figures: no display and no pyplot state. A picture or panel whose metrics were never
-logged is left out. Missing and non-finite values leave gaps. Colours are Okabe and Ito's, which colour-blind readers tell apart;
+logged is left out. Values that are not finite leave gaps. Colours are Okabe and Ito's, which colour-blind readers tell apart;
 line style and labels never leave it to colour alone.
 """
 
@@ -49,8 +49,8 @@ STYLE: Any = {
     "figure.facecolor": "white",
     "savefig.dpi": 150,
 }
-SMOOTHING = 0.3
-"""Weight of the newest value in a smoothed curve."""
+SMOOTHING = 2
+"""A smoothed curve is the mean over this many neighbours on each side."""
 
 Series = tuple[list[float], list[float]]
 """Steps and values, equally long; NaN is a gap."""
@@ -93,12 +93,11 @@ def series(rows: Sequence[MetricsRow], key: str) -> Series:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential mean that starts at the first value and steps over what is not finite."""
-    smoothed, mean = [], math.nan
-    for value in values:
-        if math.isfinite(value):
-            mean = value if math.isnan(mean) else mean + SMOOTHING * (value - mean)
-        smoothed.append(mean if math.isfinite(value) else math.nan)
+    """Mean over each value and its finite neighbours; centred, so that a rise is not drawn later than it happened. NaN stays NaN."""
+    smoothed = []
+    for index, value in enumerate(values):
+        near = [other for other in values[max(index - SMOOTHING, 0) : index + SMOOTHING + 1] if math.isfinite(other)]
+        smoothed.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
     return smoothed
 
 
@@ -287,6 +286,9 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
         _finish(axes, title, unit, steps=index >= len(shown) - columns)
     for axes in grid[len(shown) :]:
         axes.remove()
+    limits = [axes.get_xlim() for axes in grid[: len(shown)]]
+    for axes in grid[: len(shown)]:  # a step without an update has no gradient, but it is a step
+        axes.set_xlim(min(left for left, _ in limits), max(right for _, right in limits))
     return True
 
 
@@ -340,7 +342,8 @@ def _throughput(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str
         _stack_times(panels[0], rows, parts)
     if speeds:
         for key, label, color in speeds:
-            _noisy_line(panels[-1], series(rows, key), color, label)
+            steps, values = series(rows, key)
+            _noisy_line(panels[-1], (steps, [value or math.nan for value in values]), color, label)  # no work is no speed
         panels[-1].set_ylim(bottom=0)
         _legend_below(panels[-1])
         _finish(panels[-1], "throughput", "tokens per second")

@@ -53,7 +53,7 @@ def outcome(trajectory: Trajectory) -> str:
     turns, tokens = len(trajectory.turns), trajectory.num_completion_tokens()
     ended = ", ended by a limit" if trajectory.truncated else ""
     return (
-        f"{result}{ended}, reward {trajectory.reward:g}, {turns} turn{'s' * (turns != 1)}, {tokens} sampled tokens "
+        f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, {tokens} sampled tokens "
         f"(log-prob {sum(sum(turn.logprobs) for turn in trajectory.turns):.2f}), {trajectory.duration_s:.2f} s"
     )
 
@@ -62,7 +62,7 @@ def turn_facts(turn: Turn) -> str:
     """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights changed in the middle."""
     low, high = min(turn.versions, default=0), max(turn.versions, default=0)
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
-    return f"reward {turn.reward:g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {versions}"
+    return f"reward {turn.reward:.4g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {versions}"
 
 
 class TokenLines:

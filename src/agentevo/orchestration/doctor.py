@@ -59,10 +59,11 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Verdict]:
                 ),
                 verdicts.judge_logprobs(*measure.max_logprob_difference(parts.model, spoken, sampling), config.model.dtype),
             ]
-            return [*found, *_judge_play(config, group, before_cold_start=checkpoint is None), *_judge_sizes(parts, spoken)]
+            before_cold_start = checkpoint is None and config.cold_start.episodes > 0
+            return [*found, *_judge_play(config, group, before_cold_start), *_judge_sizes(parts, spoken)]
 
 
-def _judge_play(config: RunConfig, group: list[Trajectory], *, before_cold_start: bool) -> list[Verdict]:
+def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: bool) -> list[Verdict]:
     """Rewards, completions, turns, format."""
     finished = [one for one in group if one.status == "completed"]
     turns = [turn for one in group for turn in one.turns]
@@ -79,17 +80,16 @@ def _judge_play(config: RunConfig, group: list[Trajectory], *, before_cold_start
         ),
     ]
     if config.trainer.steps > 0:
-        cold_start = before_cold_start and config.cold_start.episodes > 0
-        rewards, successes = [one.reward for one in finished], [one.success for one in finished]
-        found.insert(0, verdicts.judge_rewards(rewards, successes, cold_start=cold_start))
-    return found
+        found.insert(0, verdicts.judge_rewards([one.reward for one in finished], [one.success for one in finished]))
+    return [verdicts.before_cold_start(verdict) for verdict in found] if before_cold_start else found
 
 
 def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Verdict]:
     """Context, key-value memory, memory."""
     config = parts.config
     paths = [path for one in spoken for path in measure.whole_paths(one)]
-    worst = measure.worst_case_tokens(spoken, config.agent.max_turns, config.sampling.max_new_tokens)
+    max_turns = 1 if config.agent.memory == "turn" else config.agent.max_turns
+    worst = measure.worst_case_tokens(spoken, max_turns, config.sampling.max_new_tokens)
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
     longest = min(worst, _context_length(parts))
     together, kv_tokens = config.trainer.groups_per_step * config.trainer.group_size, parts.engine.scheduler.kv_tokens

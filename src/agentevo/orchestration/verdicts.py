@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
@@ -73,8 +73,8 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Verdic
     )
 
 
-def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], *, cold_start: bool) -> Verdict:
-    """Of the finished attempts of one group. `cold_start`: the recipe trains on demonstrations before RL, which this group has not seen."""
+def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Verdict:
+    """Of the finished attempts of one group."""
     if len(rewards) < 2:
         return Verdict(
             "rewards",
@@ -88,14 +88,11 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], *, cold_s
         return Verdict("rewards", "good", finding)
     finding = f"all {len(rewards)} attempts have the reward {rewards[0]:.3g}: such a group has no gradient and is left out"
     if solved == len(rewards):
-        advice = "the task is too easy for the policy: make the environment harder"
-    elif cold_start:
-        advice = "expected before the cold start; run doctor on the run's folder afterwards to see the spread that RL starts from"
-    else:
-        advice = (
-            "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a reward by luck: "
-            "make it easier, raise trainer.group_size or sampling.temperature, or set cold_start.episodes"
-        )
+        return Verdict("rewards", "warning", finding, "if other tasks are as easy (try run.seed=1), make the environment harder")
+    advice = (
+        "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a reward by luck: "
+        "make it easier, raise trainer.group_size or sampling.temperature, or set cold_start.episodes"
+    )
     return Verdict("rewards", "warning", finding, advice)
 
 
@@ -113,8 +110,8 @@ def judge_completions(num_completions: int, num_cut: int, max_new_tokens: int, m
 
 
 def judge_context(longest: int, worst_case: int, context_length: int) -> Verdict:
-    """Tokens of the longest attempt, of the longest one possible under the limits, and of the model."""
-    finding = f"longest attempt {longest} tokens, at most {worst_case} under the limits, the model takes {context_length}"
+    """Tokens of the longest conversation, of the longest one possible under the limits, and of the model."""
+    finding = f"longest conversation {longest} tokens, at most {worst_case} under the limits, the model takes {context_length}"
     if worst_case <= context_length:
         return Verdict("context", "good", finding)
     advice = "lower sampling.max_new_tokens or agent.max_turns, or take a model with more context (model.tiny.context_length)"
@@ -174,6 +171,14 @@ def judge_memory(parts: Mapping[str, float], available: float) -> Verdict:
         "reference copy": "set algorithm.kl_coef=0",
     }.get(largest, "take a smaller model, or close other programs")
     return Verdict("memory", "wrong" if needed > available else "warning", finding, advice)
+
+
+def before_cold_start(verdict: Verdict) -> Verdict:
+    """How an untrained policy plays says little where the recipe teaches it the basics before RL."""
+    if verdict.status == "good":
+        return verdict
+    advice = "to be expected before the cold start; afterwards, ask again with the run's folder in place of the recipe"
+    return replace(verdict, status="warning", advice=advice)
 
 
 def judge_version(name: str, version: str | None, wanted: str) -> Verdict:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from sqlalchemy import bindparam, delete, exists, insert, or_, select, update
+from sqlalchemy import bindparam, delete, exists, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import StoreError
@@ -137,14 +137,12 @@ async def rewind(connection: AsyncConnection, step: int) -> int:
     deleted = (await connection.execute(delete(trajectories).where(trajectories.c.step > step))).rowcount
     await connection.execute(update(trajectories).where(trajectories.c.trained_step > step).values(_READY))
     await connection.execute(delete(steps).where(steps.c.step > step))
+    queue = update(tasks).values(state="queued", fencing_id=tasks.c.fencing_id + 1, worker=None, lease_expires_at=None, error=None)
+    await connection.execute(queue.where(tasks.c.state == "leased"))
     for name in task_ids:
-        finished = or_(tasks.c.state == "completed", tasks.c.state == "failed")
+        finished = tasks.c.state.in_(("completed", "failed"))
         lost_all = ~exists().where(trajectories.c.task_id == name)
-        await connection.execute(
-            update(tasks)
-            .where(tasks.c.id == name, finished, lost_all)
-            .values(state="queued", fencing_id=tasks.c.fencing_id + 1, error=None)
-        )
+        await connection.execute(queue.where(tasks.c.id == name, finished, lost_all))
     return deleted
 
 

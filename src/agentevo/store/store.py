@@ -168,7 +168,8 @@ class Store(Protocol):
         """Back to the moment when `step` was committed, to resume from its checkpoint; returns how many trajectories were deleted.
 
         Later steps and all trajectories sampled for them are deleted (their weights are lost, so nothing could replay them); earlier
-        trajectories that had gone into later steps are ready again; tasks that lost their only trajectories are queued again.
+        trajectories that had gone into later steps are ready again; tasks that are leased or lost their only trajectories are queued again,
+        and late writers refused.
         """
 
     async def trajectory(self, trajectory_id: str) -> Trajectory: ...

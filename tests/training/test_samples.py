@@ -1,0 +1,121 @@
+"""From trajectories to samples: token-exact, each chosen token once, every drop with its reason."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentevo.config import AlgorithmSection
+from agentevo.training.samples import make_samples, trajectory_samples
+from agentevo.types import Trajectory, Turn
+
+GRPO = AlgorithmSection()
+
+
+def turn(index: int, parent: int | None, prompt: list[int], completion: list[int]) -> Turn:
+    return Turn(
+        index=index,
+        parent=parent,
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=[-0.1 * token for token in completion],
+        versions=[index] * len(completion),
+        finish_reason="stop",
+    )
+
+
+def attempt(name: str, reward: float, group: str = "g", turns: list[Turn] | None = None, **fields) -> Trajectory:
+    turns = [turn(0, None, [1, 2], [3, 4])] if turns is None else turns
+    return Trajectory(id=name, task_id=group, group_id=group, reward=reward, turns=turns, **fields)
+
+
+def test_a_conversation_is_one_sample_of_what_the_engine_saw():
+    turns = [turn(0, None, [1, 2], [3, 4]), turn(1, 0, [5], [6]), turn(2, 1, [7, 8], [9, 10])]
+    (sample,) = trajectory_samples(attempt("a", 1.0, turns=turns), 0.5)
+    assert sample.ids == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert sample.loss_mask == [False, False, True, True, False, True, False, False, True, True]
+    assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, -0.6, 0, 0, -0.9, -1.0])
+    assert sample.versions == [-1, -1, 0, 0, -1, 1, -1, -1, 2, 2]
+    assert sample.advantages == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0.5, 0.5]
+
+
+@st.composite
+def turn_trees(draw) -> Trajectory:
+    turns: list[Turn] = []
+    for index in range(draw(st.integers(1, 8))):
+        parent = draw(st.none() | st.integers(0, index - 1)) if index else None
+        turns.append(turn(index, parent, draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)), [100 + 10 * index + k for k in range(2)]))
+    return attempt("a", 1.0, turns=turns)
+
+
+@given(turn_trees())
+def test_every_chosen_token_is_trained_once_in_the_context_in_which_it_was_chosen(trajectory):
+    samples = trajectory_samples(trajectory, 1.0)
+    trained = [(tuple(s.ids[:place]), token) for s in samples for place, (token, m) in enumerate(zip(s.ids, s.loss_mask, strict=True)) if m]
+    chosen = []
+    for one in trajectory.turns:
+        context = trajectory.context_ids(one.index)
+        for place, token in enumerate(one.completion_ids):
+            chosen.append(((*context, *one.completion_ids[:place]), token))
+    assert sorted(trained) == sorted(chosen)
+    parents = {one.parent for one in trajectory.turns}
+    assert len(samples) == sum(one.index not in parents for one in trajectory.turns)
+    for sample in samples:
+        for token, m, logprob, version in zip(sample.ids, sample.loss_mask, sample.logprobs, sample.versions, strict=True):
+            assert (logprob, version) == ((-0.1 * token, (token - 100) // 10) if m else (0.0, -1))
+
+
+def test_advantages_come_from_the_group_by_id():
+    """Members of two groups in mixed order; what failed takes no part in its group's mean."""
+    attempts = [
+        attempt("a0", 1.0, "a"),
+        attempt("b0", 3.0, "b"),
+        attempt("a1", 0.0, "a"),
+        attempt("b1", 5.0, "b"),
+        attempt("a2", 100.0, "a", status="failed", error="broke"),
+    ]
+    samples, dropped = make_samples(attempts, GRPO)
+    found = {sample.trajectory_id: max(sample.advantages, key=abs) for sample in samples}
+    half = 0.5**0.5
+    assert found == pytest.approx({"a0": half, "a1": -half, "b0": -half, "b1": half}, abs=1e-5)
+    assert dropped == {"a2": "failed"}
+
+
+def test_why_a_trajectory_gives_no_sample():
+    attempts = [
+        attempt("same0", 0.3, "same"),
+        attempt("same1", 0.3, "same"),
+        attempt("alone", 1.0, "alone"),
+        attempt("failed", 1.0, "few", status="failed", error="x"),
+        attempt("left", 1.0, "few"),
+        attempt("silent", 0.0, "silent", turns=[]),
+        attempt("spoke0", 0.0, "silent"),
+        attempt("spoke1", 1.0, "silent"),
+    ]
+    samples, dropped = make_samples(attempts, GRPO)
+    assert dropped == {
+        "same0": "zero-variance",
+        "same1": "zero-variance",
+        "alone": "group-of-one",
+        "failed": "failed",
+        "left": "group-of-one",
+        "silent": "no-tokens",
+    }
+    assert {sample.trajectory_id for sample in samples} == {"spoke0", "spoke1"}
+
+
+def test_groups_of_equal_rewards_can_be_kept():
+    attempts = [attempt("a0", 0.3), attempt("a1", 0.3)]
+    samples, dropped = make_samples(attempts, GRPO.model_copy(update={"drop_zero_variance": False}))
+    assert dropped == {}
+    assert [sample.advantages for sample in samples] == [[0.0] * 4] * 2
+
+
+def test_without_the_deviation():
+    samples, _ = make_samples([attempt("a0", 4.0), attempt("a1", 0.0)], GRPO.model_copy(update={"scale_by_std": False}))
+    assert [sample.advantages[-1] for sample in samples] == [2.0, -2.0]
+
+
+def test_nothing_in_nothing_out():
+    assert make_samples([], GRPO) == ([], {})
