@@ -1,9 +1,11 @@
-"""Models with random weights, small enough for any test, in the architectures whose attention differs."""
+"""Models with random weights, small enough for any test, in the architectures whose attention differs; and an engine that follows a
+script."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -26,6 +29,7 @@ from transformers import (
 from agentevo.config import ModelSection, TinyModel
 from agentevo.models.attention import prepare
 from agentevo.models.load import LoadedModel, load_model
+from agentevo.types import Completion, FinishReason, SamplingParams
 
 VOCABULARY = 97
 WINDOW = 24
@@ -91,8 +95,8 @@ def _random_model(name: str) -> RandomModel:
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[[str], RandomModel]:
-    """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of q and k), gemma2 (caps, a window in every
-    other layer) or mistral (a window). The same two objects for every test: who trains the model must copy it."""
+    """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of q and k), gemma2 (caps, a window in
+    every other layer) or mistral (a window). The same two objects for every test: who trains the model must copy it."""
     return _random_model
 
 
@@ -112,3 +116,42 @@ def tiny_policy() -> Callable[..., LoadedModel]:
         return loaded
 
     return make
+
+
+class ScriptedEngine:
+    """An engine that says what it is told to: per request the next text of `says`, ended by `end_id`; a text that ends in `...` is cut off
+    there by the token limit. An exception in the list is raised. Remembers every request."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_id: int, says: Iterable[str | BaseException]) -> None:
+        self._tokenizer, self._end_id, self._says = tokenizer, end_id, iter(says)
+        self.version = 3
+        self.requests: list[tuple[list[int], SamplingParams, str | None]] = []
+        self.released: list[str] = []
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+    ) -> Completion:
+        self.requests.append((list(prompt_ids), sampling, session))
+        text = next(self._says)
+        await asyncio.sleep(0)
+        if isinstance(text, BaseException):
+            raise text
+        ids = self._tokenizer.encode(text.removesuffix("..."), add_special_tokens=False)
+        ids += [] if text.endswith("...") else [self._end_id]
+        reason: FinishReason = "length" if text.endswith("...") else "stop"
+        return Completion(ids=ids, logprobs=[-0.5] * len(ids), versions=[self.version] * len(ids), finish_reason=reason)
+
+    async def release(self, session: str) -> None:
+        self.released.append(session)
+
+    async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None = None, *, deadline_s: float = 1.0) -> None:
+        self.version = version
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+@pytest.fixture
+def scripted_engine() -> type[ScriptedEngine]:
+    """`scripted_engine(tokenizer, end_id, says)`."""
+    return ScriptedEngine

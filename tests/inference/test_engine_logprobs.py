@@ -1,4 +1,5 @@
-"""Every log-prob that the engine gives is the one that a full forward pass gives, to 1e-4: whatever runs beside it, however its keys are kept."""
+"""Every log-prob that the engine gives is the one that a full forward pass gives, to 1e-4: whatever runs beside it, however its keys are
+kept."""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_any_mix_of_requests(name, random_model, difference):
     @settings(max_examples=30, deadline=None, derandomize=True)
-    @given(st.lists(asks, min_size=1, max_size=14), st.integers(160, 640), st.integers(1, 6), st.sampled_from([16, 64, 4096]), st.booleans())
+    @given(
+        st.lists(asks, min_size=1, max_size=14), st.integers(160, 640), st.integers(1, 6), st.sampled_from([16, 64, 4096]), st.booleans()
+    )
     @example([Ask(0, 2, 2, 20), Ask(0, 2, 2, 20)], 160, 4, 4096, True)
     @example([Ask(0, 3, 2, 20), Ask(0, 3, 2, 20)], 165, 4, 4096, True)
     @example([Ask(0, 3, 2, 20)] * 2 + [Ask(2, 2, 2, 20)] * 2, 256, 4, 4096, True)

@@ -100,7 +100,9 @@ def test_requests_in_flight(in_flight, one, difference):
 
     async def work():
         running = [
-            asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=24, seed=i), session=f"s{i}" if i % 2 else None, deadline_s=120))
+            asyncio.create_task(
+                engine.generate(prompt, SamplingParams(max_new_tokens=24, seed=i), session=f"s{i}" if i % 2 else None, deadline_s=120)
+            )
             for i, prompt in enumerate(prompts)
         ]
         while engine.stats()["engine/generated_tokens"] < 30:

@@ -76,7 +76,9 @@ def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
         computed = engine.stats()["engine/computed_tokens"]
         assert computed == 50 + 6
         second = await engine.generate([*prompt, *first.ids, *added], second_params, session="a", deadline_s=120)
-        assert engine.stats()["engine/computed_tokens"] - computed == 1 + 11 + 5, "the last token of the first turn, the new ones, the answer"
+        assert engine.stats()["engine/computed_tokens"] - computed == 1 + 11 + 5, (
+            "the last token of the first turn, the new ones, the answer"
+        )
         return first, second
 
     first, second = asyncio.run(two_turns())

@@ -120,7 +120,8 @@ def test_micro_batches_hold_every_sample_once_within_the_limit(sequences, limit)
     from agentevo.types import Sample
 
     samples = [
-        Sample(trajectory_id="t", group_id=f"g{len(ids) % 3}", ids=ids, loss_mask=[], logprobs=[], versions=[], advantages=[]) for ids in sequences
+        Sample(trajectory_id="t", group_id=f"g{len(ids) % 3}", ids=ids, loss_mask=[], logprobs=[], versions=[], advantages=[])
+        for ids in sequences
     ]
     batches = split_by_tokens(samples, limit)
     assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))

@@ -45,7 +45,9 @@ def turn_trees(draw) -> Trajectory:
     turns: list[Turn] = []
     for index in range(draw(st.integers(1, 8))):
         parent = draw(st.none() | st.integers(0, index - 1)) if index else None
-        turns.append(turn(index, parent, draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)), [100 + 10 * index + k for k in range(2)]))
+        turns.append(
+            turn(index, parent, draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)), [100 + 10 * index + k for k in range(2)])
+        )
     return attempt("a", 1.0, turns=turns)
 
 

@@ -57,7 +57,12 @@ def test_only_the_assistants_tokens_are_trained(loaded, chat):
 def test_a_sample_is_what_the_policy_would_have_seen(chat):
     """The same ids as an episode in which the policy says these words."""
     sample = conversation_sample(TALK, chat, "demo")
-    ids = [*chat.first_prompt(TALK[:2]), *chat.completion("left"), *chat.continuation([TALK[3]], ended_with_stop=True), *chat.completion("Up Down")]
+    ids = [
+        *chat.first_prompt(TALK[:2]),
+        *chat.completion("left"),
+        *chat.continuation([TALK[3]], ended_with_stop=True),
+        *chat.completion("Up Down"),
+    ]
     assert sample.ids == ids
 
 
@@ -95,6 +100,12 @@ def test_epochs_batches_and_progress(loaded, chat):
     losses = train(loaded, samples, ColdStartSection(epochs=2, batch_episodes=2), progress=lambda *told: seen.append(told))
     assert [(done, total) for done, total, _ in seen] == [(n, 6) for n in range(1, 7)]
     assert [loss for *_, loss in seen] == losses
+
+
+def test_samples_of_one_episode_stay_in_one_batch(loaded, chat):
+    """An agent without memory has a conversation for every turn; `batch_episodes` counts episodes all the same."""
+    samples = [conversation_sample(OTHER, chat, f"episode-{n // 3}") for n in range(12)]
+    assert len(train(loaded, samples, ColdStartSection(batch_episodes=2))) == 2
 
 
 def test_order_follows_the_seed(tiny_policy, chat):

@@ -57,7 +57,9 @@ def test_the_order_of_samples_does_not_change_the_update(model, samples_of, grad
     shuffled = list(samples)
     random.Random(1).shuffle(shuffled)
     one, other = copy.deepcopy(model), copy.deepcopy(model)
-    metrics = [Trainer(m, WHOLE_GRADIENT.model_copy(update={"minibatches": 2}), GRPO).step(s) for m, s in ((one, samples), (other, shuffled))]
+    metrics = [
+        Trainer(m, WHOLE_GRADIENT.model_copy(update={"minibatches": 2}), GRPO).step(s) for m, s in ((one, samples), (other, shuffled))
+    ]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-6)
     assert float((gradient(one) - gradient(other)).norm() / gradient(one).norm()) < 1e-5
 
@@ -83,7 +85,8 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(model, sa
 
     before = sums()
     samples = [
-        msgspec.structs.replace(s, logprobs=_fill(s.loss_mask, pack([s], [1.0], torch.device("cpu")).forward(model)[0].tolist())) for s in samples
+        msgspec.structs.replace(s, logprobs=_fill(s.loss_mask, pack([s], [1.0], torch.device("cpu")).forward(model)[0].tolist()))
+        for s in samples
     ]
     Trainer(model, TrainerSection(learning_rate=1e-3, warmup_steps=0), GRPO).step(samples)
     assert [after > old for after, old in zip(sums(), before, strict=True)] == [False, True, False, True]
@@ -154,7 +157,9 @@ def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samp
     samples = batch_of(samples_of)
     distances = {}
     for coefficient in (1e-9, 5.0):
-        trainer = Trainer(copy.deepcopy(model), TrainerSection(learning_rate=3e-3, warmup_steps=0), GRPO.model_copy(update={"kl_coef": coefficient}))
+        trainer = Trainer(
+            copy.deepcopy(model), TrainerSection(learning_rate=3e-3, warmup_steps=0), GRPO.model_copy(update={"kl_coef": coefficient})
+        )
         trainer.keep_reference()
         found = [trainer.step(samples)["actor/kl_loss"] for _ in range(8)]
         assert found[0] == pytest.approx(0.0, abs=1e-6)

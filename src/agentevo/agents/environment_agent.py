@@ -1,14 +1,15 @@
 """The environment loop: observe, answer, act, until the world or a limit ends the episode.
 
-The first user message holds the rules, how to answer, and the first observation; each later one the observation that the actions led to. The
+The first user message holds the rules, how to answer, and the first observation; each later one the observation that the actions led to.
+The
 format says where the action stands in an answer:
 
     plain         Up
     answer        <answer>Up</answer>
     think_answer  <think>...</think><answer>Up</answer>
 
-Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks the format takes no action; it, and a turn with
-an invalid action, costs `agent.format_penalty` once.
+Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks the format takes no action; it, and a
+turn with an invalid action, costs `agent.format_penalty` once.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def format_answer(actions: list[str], section: AgentSection) -> str:
 
 def answer_instructions(section: AgentSection) -> str:
     """What the player is told about the form of its answers; nothing for `plain` answers of one action."""
-    several = f"up to {section.actions_per_turn} actions separated by {section.action_separator}" if section.actions_per_turn > 1 else "your action"
+    several = (
+        f"up to {section.actions_per_turn} actions separated by {section.action_separator}"
+        if section.actions_per_turn > 1
+        else "your action"
+    )
     if section.format == "plain":
         return f"Answer with {several}." if section.actions_per_turn > 1 else ""
     if section.format == "answer":
@@ -155,8 +160,8 @@ class EnvironmentAgent:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An episode played by the environment's own solver, as the conversations that the agent would have had: one, or with `memory: turn` one
-    for every turn. Each ends with what the assistant says."""
+    """An episode played by the environment's own solver, as the conversations that the agent would have had: one, or with `memory: turn`
+    one for every turn. Each ends with what the assistant says."""
 
     conversations: list[list[Message]]
     success: bool

@@ -1,8 +1,8 @@
 """The policy as an agent sees it: messages in, a reply out, every token recorded as the engine emitted it.
 
 One `Policy` serves one attempt. `generate(messages)` takes the whole history, as a chat API does; the handle finds the longest recorded
-conversation that the history begins with and encodes only what is new, so what the model said is never encoded again. A history that was edited
-matches less, and its turn starts a new branch or root (types.Turn.parent).
+conversation that the history begins with and encodes only what is new, so what the model said is never encoded again. A history that was
+edited matches less, and its turn starts a new branch or root (types.Turn.parent).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
 
     @property
     def instructions(self) -> str:
-        player, frozen, hole, goal, fallen, arrived = ALPHABETS[self.config.alphabet]
+        player, frozen, hole, goal, fallen, arrived = tuple(ALPHABETS[self.config.alphabet])
         ice = " The ice is slippery: a move may go to either side instead." if self.config.slippery else ""
         task = f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
         if self.config.view == "words":
@@ -141,7 +141,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         if self.config.view == "words":
             return self._describe()
-        player, frozen, hole, goal, fallen, arrived = ALPHABETS[self.config.alphabet]
+        player, frozen, hole, goal, fallen, arrived = tuple(ALPHABETS[self.config.alphabet])
         tiles = [hole if tile in self.lake.holes else frozen for tile in range(self.lake.size**2)]
         tiles[self.lake.goal] = goal
         tiles[self._tile] = fallen if self._tile in self.lake.holes else arrived if self._tile == self.lake.goal else player

@@ -71,7 +71,7 @@ class SokobanEnvironment(EpisodicEnvironment):
 
     @property
     def instructions(self) -> str:
-        wall, floor, target, stored, box, player, on_target = ALPHABETS[self.config.alphabet]
+        wall, floor, target, stored, box, player, on_target = tuple(ALPHABETS[self.config.alphabet])
         task = "Push every box onto a target. You can push one box at a time and can't pull.\n"
         if self.config.view == "words":
             return f"{task}Actions: {', '.join(ACTIONS)}."
@@ -116,7 +116,7 @@ class SokobanEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         if self.config.view == "words":
             return self._describe()
-        wall, floor, target, stored, box, player, on_target = ALPHABETS[self.config.alphabet]
+        wall, floor, target, stored, box, player, on_target = tuple(ALPHABETS[self.config.alphabet])
         boxes, here, targets = self._state >> PLAYER_BITS, self._state & PLAYER_MASK, self.room.targets
         cells = [wall] * (self.room.height * self.room.width)
         for cell in self.room.floor:

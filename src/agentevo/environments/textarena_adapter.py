@@ -108,6 +108,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 "set `actions`, or choose a game for one"
             )
 
+    _random_state: tuple[Any, Any]
+
     @property
     def instructions(self) -> str:
         return self.config.instructions or f"You play the game {self.config.game}."
@@ -128,7 +130,7 @@ class TextArenaEnvironment(EpisodicEnvironment):
     def start(self, seed: int) -> None:
         config = self.config
         self._seed = seed
-        self._random_state: tuple[Any, Any] = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        self._random_state = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
         self._opponent = random.Random(f"textarena/opponent/{seed}")
         try:
             with self._own_randomness():

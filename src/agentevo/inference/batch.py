@@ -67,7 +67,9 @@ def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.
             tokens = by_segment.setdefault(id(sequence.segment), (sequence.segment, []))[1]
             tokens.extend(range(starts[index], starts[index] + counts[index]))
     shared = [SharedRows(segment, tensor(tokens), tensor(positions[tokens])) for segment, tokens in by_segment.values()]
-    done = [index for index, (s, n) in enumerate(work) if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None]
+    done = [
+        index for index, (s, n) in enumerate(work) if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None
+    ]
     return StepBatch(
         work=work,
         input_ids=tensor(ids).unsqueeze(0),
@@ -79,7 +81,8 @@ def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.
 
 
 def _buckets(counts: np.ndarray) -> list[np.ndarray]:
-    """Indices of sequences, bucketed so that none is padded to more than about twice its tokens; single tokens are a bucket of their own."""
+    """Indices of sequences, bucketed so that none is padded to more than about twice its tokens; single tokens are a bucket of their
+    own."""
     order = np.argsort(counts, kind="stable")
     found: list[list[int]] = []
     for index in order:

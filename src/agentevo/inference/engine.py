@@ -21,7 +21,9 @@ class Engine(Protocol):
         """Of the weights that new tokens come from."""
         ...
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+    ) -> Completion:
         """Completes `prompt_ids`, the whole context.
 
         `session` names a conversation whose key-value cache is kept: the next call with the same name costs only its new tokens.

@@ -54,8 +54,8 @@ class PrefixSegment:
 class Rows:
     """Sequences that a step computes together: the same number of query tokens each, after padding.
 
-    `tokens` [B, Q] are places in the step's flat token row (padding repeats a real one), `lengths` [B] the keys in the slot after this step,
-    `queries` [B] how many of the Q are real.
+    `tokens` [B, Q] are places in the step's flat token row (padding repeats a real one), `lengths` [B] the keys in the slot after this
+    step, `queries` [B] how many of the Q are real.
     """
 
     slots: torch.Tensor
@@ -73,7 +73,8 @@ class Rows:
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [B, 1, Q * repeat, K]: causal at the end of each sequence, and `window` back. One per window, kept for all layers."""
+        """Additive mask [B, 1, Q * repeat, K]: causal at the end of each sequence, and `window` back. One per window, kept for all
+        layers."""
         if window not in self._masks:
             num_queries = self.tokens.shape[1]
             key = torch.arange(self.max_length, device=self.lengths.device)  # [K]
@@ -141,9 +142,7 @@ class KVCache:
 class CacheAttention:
     """The plan of one engine step: writes the new keys and values, then lets every new token see its own sequence."""
 
-    def __init__(
-        self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows], shared: list[SharedRows]
-    ) -> None:
+    def __init__(self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows], shared: list[SharedRows]) -> None:
         self.cache = cache
         self.slots, self.places = slots, places  # [T] each: the slot of a token and its place there
         self.rows, self.shared = rows, shared
@@ -168,7 +167,9 @@ class CacheAttention:
                 k_rows, v_rows = keys[span, :, : rows.max_length], values[span, :, : rows.max_length]
             else:
                 k_rows, v_rows = keys[rows.slots, :, : rows.max_length], values[rows.slots, :, : rows.max_length]
-            q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim).transpose(1, 2).reshape(batch, groups, -1, dim)
+            q_rows = (
+                q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim).transpose(1, 2).reshape(batch, groups, -1, dim)
+            )
             part, part_lse = attention_with_lse(q_rows, k_rows, v_rows, rows.mask(window, repeat, q.dtype), scaling, softcap)
             part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2).reshape(batch * num_queries, groups, repeat, dim)
             out[rows.take_tokens] = part[rows.take_rows]

@@ -1,8 +1,9 @@
 """Who computes next, and where its keys and values lie: the waiting queue, slots, sessions, shared prefixes and the memory budget.
 
-Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two turns: owns its slot until the next turn, a
-release, or eviction). Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never fit is refused at
-the door. Idle sessions and unused prefixes are dropped, oldest first, before anyone waits; what was dropped is computed again when needed.
+Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two turns: owns its slot until the next turn,
+a release, or eviction). Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never fit is
+refused at the door. Idle sessions and unused prefixes are dropped, oldest first, before anyone waits; what was dropped is computed again
+when needed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -176,7 +178,8 @@ class Scheduler:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """New weights: nothing cached is worth anything. Running requests go back to the head of the queue with what they have completed."""
+        """New weights: nothing cached is worth anything. Running requests go back to the head of the queue with what they have
+        completed."""
         self.sessions.clear()
         self.segments.clear()
         self.unshareable.clear()
@@ -206,10 +209,13 @@ class Scheduler:
         return None
 
     def _prefix_coming(self, request: Request) -> bool:
-        return request.future is not None and any(len(key) < len(request.ids) and tuple(request.ids[: len(key)]) == key for key in self.pending_prefixes)
+        return request.future is not None and any(
+            len(key) < len(request.ids) and tuple(request.ids[: len(key)]) == key for key in self.pending_prefixes
+        )
 
     def _request_prefixes(self) -> None:
-        """Queues the computation of prefixes that several waiting requests share: equal prompts first, then common beginnings of the rest."""
+        """Queues the computation of prefixes that several waiting requests share: equal prompts first, then common beginnings of the
+        rest."""
         fresh = [r for r in self.waiting if r.future is not None and (r.session is None or r.session not in self.sessions)]
         by_prompt: dict[tuple[int, ...], int] = {}
         for request in fresh:
@@ -350,7 +356,7 @@ def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
     """Prefixes worth computing once among sorted, distinct prompts: runs of neighbours that share at least half of their tokens."""
     found: list[list[int]] = []
     run: list[int] | None = None
-    for before, prompt in zip(prompts, prompts[1:], strict=False):
+    for before, prompt in pairwise(prompts):
         base = run if run is not None else before
         size = min(common_prefix(base, prompt), len(base) - (run is None), len(prompt) - 1)
         if size >= MIN_SHARED_TOKENS and 2 * size >= len(prompt):

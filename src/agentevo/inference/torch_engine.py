@@ -1,11 +1,11 @@
 """The embedded engine: continuous batching over any transformers causal LM, on the trainer's own weights.
 
-Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks, completions one token each), draws a token
-for those that are up to date, and lets finished ones go. Steps run on the event loop; agents wake between steps, so their next turns join
-the next step.
+Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks, completions one token each), draws a
+token for those that are up to date, and lets finished ones go. Steps run on the event loop; agents wake between steps, so their next turns
+join the next step.
 
-Promises: a token's log-prob is that of the distribution it was drawn from; the same request (prompt, parameters, seed, weights) gives the same
-tokens in any company, up to float rounding; memory stays within `engine.kv_cache_tokens`.
+Promises: a token's log-prob is that of the distribution it was drawn from; the same request (prompt, parameters, seed, weights) gives the
+same tokens in any company, up to float rounding; memory stays within `engine.kv_cache_tokens`.
 Not promised: bit-equal logits for different batch shapes (matrix libraries sum in another order).
 """
 
@@ -37,7 +37,9 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 class TorchEngine:
     """See the module. `model` must have gone through `agentevo.models.attention.prepare`; `tokenizer` is needed for stop strings only."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, config: EngineSection | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, config: EngineSection | None = None
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineSection()
@@ -53,7 +55,9 @@ class TorchEngine:
     def version(self) -> int:
         return self._version
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float) -> Completion:
+    async def generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+    ) -> Completion:
         """See Engine.generate."""
         if not prompt_ids:
             raise EngineError("the prompt is empty: an engine needs at least one token to predict from")
@@ -78,8 +82,8 @@ class TorchEngine:
     async def publish(
         self, version: int, weights: Mapping[str, torch.Tensor] | None = None, *, deadline_s: float = 60.0, in_flight: str = "finish"
     ) -> None:
-        """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights (new ones wait); "continue" recomputes their
-        context under the new weights and goes on, each token stamped with the version that emitted it."""
+        """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights (new ones wait); "continue" recomputes
+        their context under the new weights and goes on, each token stamped with the version that emitted it."""
         if version <= self._version:
             raise EngineError(f"weights version {version} is not newer than {self._version}: versions only grow")
         if weights is not None:
@@ -126,10 +130,14 @@ class TorchEngine:
         unknown = sorted(set(weights) - set(own))
         missing = sorted(set(own) - set(weights))
         if unknown or missing:
-            raise EngineError(f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: publish the model's own parameter names")
+            raise EngineError(
+                f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: publish the model's own parameter names"
+            )
         for name, tensor in weights.items():
             if tensor.shape != own[name].shape:
-                raise EngineError(f"weights refused, nothing changed: {name} has shape {tuple(tensor.shape)}, the engine {tuple(own[name].shape)}")
+                raise EngineError(
+                    f"weights refused, nothing changed: {name} has shape {tuple(tensor.shape)}, the engine {tuple(own[name].shape)}"
+                )
             if not torch.isfinite(tensor).all():
                 raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
 
@@ -139,10 +147,12 @@ class TorchEngine:
         try:
             async with asyncio.timeout(deadline_s):
                 while self.scheduler.running:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # the steps run on this very loop, between two sleeps
         except TimeoutError:
             self._publishing = False
-            raise DeadlineExceededError(f"publish: requests were still running after {deadline_s:g} s; the old weights go on serving") from None
+            raise DeadlineExceededError(
+                f"publish: requests were still running after {deadline_s:g} s; the old weights go on serving"
+            ) from None
 
     def _wake(self) -> None:
         if self._pump is None or self._pump.done():

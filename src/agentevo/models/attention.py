@@ -5,8 +5,8 @@
     inference: `CacheAttention` (inference/kv_cache.py), new tokens against a key-value cache
     training:  `TreeAttention` (training/tree.py), packed sequences that share prefixes
 
-Tokens of all sequences lie side by side in one row, [1, tokens], without padding; only the plan tells them apart. So the model module is the
-same one for generation and for training.
+Tokens of all sequences lie side by side in one row, [1, tokens], without padding; only the plan tells them apart. So the model module is
+the same one for generation and for training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     if plan is None:
-        raise ModelError("this model was prepared for AgentEvo: call it with plan=..., or model.set_attn_implementation('sdpa') to use it alone")
+        raise ModelError(
+            "this model was prepared for AgentEvo: call it with plan=..., or model.set_attn_implementation('sdpa') to use it alone"
+        )
     if kwargs.get("s_aux") is not None:
         raise ModelError("attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: use another model")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -78,8 +80,8 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
-            f"{type(model).__name__} does not use transformers' attention interface, which AgentEvo needs: choose a Llama, Qwen, Mistral, Gemma or "
-            "similar decoder"
+            f"{type(model).__name__} does not use transformers' attention interface, which AgentEvo needs: choose a Llama, Qwen, "
+            "Mistral, Gemma or similar decoder"
         )
     model.set_attn_implementation(NAME)
     if next(model.parameters()).device.type == "cpu":

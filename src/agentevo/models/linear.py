@@ -1,8 +1,8 @@
 """Matrix products of linear layers through oneDNN where that is the fast library: float32 on an x86 CPU.
 
 PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the speed of oneDNN (2 cores of an AMD EPYC,
-64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s; `benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch; only the
-operator that reaches it has a private name, which is why it is used in this one file.
+64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s; `benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch;
+only the operator that reaches it has a private name, which is why it is used in this one file.
 
 `FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not copied), same state dict, same gradients to
 float32 rounding.

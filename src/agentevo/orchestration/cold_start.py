@@ -1,4 +1,5 @@
-"""Cold start: the environment's own solver plays, the policy learns to say what it said. Gives RL a policy that knows the format and the basics."""
+"""Cold start: the environment's own solver plays, the policy learns to say what it said. Gives RL a policy that knows the format and the
+basics."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def demonstrations(parts: Components, view: LiveView) -> list[Sample]:
     """`cold_start.episodes` episodes as training samples. Raises ConfigError for an environment without a solver."""
     config = parts.config
     environment = make_environment(config)
-    samples = []
+    samples: list[Sample] = []
     for index in range(config.cold_start.episodes):
         seed = world_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
         shown = demonstrate(environment, seed, config.agent, config.cold_start.random_action_rate)

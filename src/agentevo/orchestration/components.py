@@ -65,8 +65,8 @@ class FunctionAgent:
 class TaskSource:
     """Which tasks a step trains on and which are held out.
 
-    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a fifth; training goes round the others in an
-    order that the run's seed shuffles anew each round.
+    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a fifth; training goes round the others
+    in an order that the run's seed shuffles anew each round.
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
@@ -77,7 +77,7 @@ class TaskSource:
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
         assert self._config.environment is not None
-        kind: str = self._config.environment.type  # type: ignore[attr-defined]
+        kind: str = self._config.environment.type
         return environment_tasks(kind, self._config.run.seed, purpose, first, count)
 
     def train(self, step: int) -> list[Task]:
@@ -97,7 +97,7 @@ class TaskSource:
 
     def _shuffled(self, round_: int, size: int) -> list[int]:
         generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, "order", round_))
-        return torch.randperm(size, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(size, generator=generator).tolist()
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:

@@ -21,7 +21,7 @@ def reference_players(parts: Components) -> Baselines | None:
 async def evaluate(parts: Components, step: int, *, samples: int, players: Baselines | None) -> dict[str, float]:
     """One greedy attempt per held-out task, and `samples` sampled ones; `val-core/...` metrics. A failed attempt counts as no success."""
     config = parts.config
-    name = config.environment.type if config.environment is not None else "agent"  # type: ignore[attr-defined]
+    name = config.environment.type if config.environment is not None else "agent"
     tasks = parts.tasks.held_out()
     metrics: dict[str, float] = {}
     passes = [("greedy", 1, 0.0)] + ([("sampled", samples, config.evaluation.temperature)] if samples else [])

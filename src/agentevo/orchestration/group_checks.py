@@ -126,8 +126,8 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def worst_case_tokens(trajectories: Sequence[Trajectory], max_turns: int, max_new_tokens: int) -> int:
-    """Tokens of the longest conversation possible: the longest first prompt, then in each turn a completion cut by the limit and the longest
-    addition seen. An estimate from below where no attempt took a second turn. `max_turns` is 1 where each turn starts anew."""
+    """Tokens of the longest conversation possible: the longest first prompt, then in each turn a completion cut by the limit and the
+    longest addition seen. An estimate from below where no attempt took a second turn. `max_turns` is 1 where each turn starts anew."""
     first = max(len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns if turn.parent is None)
     added = max((len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns if turn.parent is not None), default=0)
     return first + max_turns * max_new_tokens + (max_turns - 1) * added

@@ -1,7 +1,8 @@
-"""The whole of a training run, in order: evaluate, then step by step sample -> advantage -> update -> publish -> commit, then evaluate again.
+"""The whole of a training run, in order: evaluate, then step by step sample -> advantage -> update -> publish -> commit, then evaluate
+again.
 
-Version s of the weights is what step s left behind; trajectories of step s + 1 are sampled from it. A step is committed to the store together
-with the record of its metrics; a resumed run rewinds the store to its checkpoint and repeats what came after, bit for bit.
+Version s of the weights is what step s left behind; trajectories of step s + 1 are sampled from it. A step is committed to the store
+together with the record of its metrics; a resumed run rewinds the store to its checkpoint and repeats what came after, bit for bit.
 """
 
 from __future__ import annotations
@@ -155,6 +156,10 @@ class Loop:
             self.progress.after = await self.evaluate("after" if last else f"step {step}", full=last)
             value = headline(self.progress.after)
         due = bool(config.checkpoint.every) and step % config.checkpoint.every == 0
-        better = value is not None and bool(config.checkpoint.every) and (self.checkpoints.best_value is None or value > self.checkpoints.best_value)
+        better = (
+            value is not None
+            and bool(config.checkpoint.every)
+            and (self.checkpoints.best_value is None or value > self.checkpoints.best_value)
+        )
         if last or due or better:
             self.save(value)

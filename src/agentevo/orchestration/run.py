@@ -260,7 +260,7 @@ def _write_summary(loop: Loop) -> None:
     summary = {
         "name": config.run.name,
         "model": config.model.name,
-        "environment": config.environment.type if config.environment is not None else None,  # type: ignore[attr-defined]
+        "environment": config.environment.type if config.environment is not None else None,
         "seed": config.run.seed,
         "eval": {
             "before": headline(progress.before) if progress.before else None,

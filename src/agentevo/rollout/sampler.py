@@ -1,7 +1,7 @@
 """The sampler: leases tasks, lets an agent attempt each of them several times, writes the trajectories to the store.
 
-Attempts of all groups run at once and share the engine's steps. Whatever goes wrong inside an attempt becomes a `failed` trajectory with the
-reason: it costs its own group one member and never the run.
+Attempts of all groups run at once and share the engine's steps. Whatever goes wrong inside an attempt becomes a `failed` trajectory with
+the reason: it costs its own group one member and never the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Sampler:
             stop_strings=section.stop,
         )
 
-    async def sample(self, tasks: Sequence[Task], *, attempts: int, temperature: float, split: Split, step: int, label: str) -> list[Trajectory]:
+    async def sample(
+        self, tasks: Sequence[Task], *, attempts: int, temperature: float, split: Split, step: int, label: str
+    ) -> list[Trajectory]:
         """`attempts` trajectories of each task, in the order of tasks and attempts, written to the store as `split` of `step`.
 
         `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is part of ids and seeds.

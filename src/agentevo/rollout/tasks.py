@@ -19,5 +19,6 @@ def world_seed(run_seed: int, purpose: Purpose, index: int) -> int:
 def environment_tasks(environment: str, run_seed: int, purpose: Purpose, first: int, count: int) -> list[Task]:
     """Tasks first .. first + count - 1 of a purpose."""
     return [
-        Task(id=f"{purpose}-{index}", environment=environment, seed=world_seed(run_seed, purpose, index)) for index in range(first, first + count)
+        Task(id=f"{purpose}-{index}", environment=environment, seed=world_seed(run_seed, purpose, index))
+        for index in range(first, first + count)
     ]

@@ -258,7 +258,7 @@ def _engine(path: Path, timeout_s: float) -> AsyncEngine:
     @event.listens_for(engine.sync_engine, "connect")
     def prepare(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
         def is_late() -> bool:
-            return time.monotonic() > record.info["stop_at"]
+            return bool(time.monotonic() > record.info["stop_at"])
 
         connection.isolation_level = None  # we say BEGIN ourselves, below
         record.info["stop_at"] = math.inf

@@ -58,7 +58,7 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self.folder} has no whole checkpoint: train with checkpoint.every above 0, or let a run finish")
-        return self.path(self.best_step if which == "best" and self.best_step in steps else steps[-1])  # type: ignore[arg-type]
+        return self.path(self.best_step if which == "best" and self.best_step in steps else steps[-1])
 
     def save(
         self,
@@ -89,7 +89,9 @@ class Checkpoints:
             trainer_state = torch.load(path / "trainer.pt", weights_only=True)
             run_state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{path} can't be read as a checkpoint ({type(error).__name__}: {error}): resume from an older one") from error
+            raise CheckpointError(
+                f"{path} can't be read as a checkpoint ({type(error).__name__}: {error}): resume from an older one"
+            ) from error
         return trainer_state, run_state
 
     def forget_after(self, step: int) -> None:

@@ -1,4 +1,5 @@
-"""Log-probs and entropies of chosen tokens from logits, with one saved copy of the logits instead of the several that autograd would keep."""
+"""Log-probs and entropies of chosen tokens from logits, with one saved copy of the logits instead of the several that autograd would
+keep."""
 
 from __future__ import annotations
 
@@ -40,6 +41,6 @@ class _SelectedLogprobs(torch.autograd.Function):
 def selected_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [R, V], rows [M] and targets [M] int64 -> log-probs [M] of token targets[m] under softmax(logits[rows[m]] / temperature), and the
-    entropy [R] of each row, in nats. Both differentiable; computed in float32."""
+    """logits [R, V], rows [M] and targets [M] int64 -> log-probs [M] of token targets[m] under softmax(logits[rows[m]] / temperature), and
+    the entropy [R] of each row, in nats. Both differentiable; computed in float32."""
     return _SelectedLogprobs.apply(logits.float(), rows, targets, temperature)

@@ -52,9 +52,11 @@ def train_supervised(
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order; returns the mean loss per token, in nats, of every optimizer step.
+    """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order; returns the mean loss per token, in
+    nats, of every optimizer step.
 
-    `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm limit and micro-batch size are the trainer's.
+    `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm limit and micro-batch size are the
+    trainer's.
     """
     optimizer = make_optimizer(model, section.learning_rate, trainer.weight_decay, trainer.betas)
     episodes: dict[str, list[Sample]] = {}

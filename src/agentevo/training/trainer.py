@@ -1,7 +1,8 @@
 """The trainer: samples in, one policy update and its metrics out. It never calls an agent or an engine.
 
-loss = sum over trained tokens of weight * (clipped surrogate + kl_coef * KL - entropy_coef * entropy), weights from the aggregation over the
-whole minibatch; micro-batches only add up its gradient. The learning rate of optimizer step t warms up linearly, then follows the schedule.
+loss = sum over trained tokens of weight * (clipped surrogate + kl_coef * KL - entropy_coef * entropy), weights from the aggregation over
+the whole minibatch; micro-batches only add up its gradient. The learning rate of optimizer step t warms up linearly, then follows the
+schedule.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Trainer:
             batch = pack([samples[i] for i in indices], [weights[i] for i in indices], device)
             loss, metrics = self._loss(batch)
             if not torch.isfinite(loss):
-                raise TrainingError("the loss is not finite, the weights were not changed: lower trainer.learning_rate, or check the rewards")
+                raise TrainingError(
+                    "the loss is not finite, the weights were not changed: lower trainer.learning_rate, or check the rewards"
+                )
             loss.backward()
             largest_diff = max(largest_diff, metrics.pop("largest_diff"))
             for key, value in metrics.items():

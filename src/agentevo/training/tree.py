@@ -1,12 +1,12 @@
 """Packed sequences as a token tree: what sequences share at their beginning is computed once.
 
-`build_tree` sorts the sequences and walks them: each reuses the path of the one before it as far as they agree and adds nodes for the rest. In
-that order nodes come out depth-first, and
+`build_tree` sorts the sequences and walks them: each reuses the path of the one before it as far as they agree and adds nodes for the
+rest. In that order nodes come out depth-first, and
 
     ids[path(s)] = sequence s,   position of a node = its depth,   a node attends to exactly the nodes of its path
 
-hold by construction (tests/training/test_tree.py). Attention works in runs: the nodes that one sequence added (queries) against its whole path
-(keys). Runs of similar size are computed together, padded only inside attention.
+hold by construction (tests/training/test_tree.py). Attention works in runs: the nodes that one sequence added (queries) against its whole
+path (keys). Runs of similar size are computed together, padded only inside attention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TokenTree:
 
 def build_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
     """The tree of several non-empty token sequences."""
-    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
@@ -102,7 +102,7 @@ class TreeAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
-        num_nodes, num_heads, dim = q.shape
+        num_heads, dim = q.shape[1:]
         groups = k.shape[1]
         repeat = num_heads // groups
         parts = []

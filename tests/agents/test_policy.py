@@ -1,0 +1,222 @@
+"""The policy handle: token-exact over many turns, and a history that was edited branches."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentevo.agents import Policy
+from agentevo.errors import DeadlineExceededError, RequestTooLongError
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.chat import ChatFormat
+from agentevo.training.samples import trajectory_samples
+from agentevo.types import Message, SamplingParams, Trajectory
+
+USER = Message("user", "Take the left coin or the right one.")
+MORE = Message("user", "Go on.")
+OTHER = Message("user", "You lose.")
+
+
+@pytest.fixture
+def loaded(tiny_policy):
+    return tiny_policy(seed=2)
+
+
+@pytest.fixture
+def chat(loaded):
+    return ChatFormat(loaded.tokenizer)
+
+
+@pytest.fixture
+def scripted(loaded, chat, scripted_engine):
+    """`scripted(says, **options)` -> engine that says so, and a policy on it."""
+
+    def make(says, **options):
+        engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
+        settings = {"name": "a", "seed": 5, "context_length": 256, "timeout_s": 120.0} | options
+        return engine, Policy(engine, chat, SamplingParams(max_new_tokens=20, temperature=0.7), **settings)
+
+    return make
+
+
+def run(work):
+    return asyncio.run(work)
+
+
+def as_trajectory(policy: Policy) -> Trajectory:
+    return Trajectory(id="a", task_id="t", group_id="g", turns=policy.turns)
+
+
+def test_each_turn_extends_the_very_ids_of_the_one_before(loaded, chat, scripted):
+    engine, policy = scripted(["left", "right", "Up"])
+
+    async def talk():
+        messages = [USER]
+        for _ in range(3):
+            reply = await policy.generate(messages)
+            messages = [*messages, reply.message, MORE]
+        return reply
+
+    assert run(talk()).turn == 2
+    turns = policy.turns
+    assert [turn.parent for turn in turns] == [None, 0, 1]
+    assert [turn.index for turn in turns] == [0, 1, 2]
+    trajectory = as_trajectory(policy)
+    for turn, (prompt, sampling, session) in zip(turns, engine.requests, strict=True):
+        assert trajectory.context_ids(turn.index) == prompt
+        assert (sampling.seed, sampling.temperature, session) == (turn.seed, 0.7, "a")
+        assert turn.versions == [3] * len(turn.completion_ids)
+    said = "<|user|>Take the left coin or the right one.<|end|><|assistant|>left<|end|><|user|>Go on.<|end|><|assistant|>right<|end|>"
+    assert loaded.tokenizer.decode(engine.requests[-1][0]) == f"{said}<|user|>Go on.<|end|><|assistant|>"
+    assert len({turn.seed for turn in turns}) == 3
+
+
+def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
+    """A random policy says what no tokenizer would ever say; still every id is trained as it was drawn."""
+    engine = TorchEngine(loaded.model, loaded.tokenizer)
+    seen = []
+    generate = engine.generate
+
+    async def watched(prompt, sampling, **options):
+        completion = await generate(prompt, sampling, **options)
+        seen.append(prompt + completion.ids)
+        return completion
+
+    engine.generate = watched  # type: ignore[method-assign]
+    policy = Policy(
+        engine, chat, SamplingParams(max_new_tokens=7, stop_token_ids=chat.end_ids), name="a", seed=1, context_length=256, timeout_s=120
+    )
+
+    async def talk():
+        messages = [USER]
+        for _ in range(5):
+            reply = await policy.generate(messages)
+            messages = [*messages, reply.message, MORE]
+
+    run(talk())
+    (sample,) = trajectory_samples(as_trajectory(policy), 1.0)
+    assert sample.ids == seen[-1]
+    assert sum(sample.loss_mask) == sum(len(turn.completion_ids) for turn in policy.turns)
+    assert [lp for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m] == [
+        lp for turn in policy.turns for lp in turn.logprobs
+    ]
+    reencoded = loaded.tokenizer.encode(loaded.tokenizer.decode(sample.ids), add_special_tokens=False)
+    assert reencoded != sample.ids, "the test means something only if encoding again would have given other ids"
+
+
+@pytest.mark.parametrize(
+    ("edit", "parent", "begins_anew"),
+    [
+        (lambda said: [*said, MORE], 1, False),
+        (lambda said: [*said[:3], OTHER], 0, False),
+        (lambda said: said[:3], 0, False),
+        (lambda said: [USER, OTHER], None, True),
+        (lambda said: [USER, Message("assistant", "what it never said"), *said[2:], MORE], None, True),
+        (lambda said: [OTHER, *said[1:], MORE], None, True),
+        (lambda said: said[:1], None, True),
+    ],
+    ids=["extended", "other-second-question", "second-turn-again", "no-answer", "edited-answer", "edited-question", "first-turn-again"],
+)
+def test_an_edited_history_branches_where_it_was_edited(edit, parent, begins_anew, loaded, chat, scripted):
+    engine, policy = scripted(["left", "right", "Up"])
+
+    async def talk():
+        first = await policy.generate([USER])
+        second = await policy.generate([USER, first.message, MORE])
+        said = [USER, first.message, MORE, second.message]
+        changed = edit(said) if edit(said)[-1].role == "user" else [*edit(said), MORE]
+        await policy.generate(changed)
+        return changed
+
+    changed = run(talk())
+    turn = policy.turns[2]
+    assert turn.parent == parent
+    assert as_trajectory(policy).context_ids(2) == engine.requests[2][0]
+    rendered = "".join(f"<|{message.role}|>{message.content}<|end|>" for message in changed) + "<|assistant|>"
+    assert loaded.tokenizer.decode(engine.requests[2][0]) == rendered
+    if begins_anew:
+        assert turn.prompt_ids == engine.requests[2][0]
+    samples = trajectory_samples(as_trajectory(policy), 1.0)
+    assert sum(sum(sample.loss_mask) for sample in samples) == as_trajectory(policy).num_completion_tokens(), "each token once"
+
+
+def test_a_completion_that_was_cut_off_gets_its_end_from_the_next_prompt(loaded, chat, scripted):
+    engine, policy = scripted(["left or...", "right"])
+
+    async def talk():
+        first = await policy.generate([USER])
+        await policy.generate([USER, first.message, MORE])
+        return first
+
+    first = run(talk())
+    assert (first.text, first.complete) == ("left or", False)
+    assert policy.turns[1].prompt_ids[0] == chat.end_of_turn_id
+    assert policy.turns[1].parent == 0
+    assert loaded.tokenizer.decode(engine.requests[1][0]).count("<|end|>") == 3
+
+
+def test_replies_say_what_was_said_without_the_end_of_turn(scripted):
+    _, policy = scripted(["left"])
+    reply = run(policy.generate([USER]))
+    assert (reply.text, reply.complete, reply.turn, reply.message) == ("left", True, 0, Message("assistant", "left"))
+    assert policy.turns[0].messages == [USER, Message("assistant", "left")]
+
+
+def test_the_last_tokens_of_the_context_are_used_and_then_it_is_full(chat, scripted):
+    prompt = len(chat.first_prompt([USER]))
+    engine, policy = scripted(["left"], context_length=prompt + 3)
+    run(policy.generate([USER]))
+    assert engine.requests[0][1].max_new_tokens == 3
+    _, policy = scripted(["left"], context_length=prompt)
+    with pytest.raises(RequestTooLongError, match=f"conversation has {prompt} tokens, the model's context is {prompt}"):
+        run(policy.generate([USER]))
+    assert policy.turns == []
+
+
+def test_a_turn_that_failed_is_not_recorded_and_can_be_asked_again(scripted):
+    engine, policy = scripted([DeadlineExceededError("late"), "left"])
+
+    async def talk():
+        with pytest.raises(DeadlineExceededError):
+            await policy.generate([USER])
+        return await policy.generate([USER])
+
+    assert run(talk()).turn == 0
+    assert [turn.index for turn in policy.turns] == [0]
+    assert len(engine.requests) == 2
+
+
+def test_turns_asked_at_the_same_time_are_told_apart(scripted):
+    """An agent that searches asks for several continuations at once."""
+    engine, policy = scripted(["left", "right", "Up", "Down"])
+
+    async def talk():
+        first = await policy.generate([USER])
+        replies = await asyncio.gather(*(policy.generate([USER, first.message, MORE]) for _ in range(2)))
+        last = await policy.generate([USER, first.message, MORE, replies[0].message, MORE])
+        return [first, *replies, last]
+
+    replies = run(talk())
+    assert [turn.index for turn in policy.turns] == [0, 1, 2, 3]
+    assert sorted(reply.turn for reply in replies) == [0, 1, 2, 3]
+    assert [policy.turns[reply.turn].messages[-1].content for reply in replies] == ["left", "right", "Up", "Down"]
+    assert policy.turns[3].parent == replies[1].turn
+    assert len({sampling.seed for _, sampling, _ in engine.requests}) == 4, "equal questions, different draws"
+
+
+def test_seeds_follow_the_attempt(scripted):
+    def seeds(seed: int) -> list[int]:
+        engine, policy = scripted(["left", "left"], seed=seed)
+        run(policy.generate([USER]))
+        run(policy.generate([OTHER]))
+        return [sampling.seed for _, sampling, _ in engine.requests]
+
+    assert seeds(1) == seeds(1)
+    assert not set(seeds(1)) & set(seeds(2))
+
+
+def test_closing_frees_the_engines_memory_of_the_attempt(scripted):
+    engine, policy = scripted([])
+    run(policy.close())
+    assert engine.released == ["a"]

@@ -1,0 +1,202 @@
+"""The sampler: groups at once, every attempt recorded, and whatever goes wrong costs one attempt and never the run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentevo.agents import Outcome
+from agentevo.config import build_config
+from agentevo.errors import DeadlineExceededError, EnvironmentFailure, StoreError
+from agentevo.models.chat import ChatFormat
+from agentevo.orchestration.components import open_components
+from agentevo.rollout.sampler import Sampler
+from agentevo.store.store import open_store
+from agentevo.training.samples import make_samples
+from agentevo.training.trainer import Trainer
+from agentevo.types import Message, Task
+
+TASKS = [Task(id="one", query="left"), Task(id="two", query="right")]
+
+
+class Asker:
+    """Says the task's query twice; then does what the test wants of this attempt."""
+
+    def __init__(self, then=None) -> None:
+        self._then = then
+
+    async def run(self, task, policy):
+        messages = [Message("user", task.query)]
+        reply = await policy.generate(messages)
+        await policy.generate([*messages, reply.message, Message("user", "Go on.")])
+        if self._then is not None:
+            result = self._then(task, policy)
+            if asyncio.iscoroutine(result):
+                await result
+        return Outcome(reward=1.5, success=True, turn_rewards={0: 0.5, 1: 1.0}, truncated=True, metrics={"num_actions": 2.0})
+
+
+@pytest.fixture
+def sample(tiny_policy, scripted_engine, tmp_path):
+    """`sample(agent, says, **arguments)` -> trajectories, stored ones, engine, counts of the store."""
+    loaded = tiny_policy()
+    chat = ChatFormat(loaded.tokenizer)
+    config = build_config(
+        {"agent": {"timeout_s": 0.5}, "engine": {"timeout_s": 7}, "sampling": {"max_new_tokens": 9, "stop": ["zz"]}, "run": {"seed": 4}},
+        needs_environment=False,
+    )
+
+    def run(agent, says, **arguments):
+        arguments = {"attempts": 2, "temperature": 0.8, "split": "train", "step": 3, "label": "train"} | arguments
+        engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
+
+        async def work():
+            async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}") as store:
+                found = await Sampler(config, engine, chat, agent, store, 256).sample(TASKS, **arguments)
+                stored = [one async for one in store.trajectories(step=arguments["step"])]
+                return found, stored, engine, await store.counts()
+
+        return asyncio.run(work())
+
+    return run
+
+
+def test_every_attempt_of_every_task_in_order(sample):
+    found, stored, engine, counts = sample(Asker(), ["left", "Up", "red", "blue", "green", "black", "white", "coin"])
+    assert [(t.task_id, t.attempt, t.group_id) for t in found] == [
+        ("one", 0, "one/train@3"),
+        ("one", 1, "one/train@3"),
+        ("two", 0, "two/train@3"),
+        ("two", 1, "two/train@3"),
+    ]
+    assert len({t.id for t in found}) == 4
+    for trajectory in found:
+        assert (trajectory.reward, trajectory.success, trajectory.truncated, trajectory.status) == (1.5, True, True, "completed")
+        assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
+        assert trajectory.metrics == {"num_actions": 2.0}
+    assert sorted(engine.released) == sorted(t.id for t in found)
+    by_id = {one.trajectory.id: one for one in stored}
+    assert {(one.split, one.step, one.state) for one in stored} == {("train", 3, "ready")}
+    assert all(by_id[t.id].trajectory.turns == t.turns for t in found)
+    assert counts["tasks/completed"] == 2
+
+
+def test_requests_carry_the_recipes_sampling_and_seeds_of_their_own(sample):
+    _, _, engine, _ = sample(Asker(), ["left"] * 8)
+    params = [sampling for _, sampling, _ in engine.requests]
+    assert {(p.temperature, p.max_new_tokens, p.stop_strings) for p in params} == {(0.8, 9, ("zz",))}
+    assert all(p.stop_token_ids for p in params)
+    assert len({p.seed for p in params}) == 8
+
+
+def test_seeds_follow_run_task_attempt_step_and_pass(sample):
+    def seeds(**arguments):
+        return {sampling.seed for _, sampling, _ in sample(Asker(), ["left"] * 8, **arguments)[2].requests}
+
+    assert seeds() == seeds()
+    others = [seeds(step=4), seeds(label="greedy"), seeds(step=5, label="greedy")]
+    assert len(set().union(seeds(), *others)) == 32
+
+
+def failing(attempt: int, error):
+    """Raises in one attempt of task `one` only."""
+
+    def then(task, policy):
+        if task.id == "one" and policy._name.endswith(f"#{attempt}"):
+            raise error
+
+    return then
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("no such move"), "ValueError: no such move"),
+        (EnvironmentFailure("world gone"), "EnvironmentFailure: world gone"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (AssertionError(), "AssertionError: "),
+        (DeadlineExceededError("no completion within 7 s"), "no completion within 7 s"),
+        (TimeoutError("the tool took too long"), "the tool took too long"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_agent_that_fails_costs_its_own_attempt_only(error, reason, sample):
+    found, stored, _, counts = sample(Asker(failing(1, error)), ["left"] * 8)
+    assert [t.status for t in found] == ["completed", "failed", "completed", "completed"]
+    failed = found[1]
+    assert reason in failed.error
+    assert (failed.reward, failed.success) == (0.0, False)
+    assert len(failed.turns) == 2, "what it had said until then is on record"
+    assert next(one for one in stored if one.trajectory.id == failed.id).state == "failed"
+    assert counts["tasks/completed"] == 2
+
+
+def test_an_engine_that_is_late_costs_one_attempt(sample):
+    found, *_ = sample(Asker(), ["left", DeadlineExceededError("no completion within 7 s"), *["left"] * 6])
+    assert sorted(t.status for t in found) == ["completed", "completed", "completed", "failed"]
+    failed = next(t for t in found if t.status == "failed")
+    assert failed.error == "no completion within 7 s"
+    assert failed.turns == []
+
+
+def test_an_episode_that_hangs_is_ended_at_its_deadline(sample):
+    def hang(task, policy):
+        return asyncio.sleep(3600) if task.id == "two" and policy._name.endswith("#0") else None
+
+    found, *_ = sample(Asker(hang), ["left"] * 8)
+    assert [t.status for t in found] == ["completed", "completed", "failed", "completed"]
+    assert found[2].error == "the episode took longer than agent.timeout_s=0.5 s"
+    assert 0.4 < found[2].duration_s
+
+
+def test_the_same_pass_twice_changes_nothing_and_a_different_one_is_refused(sample):
+    sample(Asker(), ["left"] * 8)
+    _, stored, _, _ = sample(Asker(), ["left"] * 8)
+    assert len(stored) == 4
+    with pytest.raises(StoreError):
+        sample(Asker(), ["right"] * 8)
+
+
+def test_on_policy_means_on_policy(tmp_path):
+    """Real sampler, engine and trainer on one tiny policy, over turns: the trainer's log-probs are the engine's, so the ratio is 1."""
+    config = build_config(
+        {
+            "environment": {"type": "frozen_lake"},
+            "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
+            "agent": {"format": "plain", "max_turns": 3},
+            "sampling": {"max_new_tokens": 5, "temperature": 1.3},
+            "trainer": {"group_size": 4, "groups_per_step": 3, "micro_batch_tokens": 600, "warmup_steps": 0},
+            "algorithm": {"drop_zero_variance": False},
+            "run": {"dir": str(tmp_path), "seed": 1},
+        }
+    )
+
+    async def work():
+        async with open_components(config) as parts:
+            trainer = Trainer(parts.model, config.trainer, config.algorithm)
+            found = []
+            for step in (1, 2):
+                trajectories = await parts.sampler.sample(
+                    parts.tasks.train(step), attempts=4, temperature=config.sampling.temperature, split="train", step=step, label="train"
+                )
+                samples, dropped = make_samples(trajectories, config.algorithm)
+                assert dropped == {}
+                # rewards of a policy that knows nothing are all alike: make some up
+                found.append((samples, trainer.step([_with_advantage(s, (-1.0) ** i) for i, s in enumerate(samples)])))
+                await parts.engine.publish(step)
+            return found
+
+    for step, (samples, metrics) in enumerate(asyncio.run(work())):
+        assert abs(metrics["actor/ppo_kl_first"]) < 1e-5
+        assert metrics["actor/logprob_diff_max"] < 1e-4
+        assert metrics["actor/pg_clipfrac"] == 0.0
+        assert {version for s in samples for version, m in zip(s.versions, s.loss_mask, strict=True) if m} == {step}
+        assert {s.temperature for s in samples} == {1.3}
+        assert any(sum(s.loss_mask) > 5 for s in samples), "several turns"
+
+
+def _with_advantage(sample, advantage):
+    from msgspec.structs import replace
+
+    return replace(sample, advantages=[advantage if m else 0.0 for m in sample.loss_mask])

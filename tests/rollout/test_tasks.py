@@ -1,0 +1,25 @@
+"""Seeds of worlds: one world is never in two purposes."""
+
+from __future__ import annotations
+
+from agentevo.rollout.tasks import environment_tasks, world_seed
+
+
+def test_purposes_never_share_a_seed():
+    seeds = {
+        purpose: {world_seed(run, purpose, index) for run in range(5) for index in range(400)}
+        for purpose in ("train", "eval", "demonstration")
+    }
+    assert all(len(found) == 2000 for found in seeds.values()), "other runs and other indices are other worlds"
+    assert not seeds["train"] & seeds["eval"]
+    assert not seeds["train"] & seeds["demonstration"]
+    assert not seeds["eval"] & seeds["demonstration"]
+    assert all(seed % 4 == 1 for seed in seeds["eval"])
+
+
+def test_tasks_of_an_environment():
+    tasks = environment_tasks("coins", 7, "train", 3, 2)
+    assert [task.id for task in tasks] == ["train-3", "train-4"]
+    assert [task.seed for task in tasks] == [world_seed(7, "train", 3), world_seed(7, "train", 4)]
+    assert {task.environment for task in tasks} == {"coins"}
+    assert environment_tasks("coins", 7, "train", 3, 2) == tasks
