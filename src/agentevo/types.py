@@ -142,13 +142,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
 
 
-class Score(msgspec.Struct, frozen=True):
-    """A scorer's verdict: the value that is trained on, and its named parts for people."""
-
-    value: float
-    parts: dict[str, float] = {}
-
-
 class Baselines(msgspec.Struct, frozen=True):
     """Success rates (0..1) of two reference players on one task or a mean over tasks, under the agent's own limits. None: unknown."""
 
