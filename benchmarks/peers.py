@@ -82,9 +82,9 @@ class Peer:
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self.description = self._answer(LOAD_DEADLINE_S)
-        except PeerError:
-            self._kill()
-            raise
+        finally:
+            if not self.description:
+                self._kill()
         self._signal(signal.SIGSTOP)
         return self
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -111,6 +112,7 @@ def main() -> int:
     only = set(args.only.split(","))
     if only - set(GROUPS) or args.repeats < 1:
         parser.error(f"--only takes some of {', '.join(GROUPS)}, --repeats at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the `with` blocks, which end the peers
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     before = machine()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+import hypothesis
 import pytest
 import torch
 from transformers import (
@@ -30,6 +31,9 @@ from agentevo.config import ModelSection, TinyModel
 from agentevo.models.attention import prepare
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
+
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 VOCABULARY = 97
 WINDOW = 24

@@ -171,8 +171,12 @@ def test_played_rates_match_the_tables() -> None:
 
 def test_words_say_what_the_map_shows() -> None:
     world = drawn("P__\nO__\n__G", slippery=False, view="words")
-    assert world.reset(seed=0)[0] == "Goal two down, two right; left edge, down hole, right ice, up edge"
-    assert "fell" in world.step("Down")[0]
+    shown, _ = world.reset(seed=0)
+    assert shown.startswith("Goal two down, two right; left edge, down hole, right ice, up edge")
+    assert shown.count("one down, same column") == 1  # the hole
+    world.step("Right")
+    assert world.step("Down")[0].startswith("Goal one down, one right; left hole, down ice, right ice, up ice")
+    assert "fell" in world.step("Left")[0]
 
 
 @pytest.mark.parametrize("wrong", [{"size": 1}, {"frozen_probability": 0}, {"alphabet": "runes"}, {"slipery": True}, {"max_actions": 0}])

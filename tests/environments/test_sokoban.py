@@ -86,6 +86,16 @@ def test_other_alphabets_draw_the_same_room() -> None:
     assert drawn(rows, alphabet="letters").reset(seed=0)[0] == "WWWWW\nW@CBW\nW.GGW\nWWWWW"
 
 
+def test_words_say_what_the_room_shows() -> None:
+    shown, _ = drawn("######\n#P__O#\n#_X__#\n######", view="words").reset(seed=0)
+    for said in (
+        "You: up wall, down floor, left wall, right floor",
+        "Box one down, one right: up floor, down wall, left floor, right floor",
+        "one up, two right",  # the target from the box
+    ):
+        assert said in shown
+
+
 def test_a_lost_room_has_no_optimal_action() -> None:
     world = drawn("#####\n#_XP#\n#_O_#\n#####")
     assert world.optimal_action() is None  # the box is against the upper wall, no target there

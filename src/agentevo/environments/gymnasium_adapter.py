@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -71,11 +72,12 @@ def picture_as_text(picture: str) -> str:
     return ESCAPE.sub("", HIGHLIGHT.sub(r"[\1]", picture)).rstrip("\n")
 
 
-def transition_tables(world: Any, num_actions: int, success_on: str) -> SuccessTables | None:
-    """`world.P[state][action] = [(chance, next state, reward, ended), ...]` as success tables; None if there is no such table."""
-    published = getattr(world, "P", None)
-    if not isinstance(published, dict) or len(published) > MAX_TABLE_STATES:
-        return None
+Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
+"""state -> action -> [(chance, next state, reward, ended), ...], as Gymnasium's toy texts publish them."""
+
+
+def transition_tables(published: Transitions, num_actions: int, success_on: str) -> SuccessTables:
+    """Published transitions as success tables."""
     win = np.zeros((num_actions, len(published)))
     move = np.zeros((num_actions, len(published), len(published)))
     for state, actions in published.items():
@@ -108,7 +110,14 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                 raise ConfigError(
                     f"gymnasium: action_names has {len(self._names)} entries, but {config.id} has {space.n} actions: name each"
                 )
-        self._tables = transition_tables(self._world.unwrapped, len(self._names), config.success_on) if self._names else None
+        published = getattr(self._world.unwrapped, "P", None)
+        known = isinstance(published, dict) and bool(self._names) and len(published) <= MAX_TABLE_STATES
+        self._published: Transitions | None = published if known else None
+
+    @cached_property
+    def _tables(self) -> SuccessTables | None:
+        """Made when first asked for: playing doesn't need them."""
+        return None if self._published is None else transition_tables(self._published, len(self._names), self.config.success_on)
 
     def _make(self) -> gymnasium.Env[Any, Any]:
         config = self.config
@@ -117,7 +126,10 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             world = gymnasium.make(config.id, **options)
             drawable = "ansi" in world.metadata.get("render_modes", []) and not isinstance(world.observation_space, spaces.Text)
             self._drawn = config.observation == "ansi" or (config.observation == "auto" and drawable)
-            return gymnasium.make(config.id, **{"render_mode": "ansi", **options}) if self._drawn else world
+            if not self._drawn:
+                return world
+            world.close()
+            return gymnasium.make(config.id, **{"render_mode": "ansi", **options})
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"gymnasium: can't make {config.id!r} with kwargs {config.kwargs}: {error}") from error
 
@@ -135,7 +147,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
 
     def _state(self) -> int:
         """The state's number in the published transitions."""
-        return int(getattr(self._world.unwrapped, "s", 0)) if self._tables else 0
+        return int(getattr(self._world.unwrapped, "s", 0)) if self._published else 0
 
     def _show(self, observation: object) -> str:
         if not self._drawn:

@@ -23,6 +23,7 @@ from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
 from agentevo.inference.sampling import draw
 from agentevo.inference.scheduler import Request, Scheduler, Sequence
+from agentevo.models.linear import drop_packed
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 
@@ -97,7 +98,7 @@ class TorchEngine:
                     for name, tensor in weights.items():
                         own[name].copy_(tensor)
             self._version = version
-            self.scheduler.forget_cache()
+            self.forget_cache()
         finally:
             self._publishing = False
             self._wake()
@@ -108,6 +109,7 @@ class TorchEngine:
 
     def forget_cache(self) -> None:
         """Drops every cached key and value: the weights were changed in place without a new version."""
+        drop_packed(self.model)
         self.scheduler.forget_cache()
 
     def stats(self) -> dict[str, float]:

@@ -10,10 +10,14 @@ float32 rounding.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
+
+PACKED_FOR_ROWS = 64
+"""Number of rows that the packed layout is best for; it is also good for the others."""
 
 
 def available() -> bool:
@@ -22,6 +26,7 @@ def available() -> bool:
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 
 
@@ -50,7 +55,15 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class FastLinear(nn.Linear):
-    """`nn.Linear` whose float32 CPU products run in oneDNN."""
+    """`nn.Linear` whose float32 CPU products run in oneDNN.
+
+    Without gradients (generation) it multiplies by a copy of the weight in oneDNN's own layout, up to 1.5 times faster for few rows, at the
+    cost of the weight's size in memory. The copy is dropped by every pass with gradients (an update follows it; fused optimizers don't count up
+    the weight's version), when the version counter moves, and by `drop_packed`.
+    """
+
+    _packed: torch.Tensor | None
+    _packed_of: tuple[int, int] | None
 
     @classmethod
     def sharing(cls, linear: nn.Linear) -> FastLinear:
@@ -60,6 +73,7 @@ class FastLinear(nn.Linear):
         fast.in_features, fast.out_features = linear.in_features, linear.out_features
         fast.weight, fast.bias = linear.weight, linear.bias
         fast.training = linear.training
+        fast._packed, fast._packed_of = None, None
         return fast
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -67,10 +81,37 @@ class FastLinear(nn.Linear):
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         if torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):
+            self._packed = None
             out = _LinearFunction.apply(rows, self.weight, self.bias)
         else:
-            out = _product(rows, self.weight, self.bias)
+            out = _product(rows, self._packed_weight(), self.bias)
         return out.view(*input.shape[:-1], self.out_features)
+
+
+    def _packed_weight(self) -> torch.Tensor:
+        state = (self.weight.data_ptr(), self.weight._version)
+        if self._packed is None or self._packed_of != state:
+            weight = self.weight.detach()
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+            self._packed_of = state
+        return self._packed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FastLinear:
+        """A layer of its own; the packed copy, which can't be copied, is made again when needed."""
+        twin = FastLinear.__new__(FastLinear)
+        nn.Module.__init__(twin)
+        memo[id(self)] = twin
+        twin.in_features, twin.out_features, twin.training = self.in_features, self.out_features, self.training
+        twin.weight, twin.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+        twin._packed, twin._packed_of = None, None
+        return twin
+
+
+def drop_packed(model: nn.Module) -> None:
+    """Forgets all packed copies in `model`: its weights were changed in a way that nothing here can see."""
+    for module in model.modules():
+        if isinstance(module, FastLinear):
+            module._packed = None
 
 
 def use_fast_linear(model: nn.Module) -> int:

@@ -1,0 +1,81 @@
+"""Evaluation: greedy and sampled, beside the two reference players, a failed attempt no success."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from agentevo.config import build_config
+from agentevo.environments import make
+from agentevo.orchestration.evaluation import evaluate, headline, reference_players
+from agentevo.types import Baselines, Task, Trajectory
+
+TASKS = [Task(id=f"eval-{n}", seed=n) for n in range(4)]
+
+
+class Sampler:
+    """Answers with prepared trajectories and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+
+    async def sample(self, tasks, **arguments):
+        self.asked.append({"tasks": tasks, **arguments})
+        found = []
+        for task in tasks:
+            for attempt in range(arguments["attempts"]):
+                status = "failed" if task.id == "eval-3" else "completed"
+                success = task.id in ("eval-0", "eval-3") or (attempt == 1)
+                found.append(
+                    Trajectory(
+                        id=f"{task.id}#{attempt}", task_id=task.id, group_id=task.id, reward=float(success), success=success, status=status
+                    )
+                )
+        return found
+
+
+def parts_of(**sections) -> SimpleNamespace:
+    config = build_config({"environment": {"type": "coins", "num_coins": 4}} | sections)
+    return SimpleNamespace(config=config, sampler=Sampler(), tasks=SimpleNamespace(held_out=lambda: TASKS))
+
+
+def test_greedy_and_sampled():
+    parts = parts_of(evaluation={"temperature": 0.6})
+    found = asyncio.run(evaluate(parts, 7, samples=2, players=Baselines(random=0.25, optimal=None)))
+    assert [(one["label"], one["attempts"], one["temperature"], one["split"], one["step"]) for one in parts.sampler.asked] == [
+        ("greedy", 1, 0.0, "eval", 7),
+        ("sampled", 2, 0.6, "eval", 7),
+    ]
+    assert found["val-core/coins/success/greedy"] == 0.25, "one of four; the failed one does not count"
+    assert found["val-core/coins/success/sampled"] == (2 + 1 + 1) / 8
+    assert found["val-aux/coins/failed/greedy"] == 0.25
+    assert found["val-core/coins/n"] == 4
+    assert found["val-core/coins/random"] == 0.25
+    assert "val-core/coins/optimal" not in found
+    assert headline(found) == 0.25
+
+
+def test_greedy_only():
+    parts = parts_of()
+    found = asyncio.run(evaluate(parts, 0, samples=0, players=None))
+    assert len(parts.sampler.asked) == 1
+    assert not [key for key in found if "sampled" in key or key.endswith("/random")]
+
+
+def test_reference_players_play_the_held_out_tasks_under_the_agents_limits():
+    parts = parts_of(environment={"type": "frozen_lake", "max_actions": 20}, agent={"max_turns": 3})
+    players = reference_players(parts)
+    environment = make(parts.config.environment.model_copy(update={"max_actions": 3}))
+    expected = []
+    for task in TASKS:
+        environment.reset(seed=task.seed)
+        expected.append(environment.baselines(3))
+    assert players.random == pytest.approx(sum(one.random for one in expected) / 4)
+    assert players.optimal == pytest.approx(sum(one.optimal for one in expected) / 4)
+    assert players.optimal < 0.9, "three actions are not enough for most maps"
+
+
+def test_an_agent_function_has_no_reference_players():
+    assert reference_players(SimpleNamespace(config=build_config({}, needs_environment=False))) is None

@@ -1,0 +1,232 @@
+"""A run that was interrupted and resumed is, to the last bit, the run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentevo.agents import Outcome
+from agentevo.config import build_config, to_yaml
+from agentevo.errors import CheckpointError, ConfigError
+from agentevo.orchestration.run import train
+from agentevo.types import Message, Task
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, small_config, quiet_view, outcome_of):
+    """The run that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(small_config(folder), view=quiet_view())
+    return outcome_of(folder)
+
+
+def test_the_run_has_something_to_lose(whole):
+    """Steps that train, groups that differ, dropped ones, warnings aside: else the comparisons below would say little."""
+    rows = [row for row in whole["metrics"] if "actor/grad_norm" in row]
+    assert len(rows) >= 3
+    assert any("actor/kl_loss" in row and row["actor/kl_loss"] > 0 for row in rows)
+    assert sum("val-core/frozen_lake/success/greedy" in row for row in whole["metrics"]) == 3
+    assert whole["trainer"]["reference"] is not None
+    assert len({len(entry[4]) for entry in whole["trajectories"].values()}) > 1, "attempts of several lengths"
+
+
+def test_the_same_configuration_twice_is_the_same_run(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    train(small_config(tmp_path / "run"), view=quiet_view())
+    assert_same(outcome_of(tmp_path / "run"), whole)
+
+
+def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, outcome_of):
+    train(small_config(tmp_path / "run", "run.seed=6", "trainer.steps=1", "evaluation.every=0"), view=quiet_view())
+    other = outcome_of(tmp_path / "run")
+    for name, entry in other["trajectories"].items():
+        if name in whole["trajectories"]:
+            assert entry[4] != whole["trajectories"][name][4]
+
+
+@pytest.mark.parametrize(
+    "interruption",
+    [{"step": 1}, {"step": 2}, {"step": 3}, {"phase": ("training", "step 3")}, {"phase": ("evaluating", "before")}, {"phase": ("evaluating", "step 2")}],
+    ids=str,
+)
+def test_a_clean_stop_and_a_resume(interruption, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    config = small_config(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, view=quiet_view(**interruption))
+    stopped = json.loads((config.run_dir / "summary.json").read_text())
+    assert stopped["steps"] == interruption.get("step", {"step 3": 3, "before": 0, "step 2": 2}.get(interruption.get("phase", "  ")[1]))
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), whole)
+
+
+def test_stopping_after_every_step(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    config = small_config(tmp_path / "run")
+    for step in (1, 2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            train(config, resume=step > 1, view=quiet_view(step=step))
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), whole)
+
+
+def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
+    train(config, view=quiet_view())
+    before = outcome_of(config.run_dir)
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), before)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    """Only what depends on the number of steps differs: the schedule (constant here) and the last step's evaluation."""
+    constant = ("trainer.schedule=constant", "evaluation.every=0")
+    train(small_config(tmp_path / "long", *constant), view=quiet_view())
+    train(small_config(tmp_path / "grown", *constant, "trainer.steps=2"), view=quiet_view())
+    train(small_config(tmp_path / "grown", *constant), resume=True, view=quiet_view())
+    grown, long = outcome_of(tmp_path / "grown"), outcome_of(tmp_path / "long")
+    assert_same(grown["weights"], long["weights"])
+    assert_same(grown["trainer"], long["trainer"])
+    assert_same(grown["records"], long["records"])
+
+
+def test_evaluations_do_not_change_what_is_learned(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    found = []
+    for every, samples in ((0, 0), (1, 2)):
+        folder = tmp_path / f"every-{every}"
+        train(small_config(folder, f"evaluation.every={every}", f"evaluation.samples={samples}"), view=quiet_view())
+        found.append(outcome_of(folder))
+    assert_same(found[0]["weights"], found[1]["weights"])
+    assert_same(found[0]["records"], found[1]["records"])
+
+
+async def counter(task: Task, policy) -> Outcome:
+    """Three turns of one conversation; the reward counts letters, so that attempts differ."""
+    messages = [Message("user", f"Say something about {task.query}.")]
+    text = ""
+    for _ in range(3):
+        reply = await policy.generate(messages)
+        text += reply.text
+        messages = [*messages, reply.message, Message("user", "Go on.")]
+    return Outcome(reward=sum(ord(letter) % 7 for letter in text) / 10, success=len(text) % 2 == 0)
+
+
+def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, assert_same):
+    tasks = [Task(id=f"t{n}", query=f"the number {n}") for n in range(7)]
+    tree = {
+        "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "tokenizer": "byte"}},
+        "sampling": {"max_new_tokens": 6},
+        "trainer": {"steps": 4, "groups_per_step": 2, "group_size": 3, "learning_rate": 1e-3},
+        "evaluation": {"tasks": 2, "every": 3},
+        "checkpoint": {"every": 1},
+        "tracking": {"tensorboard": False, "report": False},
+        "run": {"threads": 1},
+    }
+
+    def config(name: str):
+        return build_config(tree, [f"run.dir={tmp_path / name}"], needs_environment=False)
+
+    train(config("whole"), agent=counter, tasks=tasks, view=quiet_view())
+    with pytest.raises(KeyboardInterrupt):
+        train(config("parts"), agent=counter, tasks=tasks, view=quiet_view(step=2))
+    train(config("parts"), agent=counter, tasks=tasks, resume=True, view=quiet_view())
+    one, other = outcome_of(tmp_path / "parts"), outcome_of(tmp_path / "whole")
+    one["summary"].pop("name"), other["summary"].pop("name")
+    assert_same(one, other)
+    assert sum("actor/grad_norm" in row for row in one["metrics"]) == 4
+
+
+def test_a_stop_during_the_cold_start_leaves_nothing_to_resume(tmp_path, small_config, quiet_view):
+    config = small_config(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, view=quiet_view(phase=("cold start", "2/")))
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint to resume from: start again with run\.overwrite=true"):
+        train(config, resume=True, view=quiet_view())
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(config, view=quiet_view())
+    again = small_config(tmp_path / "run", "run.overwrite=true", "trainer.steps=0", "cold_start.episodes=0")
+    train(again, view=quiet_view())
+    assert json.loads((config.run_dir / "summary.json").read_text())["steps"] == 0
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from agentevo.config import load_config
+from agentevo.observability import LiveView
+from agentevo.orchestration.run import train
+from agentevo.rollout.sampler import Sampler
+
+where = sys.argv[2]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class View(LiveView):
+    def phase(self, name, detail=""):
+        if f"{name} {detail}" == where:
+            die()
+
+attempt, save = Sampler._attempt, torch.save
+
+async def one_attempt(self, task, number, sampling, group):
+    found = await attempt(self, task, number, sampling, group)
+    if where == "second attempt of step 3" and group.endswith("train@3") and number == 1:
+        die()
+    return found
+
+def half_a_file(state, path):
+    if where == "saving step 4" and "step-000004" in str(path):
+        path.write_bytes(b"half")
+        die()
+    save(state, path)
+
+Sampler._attempt, torch.save = one_attempt, half_a_file
+train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=View("killed", plain=True, stream=open(os.devnull, "w")))
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_a_run_that_is_killed_three_times(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    """SIGKILL while sampling, between update and commit, and in the middle of a checkpoint: each resume starts from the last whole one."""
+    config = small_config(tmp_path / "run")
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(to_yaml(config))
+    for number, where in enumerate(["second attempt of step 3", "training step 3", "saving step 4"]):
+        words = [sys.executable, "-c", KILLED, str(recipe), where, *(["resume"] if number else [])]
+        ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=250)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), whole)
+    assert [path.name for path in (config.run_dir / "checkpoints").iterdir() if path.name.endswith(".partial")] == []
+
+
+def test_ctrl_c_at_the_command(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    """A signal from outside: the step in progress ends, a checkpoint is written, the exit code is a shell's for Ctrl-C."""
+    config = small_config(tmp_path / "run")
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(to_yaml(config))
+    with subprocess.Popen(
+        [sys.executable, "-m", "agentevo", "train", str(recipe)],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        metrics = config.run_dir / "metrics.jsonl"
+        while process.poll() is None and not (metrics.is_file() and "actor/lr" in metrics.read_text()):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=250)
+    assert process.returncode == 130, errors
+    assert "stopped cleanly" in errors
+    assert Path(config.run_dir / "summary.json").is_file()
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), whole)
