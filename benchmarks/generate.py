@@ -19,6 +19,7 @@ NEW_TOKENS = 64
 PROMPT_TOKENS = 48
 PREFIX_TOKENS = 500
 TEMPERATURE = 1.0
+TUNED = "vllm_tuned"
 
 Speeds = dict[str, list[float]]
 """Tokens per second of each contender, one number a repeat."""
@@ -46,22 +47,24 @@ def compare(engine: TorchEngine, peers: list[Peer], make_prompts: Callable[[int]
     return speeds
 
 
-def against_best(name: str, speeds: Speeds, meaning: str) -> Figure:
+def figures(case: str, against: str, speeds: Speeds, meaning: str) -> list[Figure]:
+    """`CASE_vs_AGAINST`: ours over the best peer as it installs; `CASE_vs_vllm_tuned`: ours over vLLM with its manual's tuning."""
     medians = {contender: median(values) for contender, values in speeds.items()}
-    best = max((contender for contender in medians if contender != "agentevo"), key=lambda contender: medians[contender])
-    raw = {"unit": "tokens/s", "best_peer": best, "medians": medians, "repeats": speeds}
-    return Figure(name, medians["agentevo"] / medians[best], meaning, raw)
+    best = max((peer for peer in medians if peer not in {"agentevo", TUNED}), key=lambda peer: medians[peer])
+    rivals = {f"{case}_vs_{against}": best} | ({f"{case}_vs_{TUNED}": TUNED} if TUNED in medians else {})
+    raw = {"unit": "tokens/s", "medians": medians, "repeats": speeds}
+    return [Figure(name, medians["agentevo"] / medians[peer], meaning, raw | {"peer": peer}) for name, peer in rivals.items()]
 
 
-def concurrent(engine: TorchEngine, peers: list[Peer], count: int, repeats: int) -> Figure:
+def concurrent(engine: TorchEngine, peers: list[Peer], count: int, repeats: int) -> list[Figure]:
     """`count` requests with different prompts at once."""
     speeds = compare(engine, peers, lambda repeat: random_prompts(count, PROMPT_TOKENS, 1000 * count + repeat), repeats)
     meaning = f"{count} concurrent requests, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each"
-    return against_best(f"generate_{count}_vs_best", speeds, meaning)
+    return figures(f"generate_{count}", "best", speeds, meaning)
 
 
-def shared_prefix(engine: TorchEngine, vllm: Peer, repeats: int) -> Figure:
+def shared_prefix(engine: TorchEngine, vllm: list[Peer], repeats: int) -> list[Figure]:
     """64 requests with one and the same prompt of 500 tokens, new in each repeat."""
-    speeds = compare(engine, [vllm], lambda repeat: random_prompts(1, PREFIX_TOKENS, 77 + repeat) * 64, repeats)
+    speeds = compare(engine, vllm, lambda repeat: random_prompts(1, PREFIX_TOKENS, 77 + repeat) * 64, repeats)
     meaning = f"64 concurrent requests sharing a prompt of {PREFIX_TOKENS} tokens, {NEW_TOKENS} new tokens each; vLLM's prefix cache is on"
-    return against_best("prefix500_64_vs_vllm", speeds, meaning)
+    return figures("prefix500_64", "vllm", speeds, meaning)

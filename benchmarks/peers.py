@@ -134,18 +134,19 @@ def transformers_generate(model: Path, threads: int) -> Peer:
     return Peer("transformers", "trl", "peer_transformers_generate.py", [str(model), str(threads)], _threads(threads))
 
 
-def vllm_generate(model: Path, threads: int) -> Peer:
-    """vLLM on the CPU, its threads bound to `threads` cores, with Intel's OpenMP as its manual asks."""
+def vllm_generate(model: Path, threads: int, *, tuned: bool) -> Peer:
+    """vLLM on the CPU, compiled: as it installs, or `tuned`, its threads bound to `threads` cores and Intel's OpenMP as its manual asks."""
     python = interpreter("vllm")
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # its compiler calls ninja
     }
-    if openmp.exists():
-        variables["LD_PRELOAD"] = str(openmp)
-    return Peer("vllm", "vllm", "peer_vllm_generate.py", [str(model)], variables)
+    if tuned:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        openmp = python.parent.parent / "lib" / "libiomp5.so"
+        if openmp.exists():
+            variables["LD_PRELOAD"] = str(openmp)
+    return Peer("vllm_tuned" if tuned else "vllm", "vllm", "peer_vllm_generate.py", [str(model)], variables)
 
 
 def trl_grpo_step(model: Path, prompts: Path, threads: int) -> Peer:

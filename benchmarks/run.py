@@ -44,15 +44,17 @@ class Bench:
         self.failures: dict[str, str] = {}
         self.peers: dict[str, Any] = {}
 
-    def add(self, name: str, measure: Callable[[], Figure]) -> None:
-        """Measures and prints one figure; a peer's failure is recorded under `name`."""
+    def add(self, name: str, measure: Callable[[], list[Figure]]) -> None:
+        """Measures and prints the figures of one case; a peer's failure is recorded under `name`."""
         try:
-            figure = measure()
+            found = measure()
         except peers.PeerError as error:
             self.fail(name, error)
             return
-        self.figures.append(figure)
-        print(figure.line(), flush=True)
+        self.figures += found
+        for figure in found:
+            print(figure.line(), flush=True)
+        figure = found[0]
         print(f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} {figure.raw['unit']}", file=sys.stderr, flush=True)
 
     def fail(self, name: str, error: Exception) -> None:
@@ -78,17 +80,20 @@ class Bench:
         return peers.transformers_generate(self.folder, self.threads)
 
     def vllm_generate(self) -> peers.Peer:
-        return peers.vllm_generate(self.folder, self.threads)
+        return peers.vllm_generate(self.folder, self.threads, tuned=False)
+
+    def vllm_tuned(self) -> peers.Peer:
+        return peers.vllm_generate(self.folder, self.threads, tuned=True)
 
 
 def run_generate(bench: Bench, only: set[str]) -> None:
-    with bench.started(bench.transformers_generate, bench.vllm_generate) as running:
-        if len(running) == 2 and "generate" in only:
+    with bench.started(bench.transformers_generate, bench.vllm_generate, bench.vllm_tuned) as running:
+        if running and "generate" in only:
             for count in (1, 16, 64):
                 bench.add(f"generate_{count}_vs_best", lambda count=count: concurrent(bench.engine, running, count, bench.repeats))  # type: ignore[misc]
-        vllm = [peer for peer in running if peer.name == "vllm"]
+        vllm = [peer for peer in running if peer.name != "transformers"]
         if vllm and "prefix" in only:
-            bench.add("prefix500_64_vs_vllm", lambda: shared_prefix(bench.engine, vllm[0], bench.repeats))
+            bench.add("prefix500_64_vs_vllm", lambda: shared_prefix(bench.engine, vllm, bench.repeats))
 
 
 def run_grpo(bench: Bench, scratch: Path) -> None:
@@ -100,7 +105,7 @@ def run_grpo(bench: Bench, scratch: Path) -> None:
 
     with bench.started(trl_grpo_step) as running:
         if running:
-            bench.add("grpo_step_vs_trl", lambda: against_trl(GrpoStep(bench.loaded, bench.engine), running[0], bench.repeats))
+            bench.add("grpo_step_vs_trl", lambda: [against_trl(GrpoStep(bench.loaded, bench.engine), running[0], bench.repeats)])
 
 
 def main() -> int:
@@ -118,7 +123,7 @@ def main() -> int:
     before = machine()
     bench = Bench(model_folder(args.model), threads, args.repeats)
     if "turns" in only:
-        bench.add("turn_flatness", lambda: flatness(bench.engine, bench.repeats))
+        bench.add("turn_flatness", lambda: [flatness(bench.engine, bench.repeats)])
     if only & {"generate", "prefix"}:
         run_generate(bench, only)
     if "grpo" in only:  # last: it changes the weights

@@ -12,7 +12,9 @@ def percent(value: float | None) -> str:
 
 
 def main(folders: list[str]) -> None:
-    print("| seed | before RL | after | gain, points | sampled, after | random player | optimal player | held-out tasks | steps | minutes |")
+    print(
+        "| seed | before RL | after | gain, points | sampled, after | random player | optimal player | held-out tasks | steps | minutes |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for folder in folders:
         summary = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))

@@ -6,7 +6,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,17 @@ def make_task() -> Callable[..., Task]:
 
 
 @pytest.fixture
-def start_script() -> Callable[..., subprocess.Popen[str]]:
-    """Starts a Python program that sees the package under test; its output is read from `stdout`."""
+def start_script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a Python program that sees the package under test; its output is read from `stdout`. None outlives the test."""
     source = Path(agentevo.store.__file__).parents[2]
+    started: list[subprocess.Popen[str]] = []
 
     def start(program: str, *arguments: str) -> subprocess.Popen[str]:
         environment = os.environ | {"PYTHONPATH": str(source)}
-        return subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, stdout=subprocess.PIPE, text=True))
+        return started[-1]
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

@@ -187,7 +187,7 @@ def test_every_query_uses_an_index(url: str, make_trajectory: Make) -> None:
 def test_many_processes_may_open_a_new_store_at_once(url: str, start_script: Start) -> None:
     body = "await store.write_trajectories([trajectory(sys.argv[2])], split='train', step=1)\nawait store.close()"
     processes = [start_script(program(body), url, f"p{i}") for i in range(4)]
-    assert [process.wait(60) for process in processes] == [0] * 4
+    assert [process.wait(200) for process in processes] == [0] * 4
 
     async def scenario() -> None:
         async with await open_store(url, create=False) as store:
@@ -230,7 +230,7 @@ await store.commit_step(1, {"loss": 1.0})
 await store.reserve(["b", "c"], 2)
 die()
 """
-    assert start_script(program(body), url).wait(60) == -signal.SIGKILL
+    assert start_script(program(body), url).wait(200) == -signal.SIGKILL
 
     async def scenario() -> None:
         async with await open_store(url, create=False) as store:
@@ -254,7 +254,7 @@ def strike(connection, cursor, statement, *rest):
         die()
 await store.commit_step(1, {})
 """
-    assert start_script(program(body), url).wait(60) == -signal.SIGKILL
+    assert start_script(program(body), url).wait(200) == -signal.SIGKILL
 
     async def scenario() -> None:
         async with await open_store(url) as store:
