@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentevo.models.linear import FastLinear, available, use_fast_linear
+from agentevo.models.linear import FastLinear, available, drop_packed, use_fast_linear
 
 pytestmark = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
 
@@ -91,3 +91,37 @@ def test_a_whole_model_keeps_names_ties_and_gradients(random_model):
         module(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None]).sum().backward()
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("change", ["fused-update", "copy", "dropped"])
+def test_generation_never_multiplies_by_weights_of_the_past(change):
+    """Without gradients a packed copy of the weight is used: whatever changes the weight must be seen."""
+    torch.manual_seed(4)
+    fast = FastLinear.sharing(nn.Linear(40, 24))
+    x = torch.randn(3, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5)
+    if change == "fused-update":
+        optimizer = torch.optim.AdamW(fast.parameters(), lr=0.1, fused=True)
+        fast(x).sum().backward()
+        optimizer.step()
+    elif change == "copy":
+        with torch.no_grad():
+            fast.weight.copy_(torch.randn(24, 40))
+    else:
+        fast.weight.data = torch.randn(24, 40)
+        drop_packed(nn.Sequential(fast))
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5)
+
+
+def test_a_copy_of_a_layer_has_weights_of_its_own():
+    fast = FastLinear.sharing(nn.Linear(5, 3))
+    x = torch.randn(2, 5)
+    with torch.no_grad():
+        fast(x)
+        twin = copy.deepcopy(fast)
+        fast.weight.zero_()
+        torch.testing.assert_close(twin(x), nn.functional.linear(x, twin.weight, twin.bias))
+    assert twin.weight is not fast.weight
+    assert twin.weight.abs().sum() > 0

@@ -23,6 +23,7 @@ from agentevo.agents.agent import Outcome, agents
 from agentevo.agents.policy import Policy
 from agentevo.config import AgentSection
 from agentevo.environments import TextEnvironment
+from agentevo.errors import RequestTooLongError
 from agentevo.types import Message, Task
 
 _PATTERNS = {
@@ -115,7 +116,13 @@ class EnvironmentAgent:
             episode = _Episode(observation=observation)
             messages = first_messages(environment, observation, self._section)
             for _ in range(self._section.max_turns):
-                reply = await policy.generate(messages)
+                try:
+                    reply = await policy.generate(messages)
+                except RequestTooLongError:
+                    if not episode.turn_rewards:
+                        raise
+                    episode.truncated = True  # a full context is a limit like any other: what was earned until then counts
+                    break
                 self._act(environment, episode, reply.turn, reply.text)
                 if episode.over:
                     break

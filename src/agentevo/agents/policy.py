@@ -36,7 +36,8 @@ class Reply:
 
 
 class Policy:
-    """See the module. `sampling` is the base for every turn; each turn gets a seed of its own, derived from `seed` and its index."""
+    """See the module. `sampling` is the base for every turn; each call gets a seed of its own, derived from `seed` and its number. Calls may
+    overlap: turns are numbered in the order in which they end."""
 
     def __init__(
         self, engine: Engine, chat: ChatFormat, sampling: SamplingParams, *, name: str, seed: int, context_length: int, timeout_s: float
@@ -44,6 +45,7 @@ class Policy:
         self._engine, self._chat, self._sampling = engine, chat, sampling
         self._name, self._seed = name, seed
         self._context_length, self._timeout_s = context_length, timeout_s
+        self._num_calls = 0
         self._turns: list[Turn] = []
         self._contexts: list[list[int]] = []  # per turn: every id up to and including its completion
         self._conversations: dict[tuple[Message, ...], int] = {}
@@ -72,12 +74,12 @@ class Policy:
             raise RequestTooLongError(
                 f"the conversation has {len(prompt)} tokens, the model's context is {self._context_length}: fewer turns, or a longer context"
             )
-        index = len(self._turns)
         sampling = msgspec.structs.replace(
-            self._sampling, seed=derive_seed(self._seed, "turn", index), max_new_tokens=min(self._sampling.max_new_tokens, room)
+            self._sampling, seed=derive_seed(self._seed, "turn", self._num_calls), max_new_tokens=min(self._sampling.max_new_tokens, room)
         )
+        self._num_calls += 1
         completion = await self._engine.generate(prompt, sampling, session=self._name, deadline_s=self._timeout_s)
-        text = self._chat.text(completion.ids)
+        text, index = self._chat.text(completion.ids), len(self._turns)
         self._turns.append(
             Turn(
                 index=index,
