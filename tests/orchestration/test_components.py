@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.agents import Outcome
@@ -24,6 +24,7 @@ def source(num_tasks: int, per_step: int = 2, held_out: int = 64, seed: int = 0)
     return TaskSource(config, [Task(id=f"t{n}") for n in range(num_tasks)])
 
 
+@settings(max_examples=40)
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
 def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(num_tasks, per_step, held_out, seed):
     """Twice in a step would be one group of twice the members, with the same ids."""

@@ -116,8 +116,8 @@ def failing(attempt: int, error):
         (EnvironmentFailure("world gone"), "EnvironmentFailure: world gone"),
         (KeyError("x"), "KeyError: 'x'"),
         (AssertionError(), "AssertionError: "),
-        (DeadlineExceededError("no completion within 7 s"), "no completion within 7 s"),
-        (TimeoutError("the tool took too long"), "the tool took too long"),
+        (DeadlineExceededError("no completion within 7 s"), "DeadlineExceededError: no completion within 7 s"),
+        (TimeoutError("the tool took too long"), "TimeoutError: the tool took too long"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -136,7 +136,7 @@ def test_an_engine_that_is_late_costs_one_attempt(sample):
     found, *_ = sample(Asker(), ["left", DeadlineExceededError("no completion within 7 s"), *["left"] * 6])
     assert sorted(t.status for t in found) == ["completed", "completed", "completed", "failed"]
     failed = next(t for t in found if t.status == "failed")
-    assert failed.error == "no completion within 7 s"
+    assert failed.error == "DeadlineExceededError: no completion within 7 s"
     assert failed.turns == []
 
 

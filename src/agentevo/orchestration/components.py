@@ -83,13 +83,12 @@ class TaskSource:
     def train(self, step: int) -> list[Task]:
         """Tasks of step `step` (from 1)."""
         count = self._config.trainer.groups_per_step
-        first = (step - 1) * count
         if self._given is None:
-            return self._environment("train", first, count)
+            return self._environment("train", (step - 1) * count, count)
         pool = self._given[: -self._held_out]
-        return [
-            pool[self._shuffled(index // len(pool), len(pool))[index % len(pool)]] for index in range(first, first + min(count, len(pool)))
-        ]
+        count = min(count, len(pool))
+        round_, place = divmod(step - 1, len(pool) // count)
+        return [pool[index] for index in self._shuffled(round_, len(pool))[place * count : (place + 1) * count]]
 
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""

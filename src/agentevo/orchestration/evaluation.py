@@ -18,21 +18,24 @@ def reference_players(parts: Components) -> Baselines | None:
     return mean_baselines(world, [task.seed for task in parts.tasks.held_out()], config.max_actions)
 
 
-async def evaluate(parts: Components, step: int, *, samples: int, players: Baselines | None) -> dict[str, float]:
-    """One greedy attempt per held-out task, and `samples` sampled ones; `val-core/...` metrics. A failed attempt counts as no success."""
+async def evaluate(parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = "") -> dict[str, float]:
+    """One greedy attempt per held-out task, and `samples` sampled ones; `val-core/...` metrics. A failed attempt counts as no success.
+
+    `label` begins the trajectories' own labels: needed where one step is evaluated twice.
+    """
     config = parts.config
     name = config.environment.type if config.environment is not None else "agent"
     tasks = parts.tasks.held_out()
     metrics: dict[str, float] = {}
     passes = [("greedy", 1, 0.0)] + ([("sampled", samples, config.evaluation.temperature)] if samples else [])
-    for label, attempts, temperature in passes:
+    for decoding, attempts, temperature in passes:
         found: list[Trajectory] = await parts.sampler.sample(
-            tasks, attempts=attempts, temperature=temperature, split="eval", step=step, label=label
+            tasks, attempts=attempts, temperature=temperature, split="eval", step=step, label=label + decoding
         )
-        metrics[f"val-core/{name}/success/{label}"] = fmean(t.success and t.status == "completed" for t in found)
-        metrics[f"val-core/{name}/reward/{label}"] = fmean(t.reward for t in found)
-        metrics[f"val-aux/{name}/failed/{label}"] = fmean(t.status == "failed" for t in found)
-        metrics[f"val-aux/{name}/num_turns/{label}"] = fmean(len(t.turns) for t in found)
+        metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success and t.status == "completed" for t in found)
+        metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in found)
+        metrics[f"val-aux/{name}/failed/{decoding}"] = fmean(t.status == "failed" for t in found)
+        metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in found)
     metrics[f"val-core/{name}/n"] = float(len(tasks))
     for player, value in (("random", players.random), ("optimal", players.optimal)) if players is not None else ():
         if value is not None:

@@ -64,7 +64,7 @@ class Loop:
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until `stop`."""
         section = self.parts.config.trainer
-        if self.progress.step == 0:
+        if not self.progress.before:
             self.trainer.keep_reference()
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
         while self.progress.step < section.steps and not self.stop():
@@ -115,12 +115,12 @@ class Loop:
             self.warn(f"step {warning.step}: {warning.message}")
         self.view.step(step, parts.config.trainer.steps, metrics, Counter(dropped.values()))
 
-    async def evaluate(self, name: str, *, full: bool) -> dict[str, float]:
-        """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts."""
+    async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
+        """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts. `label` tells two of one step apart."""
         self.view.phase("evaluating", name)
         started, before = time.perf_counter(), self.parts.engine.stats()["engine/generated_tokens"]
         samples = self.parts.config.evaluation.samples if full else 0
-        metrics = await evaluate(self.parts, self.progress.step, samples=samples, players=self.players)
+        metrics = await evaluate(self.parts, self.progress.step, samples=samples, players=self.players, label=label)
         self.progress.generated_tokens += int(self.parts.engine.stats()["engine/generated_tokens"] - before)
         self.log.log(self.progress.step, metrics | {"timing_s/testing": time.perf_counter() - started})
         self.view.evaluation(self.progress.step, metrics)

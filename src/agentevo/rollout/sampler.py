@@ -15,7 +15,6 @@ import msgspec
 from agentevo.agents.agent import Agent, Outcome
 from agentevo.agents.policy import Policy
 from agentevo.config import RunConfig
-from agentevo.errors import EngineError
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.seeds import derive_seed
@@ -83,12 +82,12 @@ class Sampler:
         started, clock = time.time(), time.perf_counter()
         outcome, error = Outcome(reward=0.0, success=False), None
         try:
-            async with asyncio.timeout(section.timeout_s):
+            async with asyncio.timeout(section.timeout_s) as limit:
                 outcome = await self._agent.run(task, policy)
-        except TimeoutError as late:
-            error = str(late) if isinstance(late, EngineError) else f"the episode took longer than agent.timeout_s={section.timeout_s:g} s"
         except Exception as broken:  # noqa: BLE001 (an agent is anybody's code: whatever it raises is recorded)
             error = f"{type(broken).__name__}: {broken}"
+            if isinstance(broken, TimeoutError) and limit.expired():
+                error = f"the episode took longer than agent.timeout_s={section.timeout_s:g} s"
         finally:
             await policy.close()
         turns = [msgspec.structs.replace(t, reward=outcome.turn_rewards.get(t.index, 0.0)) for t in policy.turns]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,18 @@ class Checkpoints:
             (staging / "state.json").write_text(json.dumps(run_state, indent=1), encoding="utf-8")
         if value is not None and (self.best_value is None or value >= self.best_value):
             self.best_step, self.best_value = step, value
-        self._write_index()
-        for old in self.steps()[: -self.keep_last]:
-            if old != self.best_step:
-                shutil.rmtree(self.path(old))
+        steps = self.steps()
+        kept = [s for s in steps if s in steps[-self.keep_last :] or s == self.best_step]
+        self._write_index(kept)
+        for old in set(steps) - set(kept):
+            shutil.rmtree(self.path(old))
         return self.path(step)
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trainer state and run state of a checkpoint. Raises CheckpointError if it can't be read."""
         try:
+            if not zipfile.is_zipfile(path / "trainer.pt"):  # torn or none at all, on which torch.load may raise anything
+                raise ValueError("trainer.pt is not whole")
             trainer_state = torch.load(path / "trainer.pt", weights_only=True)
             run_state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -96,15 +100,16 @@ class Checkpoints:
 
     def forget_after(self, step: int) -> None:
         """A resumed run starts at `step`: later checkpoints are of a future that is now undone."""
-        for later in self.steps():
-            if later > step:
-                shutil.rmtree(self.path(later))
+        steps = self.steps()
         if self.best_step is not None and self.best_step > step:
             self.best_step = self.best_value = None
-            self._write_index()
+        self._write_index([s for s in steps if s <= step])
+        for later in steps:
+            if later > step:
+                shutil.rmtree(self.path(later))
 
-    def _write_index(self) -> None:
+    def _write_index(self, steps: list[int]) -> None:
         best = None if self.best_step is None else {"step": self.best_step, "value": self.best_value}
         staging = self.folder / "index.json.tmp"
-        staging.write_text(json.dumps({"steps": self.steps(), "best": best}), encoding="utf-8")
+        staging.write_text(json.dumps({"steps": steps, "best": best}), encoding="utf-8")
         os.replace(staging, self.folder / "index.json")
