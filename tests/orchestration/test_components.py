@@ -28,7 +28,7 @@ def source(num_tasks: int, per_step: int = 2, held_out: int = 64, seed: int = 0)
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
 def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(num_tasks, per_step, held_out, seed):
     """Twice in a step would be one group of twice the members, with the same ids."""
-    tasks = source(num_tasks, per_step, held_out, seed)
+    tasks, again = (source(num_tasks, per_step, held_out, seed) for _ in range(2))
     eval_ids = [task.id for task in tasks.held_out()]
     assert len(eval_ids) == max(1, min(held_out, num_tasks // 5))
     pool = num_tasks - len(eval_ids)
@@ -36,7 +36,7 @@ def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(num_tasks, pe
         ids = [task.id for task in tasks.train(step)]
         assert len(ids) == len(set(ids)) == min(per_step, pool)
         assert not set(ids) & set(eval_ids)
-        assert ids == [task.id for task in source(num_tasks, per_step, held_out, seed).train(step)], "a resumed run gets the same"
+        assert ids == [task.id for task in again.train(step)], "a resumed run gets the same"
 
 
 def test_rounds_are_shuffled_anew_and_leave_hardly_anyone_out():

@@ -34,7 +34,6 @@ def test_the_run_has_something_to_lose(whole):
     assert any("actor/kl_loss" in row and row["actor/kl_loss"] > 0 for row in rows)
     assert sum("val-core/frozen_lake/success/greedy" in row for row in whole["metrics"]) == 3
     assert whole["trainer"]["reference"] is not None
-    assert len({len(entry[4]) for entry in whole["trajectories"].values()}) > 1, "attempts of several lengths"
 
 
 def test_the_same_configuration_twice_is_the_same_run(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):

@@ -98,7 +98,7 @@ class TorchEngine:
                     for name, tensor in weights.items():
                         own[name].copy_(tensor)
             self._version = version
-            self.forget_cache()
+            self.weights_changed()
         finally:
             self._publishing = False
             self._wake()
@@ -108,9 +108,13 @@ class TorchEngine:
         self._version = version
 
     def forget_cache(self) -> None:
-        """Drops every cached key and value: the weights were changed in place without a new version."""
-        drop_packed(self.model)
+        """Drops every cached key and value, so that what comes next does not depend on what came before."""
         self.scheduler.forget_cache()
+
+    def weights_changed(self) -> None:
+        """The weights were changed in place: nothing made from the old ones is used any more."""
+        drop_packed(self.model)
+        self.forget_cache()
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""

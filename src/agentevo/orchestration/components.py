@@ -66,7 +66,7 @@ class TaskSource:
     """Which tasks a step trains on and which are held out.
 
     Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a fifth; training goes round the others
-    in an order that the run's seed shuffles anew each round.
+    in an order that the run's seed shuffles anew each round. What does not fill a step at a round's end waits: no step has a task twice.
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:

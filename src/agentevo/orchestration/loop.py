@@ -79,6 +79,7 @@ class Loop:
         started = time.perf_counter()
         counters = parts.engine.stats()
         self.view.phase("sampling", f"step {step}")
+        parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together: resuming is bit for bit
         trajectories = await parts.sampler.sample(
             parts.tasks.train(step),
             attempts=parts.config.trainer.group_size,

@@ -247,7 +247,7 @@ async def _cold_start(loop: Loop) -> None:
     if loop.parts.config.model.name != "tiny":  # random weights have nothing to show
         loop.progress.cold_start_before = await loop.evaluate("before the cold start", full=False, label="untaught-")
     metrics = cold_start(loop.parts, loop.view, loop.stop)
-    loop.parts.engine.forget_cache()
+    loop.parts.engine.weights_changed()
     loop.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
     loop.log.log(0, metrics)
 
