@@ -205,7 +205,7 @@ def test_limits_truncate(section, max_actions, num_turns, num_actions, play):
 
 def test_a_full_context_ends_the_episode_like_any_other_limit(play):
     """What was earned until then counts. Where not even the first question fits, the attempt has failed."""
-    outcome, policy = play(ANSWER, ["<answer>Left</answer>", GOOD] * 5, seed=1, context_length=150)
+    outcome, policy = play(ANSWER, ["<answer>Left</answer>", GOOD] * 5, seed=1, context_length=115)
     assert 1 < len(policy.turns) < 6
     assert outcome.truncated
     assert outcome.reward == pytest.approx(-0.25 * len(policy.turns))

@@ -71,7 +71,14 @@ def test_too_few_tasks_are_refused(num_tasks):
 
 @pytest.mark.parametrize(
     ("returned", "reward", "success"),
-    [(None, 0.0, False), (0, 0.0, False), (0.5, 0.5, False), (1, 1.0, True), (True, 1.0, True), (Outcome(reward=-1.0, success=True), -1.0, True)],
+    [
+        (None, 0.0, False),
+        (0, 0.0, False),
+        (0.5, 0.5, False),
+        (1, 1.0, True),
+        (True, 1.0, True),
+        (Outcome(reward=-1.0, success=True), -1.0, True),
+    ],
 )
 def test_what_an_agent_function_may_return(returned, reward, success):
     async def agent(task, policy):

@@ -51,7 +51,14 @@ def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, 
 
 @pytest.mark.parametrize(
     "interruption",
-    [{"step": 1}, {"step": 2}, {"step": 3}, {"phase": ("training", "step 3")}, {"phase": ("evaluating", "before")}, {"phase": ("evaluating", "step 2")}],
+    [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3},
+        {"phase": ("training", "step 3")},
+        {"phase": ("evaluating", "before")},
+        {"phase": ("evaluating", "step 2")},
+    ],
     ids=str,
 )
 def test_a_clean_stop_and_a_resume(interruption, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):

@@ -8,7 +8,9 @@ from agentevo.orchestration.step_metrics import performance_metrics, rollout_met
 from agentevo.types import Trajectory, Turn
 
 
-def attempt(name: str, group: str, reward: float, lengths: list[int], *, cut: bool = False, status: str = "completed", **metrics) -> Trajectory:
+def attempt(
+    name: str, group: str, reward: float, lengths: list[int], *, cut: bool = False, status: str = "completed", **metrics
+) -> Trajectory:
     turns = [
         Turn(
             index=index,
@@ -21,7 +23,9 @@ def attempt(name: str, group: str, reward: float, lengths: list[int], *, cut: bo
         )
         for index, length in enumerate(lengths)
     ]
-    return Trajectory(id=name, task_id=group, group_id=group, turns=turns, reward=reward, success=reward == 1, status=status, metrics=metrics)
+    return Trajectory(
+        id=name, task_id=group, group_id=group, turns=turns, reward=reward, success=reward == 1, status=status, metrics=metrics
+    )
 
 
 ATTEMPTS = [

@@ -87,7 +87,6 @@ class FastLinear(nn.Linear):
             out = _product(rows, self._packed_weight(), self.bias)
         return out.view(*input.shape[:-1], self.out_features)
 
-
     def _packed_weight(self) -> torch.Tensor:
         state = (self.weight.data_ptr(), self.weight._version)
         if self._packed is None or self._packed_of != state:

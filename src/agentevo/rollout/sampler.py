@@ -18,7 +18,7 @@ from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.seeds import derive_seed
-from agentevo.store.store import Split, Store
+from agentevo.store.store import Lease, Split, Store
 from agentevo.types import SamplingParams, Task, Trajectory
 
 LEASE_MARGIN_S = 60.0
@@ -31,6 +31,7 @@ class Sampler:
     def __init__(self, config: RunConfig, engine: Engine, chat: ChatFormat, agent: Agent, store: Store, context_length: int) -> None:
         self._config, self._engine, self._chat, self._agent, self._store = config, engine, chat, agent, store
         self._context_length = context_length
+        self._leases: dict[str, Lease] = {}  # by task; a resumed run finds tasks of later steps queued too, and keeps them for then
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The recipe's sampling parameters; filters don't matter to a greedy draw."""
@@ -53,14 +54,13 @@ class Sampler:
         `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is part of ids and seeds.
         """
         await self._store.add_tasks(tasks)
-        leases = {}
         while (lease := await self._store.lease_task("sampler", lease_s=self._config.agent.timeout_s + LEASE_MARGIN_S)) is not None:
-            leases[lease.task.id] = lease
+            self._leases[lease.task.id] = lease
         sampling = self.sampling(temperature)
 
         async def group(task: Task) -> list[Trajectory]:
             members = await asyncio.gather(*(self._attempt(task, k, sampling, f"{task.id}/{label}@{step}") for k in range(attempts)))
-            await self._store.write_trajectories(members, split=split, step=step, lease=leases.get(task.id))
+            await self._store.write_trajectories(members, split=split, step=step, lease=self._leases.pop(task.id, None))
             return members
 
         groups = await asyncio.gather(*(group(task) for task in tasks))
