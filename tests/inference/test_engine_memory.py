@@ -91,7 +91,7 @@ async def play(engine: TorchEngine, mix: list[Ask], budget: int) -> list[Complet
 
     tasks = [asyncio.create_task(one(index, ask)) for index, ask in enumerate(mix)]
     watcher = asyncio.create_task(watch(engine, budget, tasks))
-    done, _ = await asyncio.wait([watcher, *tasks], return_when=asyncio.ALL_COMPLETED, timeout=0.1)
+    _done, _ = await asyncio.wait([watcher, *tasks], return_when=asyncio.ALL_COMPLETED, timeout=0.1)
     while not watcher.done():
         await asyncio.wait([watcher], timeout=5)
     watcher.result()
@@ -156,7 +156,7 @@ def test_a_small_budget_costs_time_and_not_answers(random_model, complete):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=2, max_size=10, unique=True))
 def test_shared_beginnings_are_prefixes_of_two_prompts_at_least(shapes):
-    prompts = sorted({tuple([*OPENINGS[opening], *tokens_of(own, own)]) for opening, own in shapes})
+    prompts = sorted({(*OPENINGS[opening], *tokens_of(own, own)) for opening, own in shapes})
     prompts = [list(prompt) for prompt in prompts]
     for beginning in _shared_beginnings(prompts):
         sharers = [prompt for prompt in prompts if common_prefix(beginning, prompt) == len(beginning)]

@@ -147,7 +147,7 @@ def test_an_episode_that_hangs_is_ended_at_its_deadline(sample):
     found, *_ = sample(Asker(hang), ["left"] * 8)
     assert [t.status for t in found] == ["completed", "completed", "failed", "completed"]
     assert found[2].error == "the episode took longer than agent.timeout_s=0.5 s"
-    assert 0.4 < found[2].duration_s
+    assert found[2].duration_s > 0.4
 
 
 def test_the_same_pass_twice_changes_nothing_and_a_different_one_is_refused(sample):

@@ -128,7 +128,7 @@ def test_a_torn_file_is_a_checkpoint_error(name, content, save):
         (path / name).unlink()
     else:
         (path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match="can't be read as a checkpoint.*resume from an older one"):
+    with pytest.raises(CheckpointError, match=r"can't be read as a checkpoint.*resume from an older one"):
         checkpoints.load(path)
 
 

@@ -36,8 +36,8 @@ class Reply:
 
 
 class Policy:
-    """See the module. `sampling` is the base for every turn; each call gets a seed of its own, derived from `seed` and its number. Calls may
-    overlap: turns are numbered in the order in which they end."""
+    """See the module. `sampling` is the base for every turn; each call gets a seed of its own, derived from `seed` and its number. Calls
+    may overlap: turns are numbered in the order in which they end."""
 
     def __init__(
         self, engine: Engine, chat: ChatFormat, sampling: SamplingParams, *, name: str, seed: int, context_length: int, timeout_s: float
@@ -72,7 +72,7 @@ class Policy:
         room = self._context_length - len(prompt)
         if room < 1:
             raise RequestTooLongError(
-                f"the conversation has {len(prompt)} tokens, the model's context is {self._context_length}: fewer turns, or a longer context"
+                f"the conversation has {len(prompt)} tokens, the model's context is {self._context_length}: allow fewer turns"
             )
         sampling = msgspec.structs.replace(
             self._sampling, seed=derive_seed(self._seed, "turn", self._num_calls), max_new_tokens=min(self._sampling.max_new_tokens, room)

@@ -58,8 +58,8 @@ class FastLinear(nn.Linear):
     """`nn.Linear` whose float32 CPU products run in oneDNN.
 
     Without gradients (generation) it multiplies by a copy of the weight in oneDNN's own layout, up to 1.5 times faster for few rows, at the
-    cost of the weight's size in memory. The copy is dropped by every pass with gradients (an update follows it; fused optimizers don't count up
-    the weight's version), when the version counter moves, and by `drop_packed`.
+    cost of the weight's size in memory. The copy is dropped by every pass with gradients (an update follows it; fused optimizers don't
+    count up the weight's version), when the version counter moves, and by `drop_packed`.
     """
 
     _packed: torch.Tensor | None
