@@ -99,7 +99,9 @@ class Checkpoints:
         return trainer_state, run_state
 
     def forget_after(self, step: int) -> None:
-        """A resumed run starts at `step`: later checkpoints are of a future that is now undone."""
+        """A resumed run starts at `step`: later checkpoints are of an undone future, and what a kill left half-written goes too."""
+        for torn in self.folder.glob(".step-*"):
+            shutil.rmtree(torn)
         steps = self.steps()
         if self.best_step is not None and self.best_step > step:
             self.best_step = self.best_value = None
