@@ -233,8 +233,8 @@ class EngineSection(Section):
     """The same limit in tokens; when set, it counts instead of kv_cache_gb."""
     max_running: int = Field(default=256, ge=1)
     """Most sequences computed at once."""
-    prefill_tokens: int = Field(default=4096, ge=16)
-    """Most prompt tokens computed in one step."""
+    prefill_tokens: int | None = Field(default=None, ge=16)
+    """Most prompt tokens computed in one step. Default: 512 on a CPU, whose caches more would overflow, and 4096 on a GPU."""
     prefix_sharing: bool = True
     """Compute a common prompt once for all requests that share it."""
     timeout_s: float = Field(default=120.0, gt=0)

@@ -116,6 +116,8 @@ def _rows(
     tokens[lines] = starts[bucket, None] + np.minimum(steps, counts[bucket, None] - 1)
     queries[lines], keys[lines] = counts[bucket], lengths[bucket]
     real = steps < counts[bucket, None]  # [n, width]
+    take_rows, take_tokens = (lines[:, None] * width + steps)[real], tokens[lines][real]
+    in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
     return Rows(
         slots=tensor(slots[bucket]),
         tokens=tensor(tokens),
@@ -123,6 +125,7 @@ def _rows(
         lengths=tensor(keys),
         max_length=int(keys.max()),
         first_slot=first if dense else None,
-        take_rows=tensor((lines[:, None] * width + steps)[real]),
-        take_tokens=tensor(tokens[lines][real]),
+        take_rows=tensor(take_rows),
+        take_tokens=tensor(take_tokens),
+        in_order=in_order,
     )

@@ -16,25 +16,37 @@ from dataclasses import dataclass, field
 import torch
 
 NEG_INF = float("-inf")
+FEW_QUERIES = 16
+"""Up to so many query rows of a sequence, plain matrix products are faster than PyTorch's fused attention on a CPU."""
 
 
-def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention that also returns its log-sum-exp.
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Softmax attention and, if asked for, its log-sum-exp.
 
     q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out [B, G, Q, D], lse [B, G, Q]. Every row must see a key.
     """
-    if q.device.type == "cpu" and softcap is None and q.dtype == k.dtype:
+    if q.device.type == "cpu" and softcap is None and q.dtype == k.dtype and q.shape[2] > FEW_QUERIES:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scaling)
         return out, lse
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scaling
+    scores = torch.matmul(q.float() * scaling, k.float().transpose(-1, -2))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores + mask.float()
-    lse = torch.logsumexp(scores, dim=-1)
-    return torch.matmul(torch.exp(scores - lse.unsqueeze(-1)), v.float()).to(v.dtype), lse
+        scores += mask.float()
+    if not with_lse:
+        return torch.matmul(torch.softmax(scores, dim=-1), v.float()).to(v.dtype), None
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return torch.matmul(weights, v.float()).div_(total).to(v.dtype), (top + total.log()).squeeze(-1)
 
 
 @dataclass(eq=False)
@@ -70,6 +82,8 @@ class Rows:
     """[n] flat places b * Q + i of the real queries, in the order of `take_tokens`."""
     take_tokens: torch.Tensor
     """[n] the places in the step's token row that these queries are."""
+    in_order: bool
+    """One query per sequence, and exactly the step's tokens in their order: nothing to gather or to put back."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor:
@@ -158,28 +172,40 @@ class CacheAttention:
         groups = k.shape[1]
         repeat = num_heads // groups
         q = q.reshape(num_tokens, groups, repeat, dim)
-        out = torch.empty_like(q)
-        lse = torch.empty(num_tokens, groups, repeat, dtype=torch.float32, device=q.device) if self.shared else None
-        for rows in self.rows:
-            batch, num_queries = rows.tokens.shape
-            if rows.first_slot is not None:
-                span = slice(rows.first_slot, rows.first_slot + batch)
-                k_rows, v_rows = keys[span, :, : rows.max_length], values[span, :, : rows.max_length]
-            else:
-                k_rows, v_rows = keys[rows.slots, :, : rows.max_length], values[rows.slots, :, : rows.max_length]
-            q_rows = (
-                q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim).transpose(1, 2).reshape(batch, groups, -1, dim)
-            )
-            part, part_lse = attention_with_lse(q_rows, k_rows, v_rows, rows.mask(window, repeat, q.dtype), scaling, softcap)
-            part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2).reshape(batch * num_queries, groups, repeat, dim)
-            out[rows.take_tokens] = part[rows.take_rows]
-            if lse is not None:
-                part_lse = part_lse.view(batch, groups, num_queries, repeat).transpose(1, 2).reshape(batch * num_queries, groups, repeat)
-                lse[rows.take_tokens] = part_lse[rows.take_rows].float()
+        if len(self.rows) == 1 and self.rows[0].in_order:
+            out, lse = self._own_keys(self.rows[0], q, keys, values, scaling, window, softcap)
+        else:
+            out = torch.empty_like(q)
+            lse = torch.empty(num_tokens, groups, repeat, dtype=torch.float32, device=q.device) if self.shared else None
+            for rows in self.rows:
+                batch, num_queries = rows.tokens.shape
+                q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim).transpose(1, 2)
+                part, part_lse = self._own_keys(rows, q_rows.reshape(batch, groups, -1, dim), keys, values, scaling, window, softcap)
+                part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2).reshape(-1, groups, repeat, dim)
+                out[rows.take_tokens] = part[rows.take_rows]
+                if lse is not None and part_lse is not None:
+                    part_lse = part_lse.view(batch, groups, num_queries, repeat).transpose(1, 2).reshape(-1, groups, repeat)
+                    lse[rows.take_tokens] = part_lse[rows.take_rows].float()
         for shared in self.shared:
             assert lse is not None
             self._join_prefix(shared, layer, q, out, lse, scaling, window, softcap)
-        return out.view(num_tokens, num_heads, dim)
+        return out.reshape(num_tokens, num_heads, dim)
+
+    def _own_keys(
+        self,
+        rows: Rows,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Queries q [B, G, Q * R, D] of `rows` against what lies in their slots."""
+        where = rows.slots if rows.first_slot is None else slice(rows.first_slot, rows.first_slot + len(rows.tokens))
+        mask = rows.mask(window, q.shape[2] // rows.tokens.shape[1], q.dtype)
+        k_rows, v_rows = keys[where, :, : rows.max_length], values[where, :, : rows.max_length]
+        return attention(q, k_rows, v_rows, mask, scaling, softcap, with_lse=bool(self.shared))
 
     def _join_prefix(
         self,
@@ -202,9 +228,9 @@ class CacheAttention:
             # A row that sees nothing of the prefix keeps one key of weight exp(-1e30): a log-sum-exp of -inf would make the join a NaN.
             mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -1e30)
             mask = mask.repeat_interleave(repeat, dim=0)[None, None]
-        part, part_lse = attention_with_lse(
-            q_rows, shared.segment.keys[layer].unsqueeze(0), shared.segment.values[layer].unsqueeze(0), mask, scaling, softcap
-        )
+        k_rows, v_rows = shared.segment.keys[layer].unsqueeze(0), shared.segment.values[layer].unsqueeze(0)
+        part, part_lse = attention(q_rows, k_rows, v_rows, mask, scaling, softcap, with_lse=True)
+        assert part_lse is not None
         part = part.view(groups, count, repeat, dim).transpose(0, 1)
         part_lse = part_lse.view(groups, count, repeat).transpose(0, 1).float()
         own, own_lse = out[shared.tokens], lse[shared.tokens]

@@ -31,7 +31,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]) -> tuple[list[int], list[float]]:
     """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms` [B] in [0, 1); greedy at temperature 0.
 
-    A row's result depends on that row alone. Returns token ids and natural log-probs.
+    A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites `logits`.
     """
     logits = logits.float()
     temperatures = [p.temperature for p in params]
@@ -41,15 +41,17 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[floa
     for row, p in enumerate(params):
         if p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p):
             logits[row] = filter_logits(logits[row], p)
-    top = logits.max(dim=-1, keepdim=True)
-    if not any(temperatures):
-        return top.indices.squeeze(1).tolist(), [0.0] * len(params)
-    weights = torch.exp(logits - top.values)  # [B, V]
+    most_likely = logits.argmax(dim=-1) if not all(temperatures) else None
+    if most_likely is not None and not any(temperatures):
+        return most_likely.tolist(), [0.0] * len(params)
+    weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()  # [B, V], in place: the logits are large, and ours
     tokens, totals = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
-    logprobs = logits.gather(1, tokens.unsqueeze(1)).squeeze(1) - top.values.squeeze(1) - totals.log().float()
-    greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)
-    tokens = torch.where(greedy, top.indices.squeeze(1), tokens)
-    return tokens.tolist(), torch.where(greedy, torch.zeros_like(logprobs), logprobs).tolist()
+    logprobs = (weights.gather(1, tokens.unsqueeze(1)).squeeze(1).double() / totals).log().float()
+    if most_likely is not None:
+        greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)
+        tokens = torch.where(greedy, most_likely, tokens)
+        logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
+    return tokens.tolist(), logprobs.tolist()
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

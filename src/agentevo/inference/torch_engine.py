@@ -46,6 +46,8 @@ class TorchEngine:
         self.config = config or EngineSection()
         kv_tokens = self.config.kv_cache_tokens or int(self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model))
         self.scheduler = Scheduler(self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)), kv_tokens)
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._version = 0
         self._publishing = False
         self._pump: asyncio.Task[None] | None = None
@@ -194,7 +196,7 @@ class TorchEngine:
         """One forward pass; returns how many requests it finished."""
         started = time.perf_counter()
         device = next(self.model.parameters()).device
-        batch = build_batch(self.scheduler.cache, choose_work(self.scheduler.running, self.config.prefill_tokens), device)
+        batch = build_batch(self.scheduler.cache, choose_work(self.scheduler.running, self._prefill_tokens), device)
         logits = self.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.plan, logits_to_keep=batch.logit_rows
         ).logits[0]  # [sampled, V]

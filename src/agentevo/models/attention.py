@@ -17,6 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from agentevo.errors import ModelError
+from agentevo.models.fused import use_fused_layers
 from agentevo.models.linear import use_fast_linear
 
 NAME = "agentevo"
@@ -85,5 +86,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
         )
     model.set_attn_implementation(NAME)
     if next(model.parameters()).device.type == "cpu":
-        use_fast_linear(model)
+        if use_fast_linear(model):
+            use_fused_layers(model)
     return model

@@ -1,0 +1,136 @@
+"""Decoder layers of the Llama family with fewer and larger operations, for passes without gradients in float32 on an x86 CPU.
+
+A transformers decoder layer runs about forty operations; with one token in flight the overhead of each is as long as its arithmetic, and
+with many, each writes its result to memory. `FusedLayer` does the same arithmetic in about twenty: one product for queries, keys and
+values, norm weights multiplied into the matrices that follow, activation, gate and residual sums inside oneDNN's products, and the rotation
+on queries and keys together.
+
+The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the layer's own `forward`. Results agree to
+float32 rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from agentevo.models.linear import PACKED_FOR_ROWS, FastLinear, PackedWeights
+
+FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+"""Layers whose arithmetic is exactly the one below; a subclass may differ and is left alone."""
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+_product = torch.ops.mkldnn._linear_pointwise
+
+
+class FusedLayer(PackedWeights):
+    """Stands in for the `forward` of one decoder layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self.head_dim = int(attention.head_dim)
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_rotated = self.num_heads + attention.k_proj.out_features // self.head_dim
+        self.scaling = float(attention.scaling)
+        self.index = int(attention.layer_idx)
+        self.window: int | None = getattr(attention, "sliding_window", None)
+        if isinstance(layer, MistralDecoderLayer):
+            self.window = getattr(attention.config, "sliding_window", None)
+        self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.epsilon = torch.tensor(float(layer.input_layernorm.variance_epsilon))  # type: ignore[union-attr, arg-type]
+        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.linears = tuple((parent, name) for parent, names in ((attention, ATTENTION_LINEARS), (mlp, MLP_LINEARS)) for name in names)
+        self.packed: tuple[torch.Tensor, ...] | None = None
+        self.packed_of: list[tuple[int, int]] = []
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the layer's own `forward`: hidden_states [1, T, H] -> [1, T, H]."""
+        plan, rotation = kwargs.get("plan"), kwargs.get("position_embeddings")
+        foreign = plan is None or rotation is None or hidden_states.dtype != torch.float32 or hidden_states.device.type != "cpu"
+        if torch.is_grad_enabled() or foreign or not hidden_states.numel() or not all(_is_plain(parent._modules[name]) for parent, name in self.linears):
+            self.drop()
+            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)  # type: ignore[operator, no-any-return]
+        return self._forward(hidden_states[0], plan, rotation).unsqueeze(0)
+
+    def drop(self) -> None:
+        """See PackedWeights.drop."""
+        self.packed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the packed matrices, which can't be copied and are made again when needed."""
+        return {**self.__dict__, "packed": None}
+
+    def _forward(self, x: torch.Tensor, plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        qkv, qkv_bias, o, o_bias, gate, gate_bias, up, up_bias, down, down_bias = self._weights()
+        heads = _product(self._normed(x), qkv, qkv_bias, "none", [], "")
+        heads = heads.view(x.shape[0], -1, self.head_dim)  # [T, query, key and value heads, D]
+        rotated = self._rotated(heads[:, : self.num_rotated], *rotation)
+        query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_rotated :]
+        out = plan.attend(self.index, query, key, value, self.scaling, self.window, None)
+        x = _product(out.reshape(x.shape[0], -1), x, o, o_bias, "add")
+        normed = self._normed(x)
+        hidden = _product(normed, _product(normed, gate, gate_bias, "swish", [], ""), up, up_bias, "mul")
+        return _product(hidden, x, down, down_bias, "add")
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that follows."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
+
+    def _rotated(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Query and key heads [T, heads, D] with their rotary position (arXiv 2104.09864); cos and sin [1, T, D]."""
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            heads = torch.cat([q_norm(heads[:, : self.num_heads]), k_norm(heads[:, self.num_heads :])], dim=1)
+        half = self.head_dim // 2
+        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        rotated = heads * cos
+        rotated[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(heads[..., :half], sin[..., half:])
+        return rotated
+
+    def _weights(self) -> tuple[torch.Tensor, ...]:
+        """Packed matrix and bias of each product: queries-keys-values, output, gate, up, down."""
+        linears = [parent._modules[name] for parent, name in self.linears]
+        weights = [module._parameters["weight"] for module in (*linears, *self.norms)]
+        biases = [module.bias for module in linears]
+        state = [(tensor.data_ptr(), tensor._version) for tensor in (*weights, *biases) if tensor is not None]
+        if self.packed is None or self.packed_of != state:
+            q, k, v, o, gate, up, down, norm_in, norm_mlp = (weight.detach() for weight in weights)
+            biases = [None if bias is None else bias.detach() for bias in biases]
+            packed = (_pack(torch.cat([q, k, v]) * norm_in), _pack(o), _pack(gate * norm_mlp), _pack(up * norm_mlp), _pack(down))
+            joined = (None if biases[0] is None else torch.cat(biases[:3]), *biases[3:])
+            self.packed = tuple(tensor for pair in zip(packed, joined, strict=True) for tensor in pair)
+            self.packed_of = state
+        return self.packed
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+
+
+def _is_plain(linear: nn.Module | None) -> bool:
+    """Just a product: not wrapped by an adapter, say, and nobody listening in on it."""
+    return type(linear) is FastLinear and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def use_fused_layers(model: PreTrainedModel) -> int:
+    """Gives every decoder layer of a known kind its `FusedLayer`; returns how many. Call after `use_fast_linear`."""
+    fused = 0
+    for layer in model.modules():
+        if type(layer) in FUSED_CLASSES and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):  # type: ignore[union-attr]
+            layer.forward = FusedLayer(layer)  # type: ignore[assignment]
+            fused += 1
+    return fused
