@@ -123,7 +123,8 @@ def main() -> int:
     before = machine()
     bench = Bench(model_folder(args.model), threads, args.repeats)
     if "turns" in only:
-        bench.add("turn_flatness", lambda: [flatness(bench.engine, bench.repeats)])
+        for episodes in (1, 8):
+            bench.add("turn_flatness", lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)])  # type: ignore[misc]
     if only & {"generate", "prefix"}:
         run_generate(bench, only)
     if "grpo" in only:  # last: it changes the weights

@@ -1,11 +1,13 @@
-"""Log-probs and entropies of chosen tokens from logits, with one saved copy of the logits instead of the several that autograd would
-keep."""
+"""Log-probs and entropies of chosen tokens from logits: one saved copy of the logits instead of the several that autograd would keep, and
+temporaries of a few rows, which stay in the processor's cache."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+BLOCK_ROWS = 32
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -15,25 +17,35 @@ class _SelectedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled = logits if temperature == 1.0 else logits / temperature  # [R, V]
-        lse = torch.logsumexp(scaled, dim=-1)  # [R]
-        weights = torch.exp(scaled - lse.unsqueeze(1))
-        entropy = lse - (weights * scaled).sum(-1)  # [R]
+        lse, entropy = logits.new_empty(len(logits)), logits.new_empty(len(logits))  # [R]
+        for start in range(0, len(logits), BLOCK_ROWS):
+            block = slice(start, start + BLOCK_ROWS)
+            scaled = logits[block] / temperature  # [B, V]
+            top = scaled.amax(-1)
+            weights = (scaled - top.unsqueeze(1)).exp_()
+            total = weights.sum(-1)
+            lse[block] = top + total.log()
+            entropy[block] = lse[block] - weights.mul_(scaled).sum(-1) / total
         ctx.save_for_backward(logits, lse, entropy, rows, targets)
         ctx.temperature = temperature
-        return scaled[rows, targets] - lse[rows], entropy
+        return logits[rows, targets] / temperature - lse[rows], entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, lse, entropy, rows, targets = ctx.saved_tensors
         grad_logp, grad_entropy = grads
-        logp = logits / ctx.temperature - lse.unsqueeze(1)
-        grad = torch.exp(logp)
         row_sum = torch.zeros_like(lse).index_add_(0, rows, grad_logp)  # [R]
-        if bool((grad_entropy != 0).any()):
-            grad.mul_(-row_sum.unsqueeze(1) - grad_entropy.unsqueeze(1) * (logp + entropy.unsqueeze(1)))
-        else:
-            grad.mul_(-row_sum.unsqueeze(1))
+        of_entropy = bool((grad_entropy != 0).any())
+        grad = torch.empty_like(logits)
+        for start in range(0, len(logits), BLOCK_ROWS):
+            block = slice(start, start + BLOCK_ROWS)
+            logp = torch.div(logits[block], ctx.temperature).sub_(lse[block].unsqueeze(1))
+            torch.exp(logp, out=grad[block])
+            if of_entropy:
+                factor = logp.add_(entropy[block].unsqueeze(1)).mul_(-grad_entropy[block].unsqueeze(1))
+                grad[block].mul_(factor.sub_(row_sum[block].unsqueeze(1)))
+            else:
+                grad[block].mul_(-row_sum[block].unsqueeze(1))
         grad.index_put_((rows, targets), grad_logp, accumulate=True)
         return (grad if ctx.temperature == 1.0 else grad.div_(ctx.temperature)), None, None, None
 
