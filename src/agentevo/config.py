@@ -161,8 +161,11 @@ class AlgorithmSection(Section):
     """Weight of the KL to the policy at the start of RL (k3 estimator). 0 keeps no reference copy."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy worth keeping, in nats a token: the bonus weighs entropy_coef at entropy 0, less the nearer the policy's mean entropy is to
+    the target, and nothing above it. None weighs it always the same."""
     drop_zero_variance: bool = True
-    """Leave out groups whose members all have the same reward: they carry no gradient."""
+    """Leave out groups whose members all have the same reward: their advantages are 0. Kept, they still get the KL and entropy terms."""
 
 
 class TrainerSection(Section):
@@ -324,6 +327,8 @@ def _contradictions(config: RunConfig) -> list[str]:
         )
     if trainer.steps > 0 and trainer.group_size == 1:
         found.append("algorithm.name=grpo compares the members of a group, but trainer.group_size is 1: set it to 2 or more")
+    if config.algorithm.entropy_target is not None and config.algorithm.entropy_coef == 0:
+        found.append("algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set it (0.1, say) or drop the target")
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
     if trainer.minibatches > trainer.groups_per_step:

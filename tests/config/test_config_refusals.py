@@ -99,6 +99,7 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
     [
         ("sampling: {top_p: 0.9}", "sampling.top_p, top_k and min_p cut"),
         ("trainer: {group_size: 1}", "trainer.group_size is 1: set it to 2 or more"),
+        ("algorithm: {entropy_target: 0.5}", "algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0"),
         ("trainer: {minibatches: 5}", "trainer.minibatches=5 is more than trainer.groups_per_step=4"),
         ("model: {name: other, tiny: {hidden_size: 64}}", "model.tiny is set but model.name is 'other'"),
         ("model: {name: tiny, tiny: {context_length: 64}}", "leaves no room for a prompt in model.tiny.context_length=64"),

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from typing import Any
 
-import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.environments import EnvironmentConfig, EnvironmentUnion, environments, make, mean_baselines
+from agentevo.environments import EnvironmentConfig, make, mean_baselines
 from agentevo.environments.bandit import BanditConfig
 from agentevo.environments.coins import CoinsConfig
 from agentevo.environments.countdown import CountdownConfig
@@ -150,20 +149,6 @@ def test_the_solver_solves(config: EnvironmentConfig, seed: int) -> None:
 def test_a_reset_without_seed_draws_one() -> None:
     world = make(FrozenLakeConfig(size=8))
     assert len({world.reset()[0] for _ in range(5)}) > 1
-
-
-def test_union_reads_every_own_type() -> None:
-    reader = pydantic.TypeAdapter(EnvironmentUnion)
-    needed = {"gymnasium": {"id": "CliffWalking-v1"}, "reasoning_gym": {"dataset": "chain_sum"}, "textarena": {"game": "Nim-v0"}}
-    own = ("bandit", "coins", "countdown", "frozen_lake", "gymnasium", "reasoning_gym", "sokoban", "textarena")
-    for name in own:
-        config = reader.validate_python({"type": name, **needed.get(name, {})})
-        assert type(config) is environments.get(name).Config
-        assert reader.validate_python(config.model_dump(mode="json")) == config
-    with pytest.raises(pydantic.ValidationError, match="frozen_lake"):
-        reader.validate_python({"type": "frozen_lak"})
-    with pytest.raises(pydantic.ValidationError, match="num_coin"):
-        reader.validate_python({"type": "coins", "num_coin": 3})
 
 
 def test_every_option_is_explained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from agentevo.agents import Outcome
-from agentevo.config import build_config, to_yaml
+from agentevo.config import build_config, load_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
+from agentevo.observability import LiveView
 from agentevo.orchestration.run import train
 from agentevo.types import Message, Task
 
@@ -86,6 +88,26 @@ def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, small_config, quie
     before = outcome_of(config.run_dir)
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), before)
+
+
+@pytest.mark.parametrize(
+    "change", ["environment.size=5", "model.tiny.num_layers=3", "agent.max_turns=3", "run.seed=7", "cold_start.episodes=2"]
+)
+def test_another_run_is_not_resumed(change, tmp_path, small_config, quiet_view):
+    train(small_config(tmp_path / "run", "trainer.steps=1"), view=quiet_view())
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*") if path.suffix in {".yaml", ".json", ".jsonl"}}
+    other = small_config(tmp_path / "run", "trainer.steps=2", change)
+    with pytest.raises(ConfigError, match=rf"was started with another {change.split('=')[0]} \(was .*, now .*give another run\.dir"):
+        train(other, resume=True, view=quiet_view())
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config):
+    train(small_config(tmp_path / "run", "trainer.steps=1"), view=LiveView("x", plain=True, stream=io.StringIO()))
+    said = io.StringIO()
+    train(small_config(tmp_path / "run", "trainer.steps=2"), resume=True, view=LiveView("x", plain=True, stream=said))
+    assert "from here on with another trainer.steps (was 1, now 2)" in said.getvalue()
+    assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path, small_config, quiet_view, outcome_of, assert_same):
@@ -163,6 +185,7 @@ KILLED = """
 import os, signal, sys
 import torch
 from agentevo.config import load_config
+from agentevo.observability import LiveView
 from agentevo.observability import LiveView
 from agentevo.orchestration.run import train
 from agentevo.rollout.sampler import Sampler

@@ -227,3 +227,30 @@ def test_metrics_of_a_step_count_what_was_trained(model, samples_of):
     assert metrics["trainer/distinct_tokens"] < metrics["trainer/logical_tokens"]
     assert 0 < metrics["actor/entropy"] < math.log(97)
     assert 0 <= metrics["actor/pg_clipfrac"] <= 1
+
+
+def test_the_entropy_bonus_fades_towards_its_target(model, samples_of):
+    """No bonus before the entropy is known, then by how far it lies below the target, and none above it."""
+    samples = batch_of(samples_of)
+    section = GRPO.model_copy(update={"entropy_coef": 0.2, "entropy_target": 6.0})
+    trainer = Trainer(model, WHOLE_GRADIENT, section)
+    first = trainer.step(samples)
+    second = trainer.step(samples)
+    assert first["actor/entropy_coef"] == 0
+    assert 0 < first["actor/entropy"] < 6.0, "else there would be nothing to see"
+    assert second["actor/entropy_coef"] == pytest.approx(0.2 * (1 - first["actor/entropy"] / 6.0), rel=1e-5)
+    resumed = Trainer(model, WHOLE_GRADIENT, section)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.step(samples)["actor/entropy_coef"] == pytest.approx(0.2 * (1 - second["actor/entropy"] / 6.0), rel=1e-5)
+    low = Trainer(model, WHOLE_GRADIENT, section.model_copy(update={"entropy_target": 0.1}))
+    low.step(samples)
+    assert low.step(samples)["actor/entropy_coef"] == 0
+
+
+def test_the_entropy_bonus_raises_the_entropy(model, samples_of):
+    """Nothing but the bonus moves the weights here."""
+    samples = [msgspec.structs.replace(s, advantages=[0.0] * len(s.advantages)) for s in batch_of(samples_of)]
+    trainer = Trainer(model, WHOLE_GRADIENT.model_copy(update={"learning_rate": 1e-3}), GRPO.model_copy(update={"entropy_coef": 0.1}))
+    found = [trainer.step(samples) for _ in range(3)]
+    assert found[0]["actor/entropy"] < found[1]["actor/entropy"] < found[2]["actor/entropy"]
+    assert found[0]["actor/entropy_coef"] == 0.1

@@ -177,27 +177,32 @@ class Demonstration:
 def demonstrate(environment: TextEnvironment, seed: int, section: AgentSection, random_rate: float) -> Demonstration | None:
     """Plays `seed` with the solver, a share `random_rate` of the actions drawn at random; None where no solver exists.
 
-    With several actions per turn the solver plans them one after the other, as the world really answers.
+    With several actions per turn the solver plans them one after the other, as the world really answers. Where a random action made the
+    task unsolvable, the demonstration ends: there is nothing left to show.
     """
     rng = random.Random(seed)
     observation, _ = environment.reset(seed=seed)
     messages = first_messages(environment, observation, section)
     conversations: list[list[Message]] = []
     success = over = False
-    for turn in range(section.max_turns):
+    for _ in range(section.max_turns):
         said: list[str] = []
         while len(said) < section.actions_per_turn and not over:
             best = environment.optimal_action()
-            if best is None and not said and turn == 0:
-                return None
-            action = environment.random_action(rng) if best is None or rng.random() < random_rate else best
+            if best is None:
+                break
+            action = environment.random_action(rng) if rng.random() < random_rate else best
             observation, _, terminated, truncated, info = environment.step(action)
             said.append(action)
             success |= bool(info["success"])
             over = terminated or truncated
+        if not said:
+            break
         reply = Message("assistant", format_answer(said, section))
         conversations.append([*messages, reply])
         if over:
             break
         messages = next_messages(messages, reply, environment, observation, section)
+    if not conversations:
+        return None
     return Demonstration(conversations if section.memory == "turn" else conversations[-1:], success)

@@ -6,35 +6,21 @@ Importing this package registers our own environments; it imports neither torch 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
 
-import pydantic
-
-from agentevo.environments.bandit import BanditConfig
-from agentevo.environments.coins import CoinsConfig
-from agentevo.environments.countdown import CountdownConfig
+from agentevo.environments import (  # noqa: F401 (importing one registers it)
+    bandit,
+    coins,
+    countdown,
+    frozen_lake,
+    gymnasium_adapter,
+    reasoning_gym_adapter,
+    sokoban,
+    textarena_adapter,
+)
 from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environments
-from agentevo.environments.frozen_lake import FrozenLakeConfig
-from agentevo.environments.gymnasium_adapter import GymnasiumConfig
-from agentevo.environments.reasoning_gym_adapter import ReasoningGymConfig
-from agentevo.environments.sokoban import SokobanConfig
-from agentevo.environments.textarena_adapter import TextArenaConfig
 from agentevo.types import Baselines
 
-__all__ = ["EnvironmentConfig", "EnvironmentUnion", "TextEnvironment", "environments", "make", "mean_baselines"]
-
-EnvironmentUnion = Annotated[
-    BanditConfig
-    | CoinsConfig
-    | CountdownConfig
-    | FrozenLakeConfig
-    | GymnasiumConfig
-    | ReasoningGymConfig
-    | SokobanConfig
-    | TextArenaConfig,
-    pydantic.Field(discriminator="type"),
-]
-"""The config of any of our own environments, chosen by `type`."""
+__all__ = ["EnvironmentConfig", "TextEnvironment", "environments", "make", "mean_baselines"]
 
 
 def make(config: EnvironmentConfig) -> TextEnvironment:

@@ -85,7 +85,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
             "Mistral, Gemma or similar decoder"
         )
     model.set_attn_implementation(NAME)
-    if next(model.parameters()).device.type == "cpu":
-        if use_fast_linear(model):
-            use_fused_layers(model)
+    if next(model.parameters()).device.type == "cpu" and use_fast_linear(model):
+        use_fused_layers(model)
     return model

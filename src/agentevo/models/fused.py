@@ -11,7 +11,8 @@ float32 rounding.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -57,11 +58,17 @@ class FusedLayer(PackedWeights):
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the layer's own `forward`: hidden_states [1, T, H] -> [1, T, H]."""
-        plan, rotation = kwargs.get("plan"), kwargs.get("position_embeddings")
+        plan: Any = kwargs.get("plan")
+        rotation: Any = kwargs.get("position_embeddings")
         foreign = plan is None or rotation is None or hidden_states.dtype != torch.float32 or hidden_states.device.type != "cpu"
-        if torch.is_grad_enabled() or foreign or not hidden_states.numel() or not all(_is_plain(parent._modules[name]) for parent, name in self.linears):
+        if (
+            torch.is_grad_enabled()
+            or foreign
+            or not hidden_states.numel()
+            or not all(_is_plain(parent._modules[name]) for parent, name in self.linears)
+        ):
             self.drop()
-            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)  # type: ignore[operator, no-any-return]
+            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         return self._forward(hidden_states[0], plan, rotation).unsqueeze(0)
 
     def drop(self) -> None:
@@ -129,8 +136,8 @@ def _is_plain(linear: nn.Module | None) -> bool:
 def use_fused_layers(model: PreTrainedModel) -> int:
     """Gives every decoder layer of a known kind its `FusedLayer`; returns how many. Call after `use_fast_linear`."""
     fused = 0
-    for layer in model.modules():
-        if type(layer) in FUSED_CLASSES and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):  # type: ignore[union-attr]
-            layer.forward = FusedLayer(layer)  # type: ignore[assignment]
+    for layer in cast(Iterable[Any], model.modules()):
+        if type(layer) in FUSED_CLASSES and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
+            layer.forward = FusedLayer(layer)
             fused += 1
     return fused

@@ -14,6 +14,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
+import yaml
+
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.resolve import resolve
@@ -29,6 +31,11 @@ from agentevo.training.trainer import Trainer
 from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
+
+FIXED_SECTIONS = ("model", "environment", "agent", "cold_start")
+"""What a resumed run can't change: it would be another run."""
+UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite")
+"""They say where a run is and not what it is; its folder may have been moved."""
 
 
 class Run:
@@ -164,6 +171,11 @@ def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -
             raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
         if not checkpoints.steps():
             raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
+        fixed = [change for change in _changes(config) if change.split(".")[0] in FIXED_SECTIONS or change.startswith("run.seed")]
+        if fixed:
+            raise ConfigError(
+                f"{folder} was started with another {fixed[0]}: resume it with the same recipe and overrides, or give another run.dir"
+            )
         return
     if exists and not config.run.overwrite:
         raise ConfigError(
@@ -173,6 +185,21 @@ def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -
         raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
     if exists:
         shutil.rmtree(folder)
+
+
+def _changes(config: RunConfig) -> list[str]:
+    """The keys in which `config` differs from the configuration that its folder was last run with, as `a.b (was 1, now 2)`."""
+    before = _leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    now = _leaves(config.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS]
+    return [f"{key} (was {before.get(key)!r}, now {now.get(key)!r})" for key in keys]
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 @contextmanager
@@ -209,8 +236,11 @@ async def _train(
     with view, _stop_on_interrupt(view) as asked:
         view.phase("loading", config.model.name)
         folder.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        for change in _changes(config) if resume else ():
+            view.note(f"from here on with another {change}")
+        staging = folder / "config.yaml.new"
+        staging.write_text(to_yaml(config), encoding="utf-8")
+        os.replace(staging, folder / "config.yaml")
         async with open_components(config, agent=agent, tasks=tasks, checkpoint=checkpoint) as parts:
             trainer = Trainer(parts.model, config.trainer, config.algorithm)
             log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard" if config.tracking.tensorboard else None)

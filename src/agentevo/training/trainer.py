@@ -53,6 +53,8 @@ class Trainer:
         self.optimizer_steps = 0
         self.total_steps = trainer.steps * trainer.epochs * trainer.minibatches
         self.reference: PreTrainedModel | None = None
+        self.mean_entropy: float | None = None
+        """Of the last optimizer step's tokens, in nats."""
 
     def keep_reference(self) -> None:
         """Freezes a copy of the policy as it is now, for the KL term; a no-op without one."""
@@ -105,9 +107,20 @@ class Trainer:
         self.optimizer.step()
         self.optimizer_steps += 1
         count = sums.pop("count")
+        entropy_coef = self._entropy_coef()
+        self.mean_entropy = sums["actor/entropy"] / count
         metrics = {key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count) for key, value in sums.items()}
         extra = {"actor/ppo_kl_first": metrics["actor/ppo_kl"], "actor/logprob_diff_max": largest_diff} if first else {}
-        return metrics | extra | {"actor/grad_norm": norm, "actor/lr": lr}
+        return metrics | extra | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
+
+    def _entropy_coef(self) -> float:
+        """The weight of the entropy bonus now; see AlgorithmSection.entropy_target."""
+        section = self.algorithm
+        if section.entropy_target is None:
+            return section.entropy_coef
+        if self.mean_entropy is None:
+            return 0.0
+        return section.entropy_coef * max(0.0, 1.0 - self.mean_entropy / section.entropy_target)
 
     def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the minibatch loss, and sums over its tokens for the metrics."""
@@ -134,8 +147,8 @@ class Trainer:
             kl = kl_k3(logp, ref_logp)
             loss = loss + section.kl_coef * (batch.weights * kl).sum()
             metrics["actor/kl_loss"] = float(kl.detach().sum())
-        if section.entropy_coef > 0:
-            loss = loss - section.entropy_coef * (batch.weights * entropy).sum()
+        if (entropy_coef := self._entropy_coef()) > 0:
+            loss = loss - entropy_coef * (batch.weights * entropy).sum()
         return loss, metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,6 +156,7 @@ class Trainer:
         return {
             "optimizer": self.optimizer.state_dict(),
             "optimizer_steps": self.optimizer_steps,
+            "mean_entropy": self.mean_entropy,
             "reference": self.reference.state_dict() if self.reference is not None else None,
         }
 
@@ -150,6 +164,7 @@ class Trainer:
         """The inverse of state_dict, for a model whose weights are already loaded."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer_steps = state["optimizer_steps"]
+        self.mean_entropy = state["mean_entropy"]
         if state["reference"] is not None:
             self.keep_reference()
             assert self.reference is not None

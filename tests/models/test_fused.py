@@ -1,0 +1,145 @@
+"""Fused layers compute what the layer's own forward computes, from the weights as they are now."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from agentevo.models.attention import prepare
+from agentevo.models.fused import FUSED_CLASSES, FusedLayer
+from agentevo.models.linear import available, drop_packed
+from agentevo.training.tree import TreeAttention, build_tree
+
+pytestmark = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
+
+TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """[1, N, V] of the nodes of a small tree."""
+    plan = TreeAttention(TREE, torch.device("cpu"))
+    ids, positions = torch.as_tensor(TREE.ids)[None], torch.as_tensor(TREE.positions)[None]
+    return model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).logits
+
+
+def unfused(model: nn.Module) -> torch.Tensor:
+    """The same through the layers' own forward, which runs where gradients are kept."""
+    return logits(model).detach()
+
+
+def fused(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return logits(model)
+
+
+def calls_of_fused_code(model: nn.Module) -> int:
+    """How often a forward pass without gradients goes through the fused code."""
+    calls = 0
+
+    def watch(frame, event, argument):  # a profiler sees the private method without replacing it
+        nonlocal calls
+        calls += event == "call" and frame.f_code is FusedLayer._forward.__code__
+
+    sys.setprofile(watch)
+    try:
+        fused(model)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.fixture
+def model(random_model):
+    """`model(name)`: a copy that may be changed; its weights large enough to tell layers apart."""
+
+    def make(name: str) -> nn.Module:
+        made = prepare(copy.deepcopy(random_model(name).alone))
+        with torch.no_grad():
+            for parameter in made.parameters():
+                if parameter.dim() == 1:  # norm weights and biases, which start as ones and zeros
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_agrees_with_the_layers_own_forward(name, model):
+    torch.manual_seed(0)
+    made = model(name)
+    assert calls_of_fused_code(made) == made.config.num_hidden_layers
+    torch.testing.assert_close(fused(made), unfused(made), rtol=1e-4, atol=2e-5)
+
+
+def test_other_layers_are_left_alone(model):
+    made = model("gemma2")
+    assert calls_of_fused_code(made) == 0
+    assert not any(type(layer) in FUSED_CLASSES for layer in made.modules())
+
+
+@pytest.mark.parametrize("change", ["fused-update", "in-place", "bias", "norm", "dropped"])
+def test_the_weights_of_now(change, model):
+    torch.manual_seed(1)
+    made = model("qwen2")
+    before = fused(made)
+    layer = made.model.layers[0]
+    if change == "fused-update":
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.05, fused=True)
+        logits(made).square().sum().backward()
+        optimizer.step()
+    elif change == "dropped":
+        layer.mlp.up_proj.weight.data = torch.randn_like(layer.mlp.up_proj.weight)
+        drop_packed(made)
+    else:
+        changed = {"in-place": layer.mlp.down_proj.weight, "bias": layer.self_attn.k_proj.bias, "norm": layer.input_layernorm.weight}[
+            change
+        ]
+        with torch.no_grad():
+            changed.copy_(torch.randn_like(changed))
+    after = fused(made)
+    assert (after - before).abs().max() > 1e-3
+    torch.testing.assert_close(after, unfused(made), rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_has_weights_of_its_own(model):
+    torch.manual_seed(2)
+    made = model("llama")
+    before = fused(made)
+    twin = copy.deepcopy(made)
+    with torch.no_grad():
+        made.model.layers[0].mlp.up_proj.weight.zero_()
+    torch.testing.assert_close(fused(twin), before)
+    assert twin.model.layers[0].forward.layer is twin.model.layers[0]
+
+
+def test_wrapped_products_and_hooks_run(model):
+    """Somebody who puts an adapter around a product, or listens in on it, gets his way."""
+
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.inner(x)
+
+    torch.manual_seed(3)
+    made = model("llama")
+    before = fused(made)
+    made.model.layers[0].self_attn.v_proj = Doubled(made.model.layers[0].self_attn.v_proj)
+    assert (fused(made) - before).abs().max() > 1e-3
+    torch.testing.assert_close(fused(made), unfused(made), rtol=1e-4, atol=2e-5)
+    seen = []
+    made.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    fused(made)
+    assert len(seen) == 1
+
+
+def test_other_types_take_the_ordinary_way(model):
+    made = model("llama").bfloat16()
+    assert calls_of_fused_code(made) == 0
+    assert fused(made).isfinite().all()
