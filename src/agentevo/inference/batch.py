@@ -66,7 +66,10 @@ def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.
         if sequence.segment is not None:
             tokens = by_segment.setdefault(id(sequence.segment), (sequence.segment, []))[1]
             tokens.extend(range(starts[index], starts[index] + counts[index]))
-    shared = [SharedRows(segment, tensor(tokens), tensor(positions[tokens])) for segment, tokens in by_segment.values()]
+    shared = [
+        SharedRows(segment, tensor(tokens), tensor(positions[tokens]), every=len(tokens) == len(ids))
+        for segment, tokens in by_segment.values()
+    ]
     done = [
         index for index, (s, n) in enumerate(work) if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None
     ]

@@ -111,6 +111,8 @@ class SharedRows:
     """[n] places in the step's flat token row."""
     positions: torch.Tensor
     """[n] positions of those tokens in their sequences, for sliding windows."""
+    every: bool
+    """They are the whole row in its order: nothing to gather or to put back."""
 
 
 class KVCache:
@@ -221,7 +223,8 @@ class CacheAttention:
         """Adds the prefix's part to `out` [T, G, R, D], in place: softmax over the union, by the two log-sum-exps."""
         count, (groups, repeat, dim) = len(shared.tokens), q.shape[1:]
         size = len(shared.segment.ids)
-        q_rows = q[shared.tokens].transpose(0, 1).reshape(1, groups, count * repeat, dim)
+        tokens = slice(None) if shared.every else shared.tokens
+        q_rows = q[tokens].transpose(0, 1).reshape(1, groups, count * repeat, dim)
         mask = None
         if window is not None:
             seen = torch.arange(size, device=q.device)[None, :] > shared.positions[:, None] - window  # [n, size]
@@ -233,6 +236,7 @@ class CacheAttention:
         assert part_lse is not None
         part = part.view(groups, count, repeat, dim).transpose(0, 1)
         part_lse = part_lse.view(groups, count, repeat).transpose(0, 1).float()
-        own, own_lse = out[shared.tokens], lse[shared.tokens]
-        weight = torch.sigmoid(part_lse - own_lse).unsqueeze(-1).to(out.dtype)  # share of the softmax mass that lies in the prefix
-        out[shared.tokens] = own + weight * (part - own)
+        weight = torch.sigmoid(part_lse - lse[tokens]).unsqueeze(-1).to(out.dtype)  # share of the softmax mass that lies in the prefix
+        joined = out[tokens].lerp_(part, weight)
+        if not shared.every:
+            out[tokens] = joined
