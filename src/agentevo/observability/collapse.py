@@ -257,8 +257,9 @@ class CollapseMonitor:
             return None
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, {entropy / start:.0%} of the {start:.2g} it "
-            f"started with, while {self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01) or "
-            "algorithm.clip_high=0.28, raise sampling.temperature, or lower trainer.learning_rate."
+            f"started with, while {self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01, "
+            "or 0.1 with algorithm.entropy_target) or algorithm.clip_high=0.28, keep groups without spread for their entropy bonus "
+            "(algorithm.drop_zero_variance=false), raise sampling.temperature, or lower trainer.learning_rate."
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
