@@ -31,7 +31,7 @@ FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
-_product = torch.ops.mkldnn._linear_pointwise
+_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # absent from some builds, where no layer is fused
 
 
 class FusedLayer(PackedWeights):
