@@ -47,7 +47,7 @@ class PackedBatch:
         """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
         logits = model(
             input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, plan=self.plan, logits_to_keep=self.logit_nodes
-        ).logits[0]
+        ).logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
         return selected_logprobs(logits, self.rows, self.targets, self.temperature)
 
 
