@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from agentevo.models.linear import available
+from agentevo.models.linear import product as onednn
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49152))
 ROWS = (1, 4, 16, 64, 256, 1024)
@@ -33,10 +34,6 @@ def gflops(product: Callable[[torch.Tensor, torch.Tensor], object], x: torch.Ten
         else:
             deadline = time.perf_counter() + MIN_SECONDS
     return 2 * x.shape[0] * weights[0].numel() * len(weights) / max(best, 1e-9) / 1e9
-
-
-def onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 @torch.inference_mode()

@@ -29,6 +29,7 @@ from transformers import (
 
 from agentevo.config import ModelSection, TinyModel
 from agentevo.models.attention import prepare
+from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
 
@@ -120,6 +121,18 @@ def tiny_policy() -> Callable[..., LoadedModel]:
         return loaded
 
     return make
+
+
+@pytest.fixture
+def loaded(tiny_policy: Callable[..., LoadedModel]) -> LoadedModel:
+    """A fresh tiny policy of the usual shape."""
+    return tiny_policy(seed=2)
+
+
+@pytest.fixture
+def chat(loaded: LoadedModel) -> ChatFormat:
+    """How conversations read for `loaded`."""
+    return ChatFormat(loaded.tokenizer)
 
 
 class ScriptedEngine:

@@ -15,6 +15,7 @@ from agentevo.agents.environment_agent import answer_instructions, demonstrate, 
 from agentevo.config import AgentSection
 from agentevo.environments.environment import EnvironmentConfig
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
+from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.errors import EnvironmentFailure
 from agentevo.models.chat import ChatFormat
 from agentevo.types import Baselines, SamplingParams, Task
@@ -24,6 +25,7 @@ ANSWER = AgentSection(format="answer")
 THINK = AgentSection(format="think_answer")
 SEVERAL = AgentSection(format="answer", actions_per_turn=3)
 FORGETFUL = AgentSection(format="answer", memory="turn")
+LONG = AgentSection(format="plain", max_turns=100)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,25 @@ def test_a_demonstration_stops_at_the_agents_limit():
     shown = demonstrate(Corridor(CorridorConfig()), 0, AgentSection(format="answer", max_turns=2), random_rate=0.0)
     assert not shown.success
     assert [m.role for m in shown.conversations[0]] == ["user", "assistant", "user", "assistant"]
+
+
+def test_a_demonstration_ends_where_the_task_is_lost():
+    """Random pushes get the box stuck: up to there a solution existed, afterwards nothing is shown."""
+    num_lost = 0
+    for seed in range(8):
+        world = SokobanEnvironment(SokobanConfig())
+        shown = demonstrate(world, seed, LONG, random_rate=1.0)
+        said = [message.content for message in shown.conversations[-1] if message.role == "assistant"]
+        world.reset(seed=seed)
+        over = False
+        for action in said:
+            assert world.optimal_action() is not None
+            _, _, terminated, truncated, _ = world.step(action)
+            over = terminated or truncated
+        lost = world.optimal_action() is None and not over
+        assert lost or over
+        num_lost += lost
+    assert num_lost > 0
 
 
 def test_without_a_solver_there_is_no_demonstration():

@@ -9,23 +9,12 @@ import pytest
 from agentevo.agents import Policy
 from agentevo.errors import DeadlineExceededError, RequestTooLongError
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.chat import ChatFormat
 from agentevo.training.samples import trajectory_samples
 from agentevo.types import Message, SamplingParams, Trajectory
 
 USER = Message("user", "Take the left coin or the right one.")
 MORE = Message("user", "Go on.")
 OTHER = Message("user", "You lose.")
-
-
-@pytest.fixture
-def loaded(tiny_policy):
-    return tiny_policy(seed=2)
-
-
-@pytest.fixture
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 @pytest.fixture

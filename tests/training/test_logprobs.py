@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agentevo.training.logprobs import selected_logprobs
+from agentevo.training.logprobs import BLOCK_ROWS, selected_logprobs
 
 
 def plain(logits, rows, targets, temperature):
@@ -26,6 +26,23 @@ def test_values_and_gradients(temperature, with_entropy):
         leaf = logits.clone().requires_grad_()
         logp, entropy = function(leaf, rows, targets, temperature)
         ((weights * logp).sum() + (entropy_weights * entropy).sum()).backward()
+        found.append((logp.detach(), entropy.detach(), leaf.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS - 1])
+def test_more_rows_than_a_block_holds(num_rows):
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = 3 * torch.randn(num_rows, 11, generator=generator)
+    rows = torch.randperm(num_rows, generator=generator)
+    targets = torch.randint(11, (num_rows,), generator=generator)
+    weights = torch.randn(num_rows, generator=generator)
+    found = []
+    for function in (selected_logprobs, plain):
+        leaf = logits.clone().requires_grad_()
+        logp, entropy = function(leaf, rows, targets, 0.7)
+        (weights * (logp - 0.5 * entropy)).sum().backward()
         found.append((logp.detach(), entropy.detach(), leaf.grad))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

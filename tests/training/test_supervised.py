@@ -10,7 +10,6 @@ import torch
 
 from agentevo.config import ColdStartSection, TrainerSection
 from agentevo.errors import TrainingError
-from agentevo.models.chat import ChatFormat
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Message
 
@@ -22,16 +21,6 @@ TALK = [
     Message("assistant", "Up Down"),
 ]
 OTHER = [Message("user", "Go on."), Message("assistant", "right")]
-
-
-@pytest.fixture
-def loaded(tiny_policy):
-    return tiny_policy(seed=3)
-
-
-@pytest.fixture
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 def no_progress(done: int, total: int, loss: float) -> None:

@@ -130,16 +130,13 @@ def test_gradients_are_scaled_down_to_the_limit(model, samples_of, gradient):
     assert float(gradient(bound).norm()) == pytest.approx(norm / 10, rel=1e-3)
 
 
-@pytest.mark.parametrize("field", ["advantages", "logprobs"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("field", "value"), [("advantages", math.nan), ("advantages", math.inf), ("logprobs", math.nan)])
 def test_what_is_not_finite_never_reaches_the_weights(field, value, model, samples_of):
     samples = batch_of(samples_of)
     bad = [value if m else x for x, m in zip(getattr(samples[5], field), samples[5].loss_mask, strict=True)]
     samples[5] = msgspec.structs.replace(samples[5], **{field: bad})
     before = weights(model).clone()
     trainer = Trainer(model, WHOLE_GRADIENT, GRPO)
-    if (field, value) == ("logprobs", math.inf):
-        pytest.skip("a behaviour log-prob of infinity gives a ratio of 0: no gradient, nothing to refuse")
     with pytest.raises(TrainingError, match="the weights were not changed"):
         trainer.step(samples)
     assert torch.equal(weights(model), before)

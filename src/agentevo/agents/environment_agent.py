@@ -1,8 +1,7 @@
 """The environment loop: observe, answer, act, until the world or a limit ends the episode.
 
-The first user message holds the rules, how to answer, and the first observation; each later one the observation that the actions led to.
-The
-format says where the action stands in an answer:
+The first user message holds the rules, how to answer, and the first observation; each later one the observation that the actions
+led to. The format says where the action stands in an answer:
 
     plain         Up
     answer        <answer>Up</answer>

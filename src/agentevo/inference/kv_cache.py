@@ -17,7 +17,8 @@ import torch
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
-"""Up to so many query rows of a sequence, plain matrix products are faster than PyTorch's fused attention on a CPU."""
+"""Up to so many query rows of a sequence, plain matrix products are as fast as PyTorch's fused attention on a CPU, or
+faster (`benchmarks/passes.py`)."""
 
 
 def attention(

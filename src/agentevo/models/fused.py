@@ -23,15 +23,13 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from agentevo.models.linear import PACKED_FOR_ROWS, FastLinear, PackedWeights
+from agentevo.models.linear import FastLinear, PackedWeights, pack, product, product_with
 
 FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 """Layers whose arithmetic is exactly the one below; a subclass may differ and is left alone."""
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
-
-_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # absent from some builds, where no layer is fused
 
 
 class FusedLayer(PackedWeights):
@@ -81,15 +79,15 @@ class FusedLayer(PackedWeights):
 
     def _forward(self, x: torch.Tensor, plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         qkv, qkv_bias, o, o_bias, gate, gate_bias, up, up_bias, down, down_bias = self._weights()
-        heads = _product(self._normed(x), qkv, qkv_bias, "none", [], "")
+        heads = product(self._normed(x), qkv, qkv_bias)
         heads = heads.view(x.shape[0], -1, self.head_dim)  # [T, query, key and value heads, D]
         rotated = self._rotated(heads[:, : self.num_rotated], *rotation)
         query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_rotated :]
         out = plan.attend(self.index, query, key, value, self.scaling, self.window, None)
-        x = _product(out.reshape(x.shape[0], -1), x, o, o_bias, "add")
+        x = product_with(out.reshape(x.shape[0], -1), x, o, o_bias, "add")
         normed = self._normed(x)
-        hidden = _product(normed, _product(normed, gate, gate_bias, "swish", [], ""), up, up_bias, "mul")
-        return _product(hidden, x, down, down_bias, "add")
+        hidden = product_with(normed, product(normed, gate, gate_bias, "swish"), up, up_bias, "mul")
+        return product_with(hidden, x, down, down_bias, "add")
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that follows."""
@@ -117,15 +115,11 @@ class FusedLayer(PackedWeights):
         if self.packed is None or self.packed_of != state:
             q, k, v, o, gate, up, down, norm_in, norm_mlp = (weight.detach() for weight in weights)
             biases = [None if bias is None else bias.detach() for bias in biases]
-            packed = (_pack(torch.cat([q, k, v]) * norm_in), _pack(o), _pack(gate * norm_mlp), _pack(up * norm_mlp), _pack(down))
+            packed = (pack(torch.cat([q, k, v]) * norm_in), pack(o), pack(gate * norm_mlp), pack(up * norm_mlp), pack(down))
             joined = (None if biases[0] is None else torch.cat(biases[:3]), *biases[3:])
             self.packed = tuple(tensor for pair in zip(packed, joined, strict=True) for tensor in pair)
             self.packed_of = state
         return self.packed
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
 
 
 def _is_plain(linear: nn.Module | None) -> bool:

@@ -10,8 +10,8 @@ float32 rounding.
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,9 +30,23 @@ def available() -> bool:
     )
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias for x [rows, in], weight [out, in], any strides; float32 on the CPU."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [out, in] in oneDNN's own layout, for `product` and `product_with` and nothing else."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Literal["none", "swish"] = "none"
+) -> torch.Tensor:
+    """activation(x @ weight.T + bias) for x [rows, in], weight [out, in], any strides or packed; float32 on the CPU."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
+
+
+def product_with(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: Literal["add", "mul"]
+) -> torch.Tensor:
+    """(x @ weight.T + bias) + other, or times other, for other [rows, out]; the rest as in `product`."""
+    return torch.ops.mkldnn._linear_pointwise(x, other, weight, bias, operation)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -40,7 +54,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _product(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -48,18 +62,18 @@ class _LinearFunction(torch.autograd.Function):
         grad = grads[0]  # [rows, out]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         return (
-            _product(grad, weight.t()) if needs_x else None,
-            _product(grad.t(), x.t()) if needs_weight else None,
+            product(grad, weight.t()) if needs_x else None,
+            product(grad.t(), x.t()) if needs_weight else None,
             grad.sum(0) if ctx.has_bias and needs_bias else None,
         )
 
 
-class PackedWeights:
+class PackedWeights(ABC):
     """Something that keeps a packed copy of weights."""
 
+    @abstractmethod
     def drop(self) -> None:
         """Forgets the copy; it is made again when needed."""
-        raise NotImplementedError
 
 
 class FastLinear(nn.Linear, PackedWeights):
@@ -92,7 +106,7 @@ class FastLinear(nn.Linear, PackedWeights):
             self.drop()
             out = _LinearFunction.apply(rows, self.weight, self.bias)
         else:
-            out = _product(rows, self._packed_weight(), self.bias)
+            out = product(rows, self._packed_weight(), self.bias)
         return out.view(*input.shape[:-1], self.out_features)
 
     def drop(self) -> None:
@@ -102,20 +116,13 @@ class FastLinear(nn.Linear, PackedWeights):
     def _packed_weight(self) -> torch.Tensor:
         state = (self.weight.data_ptr(), self.weight._version)
         if self._packed is None or self._packed_of != state:
-            weight = self.weight.detach()
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+            self._packed = pack(self.weight.detach())
             self._packed_of = state
         return self._packed
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FastLinear:
-        """A layer of its own; the packed copy, which can't be copied, is made again when needed."""
-        twin = FastLinear.__new__(FastLinear)
-        nn.Module.__init__(twin)
-        memo[id(self)] = twin
-        twin.in_features, twin.out_features, twin.training = self.in_features, self.out_features, self.training
-        twin.weight, twin.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
-        twin._packed, twin._packed_of = None, None
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the packed weight, which can't be copied and is made again when needed."""
+        return {**self.__dict__, "_packed": None}
 
 
 def drop_packed(model: nn.Module) -> None:

@@ -122,10 +122,15 @@ def train(
     """Trains to the end, or to a clean stop at Ctrl-C; blocks. Raises ConfigError before anything is created."""
     if agent is not None and tasks is None:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
+    view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     _check_parts(config, tasks, resume)
-    _prepare_folder(config, resume, checkpoints)
-    run_coroutine(_train(config, agent, tasks, checkpoints, resume, view if view is not None else LiveView(config.run.name)))
+    if resume:
+        for key, (was, now) in _check_resume(config, checkpoints).items():
+            view.note(f"from here on with {key}={now!r}, which was {was!r}")
+    else:
+        _prepare_folder(config)
+    run_coroutine(_train(config, agent, tasks, checkpoints, resume, view))
     return Run(config, agent=agent, tasks=tasks)
 
 
@@ -162,21 +167,27 @@ def _check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) 
         resolve(config.model.name)
 
 
-def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -> None:
-    """An empty folder, or the one to resume. Refuses to mix two runs."""
+def _check_resume(config: RunConfig, checkpoints: Checkpoints) -> dict[str, tuple[Any, Any]]:
+    """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key -> (was, now)."""
+    folder = config.run_dir
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
+    if not checkpoints.steps():
+        raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
+    changes = _changes(config)
+    for key, (was, now) in changes.items():
+        if key == "run.seed" or key.partition(".")[0] in FIXED_SECTIONS:
+            raise ConfigError(
+                f"{folder} was started with {key}={was!r} and not {now!r}: resume it with the same recipe and overrides, "
+                "or give another run.dir"
+            )
+    return changes
+
+
+def _prepare_folder(config: RunConfig) -> None:
+    """Leaves no folder, or an empty one. Refuses to mix two runs."""
     folder = config.run_dir
     exists = (folder / "config.yaml").is_file()
-    if resume:
-        if not exists:
-            raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
-        if not checkpoints.steps():
-            raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
-        fixed = [change for change in _changes(config) if change.split(".")[0] in FIXED_SECTIONS or change.startswith("run.seed")]
-        if fixed:
-            raise ConfigError(
-                f"{folder} was started with another {fixed[0]}: resume it with the same recipe and overrides, or give another run.dir"
-            )
-        return
     if exists and not config.run.overwrite:
         raise ConfigError(
             f"{folder} holds a run already: resume it with --resume, give another run.dir, or delete it with run.overwrite=true"
@@ -187,12 +198,12 @@ def _prepare_folder(config: RunConfig, resume: bool, checkpoints: Checkpoints) -
         shutil.rmtree(folder)
 
 
-def _changes(config: RunConfig) -> list[str]:
-    """The keys in which `config` differs from the configuration that its folder was last run with, as `a.b (was 1, now 2)`."""
+def _changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Where `config` differs from the configuration that its folder was last run with: key -> (was, now)."""
     before = _leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
     now = _leaves(config.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS]
-    return [f"{key} (was {before.get(key)!r}, now {now.get(key)!r})" for key in keys]
+    return {key: (before.get(key), now.get(key)) for key in keys}
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -236,8 +247,6 @@ async def _train(
     with view, _stop_on_interrupt(view) as asked:
         view.phase("loading", config.model.name)
         folder.mkdir(parents=True, exist_ok=True)
-        for change in _changes(config) if resume else ():
-            view.note(f"from here on with another {change}")
         staging = folder / "config.yaml.new"
         staging.write_text(to_yaml(config), encoding="utf-8")
         os.replace(staging, folder / "config.yaml")

@@ -121,7 +121,7 @@ def judge_context(longest: int, worst_case: int, context_length: int) -> Verdict
 def judge_turns(num_attempts: int, num_truncated: int, max_turns: int, max_actions: int) -> Verdict:
     """`num_truncated`: attempts ended by a limit and not by the world."""
     finding = f"{num_truncated} of {num_attempts} attempts ended by a limit (agent.max_turns={max_turns}, at most {max_actions} actions)"
-    if num_truncated <= num_attempts / 2:
+    if num_truncated <= num_attempts / 2 or max_turns == 1:  # one turn is a design: an answer, not an episode
         return Verdict("turns", "good", finding)
     advice = "an untrained policy often runs into limits; if an optimal player needs more, raise agent.max_turns or environment.max_actions"
     return Verdict("turns", "warning", finding, advice)

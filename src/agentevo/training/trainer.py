@@ -85,13 +85,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         weights = aggregation_weights(self.algorithm.aggregation, [sum(s.loss_mask) for s in samples])
+        entropy_coef = self._entropy_coef()
         device = next(self.model.parameters()).device
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
         self.optimizer.zero_grad(set_to_none=True)
         for indices in split_by_tokens(samples, self.section.micro_batch_tokens):
             batch = pack([samples[i] for i in indices], [weights[i] for i in indices], device)
-            loss, metrics = self._loss(batch)
+            loss, metrics = self._loss(batch, entropy_coef)
             if not torch.isfinite(loss):
                 raise TrainingError(
                     "the loss is not finite, the weights were not changed: lower trainer.learning_rate, or check the rewards"
@@ -107,7 +108,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer_steps += 1
         count = sums.pop("count")
-        entropy_coef = self._entropy_coef()
         self.mean_entropy = sums["actor/entropy"] / count
         metrics = {key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count) for key, value in sums.items()}
         extra = {"actor/ppo_kl_first": metrics["actor/ppo_kl"], "actor/logprob_diff_max": largest_diff} if first else {}
@@ -122,7 +122,7 @@ class Trainer:
             return 0.0
         return section.entropy_coef * max(0.0, 1.0 - self.mean_entropy / section.entropy_target)
 
-    def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    def _loss(self, batch: PackedBatch, entropy_coef: float) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the minibatch loss, and sums over its tokens for the metrics."""
         section = self.algorithm
         logp, row_entropy = batch.forward(self.model)
@@ -147,7 +147,7 @@ class Trainer:
             kl = kl_k3(logp, ref_logp)
             loss = loss + section.kl_coef * (batch.weights * kl).sum()
             metrics["actor/kl_loss"] = float(kl.detach().sum())
-        if (entropy_coef := self._entropy_coef()) > 0:
+        if entropy_coef > 0:
             loss = loss - entropy_coef * (batch.weights * entropy).sum()
         return loss, metrics
 

@@ -1,0 +1,98 @@
+"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`, and FEW_QUERIES of `inference/kv_cache.py`.
+
+    .venv/bin/python benchmarks/passes.py
+
+Prints milliseconds of one forward pass of SmolLM2-135M without attention, by number of tokens, through its own layers and through
+`FusedLayer`; then microseconds of one layer's attention by number of query rows, through PyTorch's fused attention and through plain
+matrix products. Medians of alternating repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentevo.inference import kv_cache
+from ours import load, model_folder
+
+TOKENS = (1, 16, 64, 256, 512, 1024, 3072)
+QUERY_ROWS = (1, 3, 6, 12, 15, 18, 24, 48, 96)
+SHAPES = ((16, 500), (64, 112))
+"""Sequences, and keys that each sees."""
+LAYERS = 30
+KV_HEADS, HEAD_DIM = 3, 64
+BUDGET_S = 2.0
+
+
+class NoAttention:
+    """A plan that gives each query back: what is left of the pass is everything else."""
+
+    def attend(self, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return query
+
+
+def medians(ways: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each way, taken in turns for BUDGET_S, after one round that warms up."""
+    taken: list[list[float]] = [[] for _ in ways]
+    for way in ways:
+        way()
+    deadline = time.perf_counter() + BUDGET_S
+    while len(taken[0]) < 3 or time.perf_counter() < deadline:
+        for way, seconds in zip(ways, taken, strict=True):
+            started = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - started)
+    return [statistics.median(seconds) for seconds in taken]
+
+
+def passes(folder: Path) -> None:
+    model = load(folder).model
+    own = load(folder).model
+    for layer in own.modules():
+        vars(layer).pop("forward", None)  # the FusedLayer that hides the class's own method
+    for tokens in TOKENS:
+        ids, positions = torch.randint(100, 4000, (1, tokens)), torch.arange(tokens)[None]
+
+        def run(which: Any, ids: torch.Tensor = ids, positions: torch.Tensor = positions) -> object:
+            keep = torch.tensor([0])
+            return which(input_ids=ids, position_ids=positions, use_cache=False, plan=NoAttention(), logits_to_keep=keep)
+
+        plain, fused = medians([lambda run=run: run(own), lambda run=run: run(model)])
+        line = f"{tokens:5d} tokens: own layers {1e3 * plain:7.1f} ms, fused {1e3 * fused:7.1f} ms"
+        print(f"{line}, {1e6 * fused / tokens:6.0f} us a token", flush=True)
+
+
+def attention() -> None:
+    for sequences, keys in SHAPES:
+        caches = [torch.randn(2, sequences, KV_HEADS, keys, HEAD_DIM) for _ in range(LAYERS)]
+        mask = torch.zeros(sequences, 1, 1, keys)
+        for rows in QUERY_ROWS:
+            query = torch.randn(sequences, KV_HEADS, rows, HEAD_DIM)
+
+            def run(few: int, query: torch.Tensor = query, caches: list[torch.Tensor] = caches, mask: torch.Tensor = mask) -> None:
+                kv_cache.FEW_QUERIES = few
+                visible = mask.expand(-1, -1, query.shape[2], -1).contiguous()
+                for k, v in caches:
+                    kv_cache.attention(query, k, v, visible, 0.125, None, with_lse=False)
+
+            fused, products = (1e6 * seconds / LAYERS for seconds in medians([lambda run=run: run(0), lambda run=run: run(10**6)]))
+            print(f"{sequences} x {keys} keys, {rows:3d} query rows: fused {fused:6.0f} us, products {products:6.0f} us", flush=True)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct; downloaded when left out")
+    folder = parser.parse_args().model or model_folder()
+    attention()
+    passes(folder)
+
+
+if __name__ == "__main__":
+    main()
