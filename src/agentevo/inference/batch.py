@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agentevo.inference.kv_cache import CacheAttention, KVCache, PrefixSegment, Rows, SharedRows
+from agentevo.inference.cache_attention import CacheAttention, Rows, SharedRows
+from agentevo.inference.kv_cache import KVCache, PrefixSegment
 from agentevo.inference.scheduler import Sequence
 
 MAX_CHUNK = 512
@@ -122,7 +123,7 @@ def _rows(
     take_rows, take_tokens = (lines[:, None] * width + steps)[real], tokens[lines][real]
     in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
     return Rows(
-        slots=tensor(slots[bucket]),
+        slots=tensor(np.arange(first, last + 1) if dense else slots[bucket]),
         tokens=tensor(tokens),
         queries=tensor(queries),
         lengths=tensor(keys),

@@ -17,7 +17,7 @@ import numpy as np
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
-from agentevo.inference.kv_cache import KVCache, PrefixSegment
+from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, num_blocks
 from agentevo.types import Completion, SamplingParams
 
 MIN_SHARED_TOKENS = 16
@@ -348,8 +348,8 @@ class Scheduler:
             sequence.slot = moved[sequence.slot]
 
 
-def _round_up(tokens: int, multiple: int = 32) -> int:
-    return -(-tokens // multiple) * multiple
+def _round_up(tokens: int) -> int:
+    return num_blocks(tokens) * KEY_BLOCK
 
 
 def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:

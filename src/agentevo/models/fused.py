@@ -23,7 +23,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from agentevo.models.linear import FastLinear, PackedWeights, pack, product, product_with
+from agentevo.models.linear import FastLinear, PackedMatrix, PackedWeights
 
 FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 """Layers whose arithmetic is exactly the one below; a subclass may differ and is left alone."""
@@ -51,7 +51,7 @@ class FusedLayer(PackedWeights):
         self.epsilon = torch.tensor(float(layer.input_layernorm.variance_epsilon))  # type: ignore[union-attr, arg-type]
         self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
         self.linears = tuple((parent, name) for parent, names in ((attention, ATTENTION_LINEARS), (mlp, MLP_LINEARS)) for name in names)
-        self.packed: tuple[torch.Tensor, ...] | None = None
+        self.packed: tuple[PackedMatrix, ...] | None = None
         self.packed_of: list[tuple[int, int]] = []
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -78,16 +78,14 @@ class FusedLayer(PackedWeights):
         return {**self.__dict__, "packed": None}
 
     def _forward(self, x: torch.Tensor, plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        qkv, qkv_bias, o, o_bias, gate, gate_bias, up, up_bias, down, down_bias = self._weights()
-        heads = product(self._normed(x), qkv, qkv_bias)
-        heads = heads.view(x.shape[0], -1, self.head_dim)  # [T, query, key and value heads, D]
+        qkv, o, gate, up, down = self._weights()
+        heads = qkv.product(self._normed(x)).view(x.shape[0], -1, self.head_dim)  # [T, query, key and value heads, D]
         rotated = self._rotated(heads[:, : self.num_rotated], *rotation)
         query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_rotated :]
         out = plan.attend(self.index, query, key, value, self.scaling, self.window, None)
-        x = product_with(out.reshape(x.shape[0], -1), x, o, o_bias, "add")
+        x = o.product_plus(out.reshape(x.shape[0], -1), x)
         normed = self._normed(x)
-        hidden = product_with(normed, product(normed, gate, gate_bias, "swish"), up, up_bias, "mul")
-        return product_with(hidden, x, down, down_bias, "add")
+        return down.product_plus(up.product_times(normed, gate.product(normed, "swish")), x)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that follows."""
@@ -106,8 +104,8 @@ class FusedLayer(PackedWeights):
         rotated[..., half:].addcmul_(heads[..., :half], sin[..., half:])
         return rotated
 
-    def _weights(self) -> tuple[torch.Tensor, ...]:
-        """Packed matrix and bias of each product: queries-keys-values, output, gate, up, down."""
+    def _weights(self) -> tuple[PackedMatrix, ...]:
+        """Of each product: queries-keys-values, output, gate, up, down."""
         linears = [parent._modules[name] for parent, name in self.linears]
         weights = [module._parameters["weight"] for module in (*linears, *self.norms)]
         biases = [module.bias for module in linears]
@@ -115,9 +113,14 @@ class FusedLayer(PackedWeights):
         if self.packed is None or self.packed_of != state:
             q, k, v, o, gate, up, down, norm_in, norm_mlp = (weight.detach() for weight in weights)
             biases = [None if bias is None else bias.detach() for bias in biases]
-            packed = (pack(torch.cat([q, k, v]) * norm_in), pack(o), pack(gate * norm_mlp), pack(up * norm_mlp), pack(down))
-            joined = (None if biases[0] is None else torch.cat(biases[:3]), *biases[3:])
-            self.packed = tuple(tensor for pair in zip(packed, joined, strict=True) for tensor in pair)
+            joined = None if biases[0] is None else torch.cat(biases[:3])
+            self.packed = (
+                PackedMatrix(torch.cat([q, k, v]) * norm_in, joined),
+                PackedMatrix(o, biases[3]),
+                PackedMatrix(gate * norm_mlp, biases[4]),
+                PackedMatrix(up * norm_mlp, biases[5]),
+                PackedMatrix(down, biases[6]),
+            )
             self.packed_of = state
         return self.packed
 

@@ -10,6 +10,7 @@ float32 rounding.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 PACKED_FOR_ROWS = 64
-"""Number of rows that the packed layout is best for; it is also good for the others."""
+"""Number of rows that the packed layout is best for; it is also good for the others, except a single one."""
+BLOCK_OUT = 64
+"""Outputs that lie together in the packed layout: [out / BLOCK_OUT, in, BLOCK_OUT]."""
 
 
 def available() -> bool:
@@ -27,26 +30,77 @@ def available() -> bool:
         and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "data_ptr")
     )
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out, in] in oneDNN's own layout, for `product` and `product_with` and nothing else."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
 
 
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Literal["none", "swish"] = "none"
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias) for x [rows, in], weight [out, in], any strides or packed; float32 on the CPU."""
+    """activation(x @ weight.T + bias) for x [rows, in], weight [out, in], any strides; float32 on the CPU."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
 
 
-def product_with(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: Literal["add", "mul"]
-) -> torch.Tensor:
-    """(x @ weight.T + bias) + other, or times other, for other [rows, out]; the rest as in `product`."""
-    return torch.ops.mkldnn._linear_pointwise(x, other, weight, bias, operation)
+def weighted_sums(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Many small products of a vector and a matrix in one call: sum i is weights @ table[rows] from starts[i] to the next start.
+
+    table [N, D], rows [n] and starts [m] integers, weights n numbers of any shape -> [m, D].
+    """
+    return torch.embedding_bag(table, rows, starts, False, 0, False, weights.reshape(-1))[0]
+
+
+class PackedMatrix:
+    """A copy of a float32 weight [out, in] and its bias [out], laid out for products without gradients.
+
+    oneDNN's layout serves any number of rows but one: there a product could be as fast as memory is read, and oneDNN's kernel is not. A
+    weighted sum of embeddings comes nearer (`benchmarks/linear.py`) and reads the very same bytes: a block of the layout is a table of `in`
+    rows of BLOCK_OUT numbers, and x holds the weight of each row.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.bias = bias
+        self.num_outputs, self.num_inputs = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        self._tables = self._as_tables(weight)
+        if self._tables is not None:
+            self._rows = torch.arange(len(self._tables), dtype=torch.int32)
+            self._starts = torch.arange(0, len(self._tables), self.num_inputs, dtype=torch.int32)
+
+    def product(self, x: torch.Tensor, activation: Literal["none", "swish"] = "none") -> torch.Tensor:
+        """activation(x @ weight.T + bias) for x [rows, in]."""
+        if (out := self._of_one_row(x)) is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, activation, [], "")
+        return torch.nn.functional.silu(out, inplace=True) if activation == "swish" else out
+
+    def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T + bias + other, for other [rows, out]."""
+        if (out := self._of_one_row(x)) is None:
+            return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
+        return out.add_(other)
+
+    def product_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """(x @ weight.T + bias) * other, for other [rows, out]."""
+        if (out := self._of_one_row(x)) is None:
+            return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "mul")
+        return out.mul_(other)
+
+    def _of_one_row(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x @ weight.T + bias for a single row; None for more, or without tables."""
+        if len(x) != 1 or self._tables is None:
+            return None
+        out = weighted_sums(self._tables, self._rows, self._starts, x.expand(len(self._starts), -1)).view(1, -1)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _as_tables(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT], not copied; None where the layout is another one."""
+        if self.num_outputs % BLOCK_OUT or torch.ops.mkldnn._nbytes(self._packed) != 4 * weight.numel():
+            return None
+        numbers = (ctypes.c_float * weight.numel()).from_address(torch.ops.mkldnn.data_ptr(self._packed))
+        tables = torch.frombuffer(numbers, dtype=torch.float32).view(-1, self.num_inputs, BLOCK_OUT)
+        for block in (0, len(tables) - 1):
+            if not torch.equal(tables[block], weight[block * BLOCK_OUT : (block + 1) * BLOCK_OUT].t()):
+                return None
+        return tables.view(-1, BLOCK_OUT)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -84,8 +138,8 @@ class FastLinear(nn.Linear, PackedWeights):
     count up the weight's version), when the version counter moves, and by `drop_packed`.
     """
 
-    _packed: torch.Tensor | None
-    _packed_of: tuple[int, int] | None
+    _packed: PackedMatrix | None
+    _packed_of: list[tuple[int, int]]
 
     @classmethod
     def sharing(cls, linear: nn.Linear) -> FastLinear:
@@ -95,7 +149,7 @@ class FastLinear(nn.Linear, PackedWeights):
         fast.in_features, fast.out_features = linear.in_features, linear.out_features
         fast.weight, fast.bias = linear.weight, linear.bias
         fast.training = linear.training
-        fast._packed, fast._packed_of = None, None
+        fast._packed, fast._packed_of = None, []
         return fast
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -106,17 +160,18 @@ class FastLinear(nn.Linear, PackedWeights):
             self.drop()
             out = _LinearFunction.apply(rows, self.weight, self.bias)
         else:
-            out = product(rows, self._packed_weight(), self.bias)
+            out = self._packed_weight().product(rows)
         return out.view(*input.shape[:-1], self.out_features)
 
     def drop(self) -> None:
         """See PackedWeights.drop."""
         self._packed = None
 
-    def _packed_weight(self) -> torch.Tensor:
-        state = (self.weight.data_ptr(), self.weight._version)
+    def _packed_weight(self) -> PackedMatrix:
+        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        state = [(tensor.data_ptr(), tensor._version) for tensor in parameters]
         if self._packed is None or self._packed_of != state:
-            self._packed = pack(self.weight.detach())
+            self._packed = PackedMatrix(*(tensor.detach() for tensor in parameters))
             self._packed_of = state
         return self._packed
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from agentevo.inference.kv_cache import NEG_INF
+from agentevo.inference.cache_attention import NEG_INF
 
 
 @dataclass(eq=False)
