@@ -1,19 +1,21 @@
-"""What a float32 matrix product reaches on this machine: PyTorch's own `F.linear` against oneDNN, which `agentevo.models.linear` uses.
+"""What a float32 matrix product reaches on this machine: PyTorch's own `F.linear` against oneDNN, which `agentevo.models.linear` uses, and
+its `PackedMatrix`, by which the engine generates.
 
     .venv/bin/python benchmarks/linear.py
 
-Prints GFLOP/s for the shapes of SmolLM2-135M, reading other weights each time, as the layers of a model do.
+Prints GFLOP/s for the shapes of SmolLM2-135M, reading other weights each time, as the layers of a model do; in GB/s the weights that are
+read, and for comparison what a sum over the weights reads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from agentevo.models.linear import available
-from agentevo.models.linear import product as onednn
+from agentevo.models.linear import PackedMatrix, available, product
 
 SHAPES = ((576, 1536), (1536, 576), (576, 49152))
 ROWS = (1, 4, 16, 64, 256, 1024)
@@ -21,32 +23,40 @@ BYTES_CYCLED = 240e6
 MIN_SECONDS = 0.5
 
 
-def gflops(product: Callable[[torch.Tensor, torch.Tensor], object], x: torch.Tensor, weights: list[torch.Tensor]) -> float:
-    """Best of the passes over all weights that fit in MIN_SECONDS, after one that warms up."""
+def seconds_each(calls: Sequence[Callable[[], object]]) -> float:
+    """Of one call: best of the passes over all calls that fit in MIN_SECONDS, after one that warms up."""
     best, deadline = float("inf"), 0.0
     while not deadline or time.perf_counter() < deadline:
         started = time.perf_counter()
-        for weight in weights:
-            product(x, weight)
+        for call in calls:
+            call()
         seconds = time.perf_counter() - started
         if deadline:
             best = min(best, seconds)
         else:
             deadline = time.perf_counter() + MIN_SECONDS
-    return 2 * x.shape[0] * weights[0].numel() * len(weights) / max(best, 1e-9) / 1e9
+    return best / len(calls)
 
 
 @torch.inference_mode()
 def main() -> None:
+    if not available():
+        raise SystemExit("oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU: nothing to compare")
     for inputs, outputs in SHAPES:
-        weights = [torch.randn(outputs, inputs) for _ in range(max(1, int(BYTES_CYCLED / (4 * inputs * outputs))))]
+        size = 4 * inputs * outputs
+        weights = [torch.randn(outputs, inputs) for _ in range(max(1, int(BYTES_CYCLED / size)))]
+        packed = [PackedMatrix(weight) for weight in weights]
+        print(f"{inputs} -> {outputs}: a sum over the weights reads {size / seconds_each([w.sum for w in weights]) / 1e9:.0f} GB/s")
         for rows in ROWS:
             x = torch.randn(rows, inputs)
-            line = f"{inputs:5d} -> {outputs:5d}, {rows:4d} rows: F.linear {gflops(torch.nn.functional.linear, x, weights):4.0f} GFLOP/s"
-            print(
-                f"{line}, oneDNN {gflops(onednn, x, weights):4.0f} GFLOP/s" if available() else f"{line}, oneDNN is not in this build",
-                flush=True,
-            )
+            ways: dict[str, list[Callable[[], object]]] = {
+                "F.linear": [partial(torch.nn.functional.linear, x, weight) for weight in weights],
+                "oneDNN": [partial(product, x, weight) for weight in weights],
+                "packed": [partial(matrix.product, x) for matrix in packed],
+            }
+            found = {name: seconds_each(calls) for name, calls in ways.items()}
+            texts = [f"{name} {2e-9 * rows * inputs * outputs / s:4.0f} GFLOP/s ({size / s / 1e9:3.0f} GB/s)" for name, s in found.items()]
+            print(f"{rows:6d} rows: {', '.join(texts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`, and FEW_QUERIES of `inference/kv_cache.py`.
+"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`, and FEW_QUERIES of
+`inference/cache_attention.py`.
 
     .venv/bin/python benchmarks/passes.py
 
 Prints milliseconds of one forward pass of SmolLM2-135M without attention, by number of tokens, through its own layers and through
-`FusedLayer`; then microseconds of one layer's attention by number of query rows, through PyTorch's fused attention and through plain
-matrix products. Medians of alternating repetitions.
+`FusedLayer`; then microseconds of one layer's attention by number of query rows, through PyTorch's fused attention and through
+weighted sums. Medians of alternating repetitions.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from typing import Any
 
 import torch
 
-from agentevo.inference import kv_cache
+from agentevo.inference import cache_attention
+from agentevo.inference.batch import build_batch
+from agentevo.inference.cache_attention import CacheAttention
+from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, num_blocks
+from agentevo.inference.scheduler import Sequence as Running
 from ours import load, model_folder
 
 TOKENS = (1, 16, 64, 256, 512, 1024, 3072)
-QUERY_ROWS = (1, 3, 6, 12, 15, 18, 24, 48, 96)
+TOKENS_EACH = (1, 2, 3, 4, 5, 6, 8, 16)
+"""New tokens of each sequence."""
 SHAPES = ((16, 500), (64, 112))
 """Sequences, and keys that each sees."""
 LAYERS = 30
-KV_HEADS, HEAD_DIM = 3, 64
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 BUDGET_S = 2.0
 
 
@@ -70,19 +76,22 @@ def passes(folder: Path) -> None:
 
 def attention() -> None:
     for sequences, keys in SHAPES:
-        caches = [torch.randn(2, sequences, KV_HEADS, keys, HEAD_DIM) for _ in range(LAYERS)]
-        mask = torch.zeros(sequences, 1, 1, keys)
-        for rows in QUERY_ROWS:
-            query = torch.randn(sequences, KV_HEADS, rows, HEAD_DIM)
+        cache = KVCache()
+        cache.resize(sequences, num_blocks(keys) * KEY_BLOCK, [])
+        for tokens in TOKENS_EACH:
+            work = [(Running(slot, [0] * keys, None, cached=keys - tokens), tokens) for slot in range(sequences)]
+            plan = build_batch(cache, work, torch.device("cpu")).plan
+            query = torch.randn(sequences * tokens, QUERY_HEADS, HEAD_DIM)
+            new = torch.randn(sequences * tokens, KV_HEADS, HEAD_DIM)
 
-            def run(few: int, query: torch.Tensor = query, caches: list[torch.Tensor] = caches, mask: torch.Tensor = mask) -> None:
-                kv_cache.FEW_QUERIES = few
-                visible = mask.expand(-1, -1, query.shape[2], -1).contiguous()
-                for k, v in caches:
-                    kv_cache.attention(query, k, v, visible, 0.125, None, with_lse=False)
+            def run(few: int, plan: CacheAttention = plan, query: torch.Tensor = query, new: torch.Tensor = new) -> None:
+                cache_attention.FEW_QUERIES = few
+                for layer in range(LAYERS):
+                    plan.attend(layer, query, new, new, 0.125, None, None)
 
-            fused, products = (1e6 * seconds / LAYERS for seconds in medians([lambda run=run: run(0), lambda run=run: run(10**6)]))
-            print(f"{sequences} x {keys} keys, {rows:3d} query rows: fused {fused:6.0f} us, products {products:6.0f} us", flush=True)
+            fused, sums = (1e6 * seconds / LAYERS for seconds in medians([lambda run=run: run(0), lambda run=run: run(10**6)]))
+            rows = tokens * QUERY_HEADS // KV_HEADS
+            print(f"{sequences} x {keys} keys, {rows:3d} query rows: fused {fused:6.0f} us, weighted sums {sums:6.0f} us", flush=True)
 
 
 @torch.inference_mode()

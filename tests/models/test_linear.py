@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentevo.models.linear import FastLinear, available, drop_packed, use_fast_linear
+from agentevo.models.linear import FastLinear, PackedMatrix, available, drop_packed, use_fast_linear, weighted_sums
 
 pytestmark = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
 
@@ -125,3 +125,32 @@ def test_a_copy_of_a_layer_has_weights_of_its_own():
         torch.testing.assert_close(twin(x), nn.functional.linear(x, twin.weight, twin.bias))
     assert twin.weight is not fast.weight
     assert twin.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("outputs", [128, 100])  # whole blocks of the packed layout, and not
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_packed_matrix_multiplies_any_number_of_rows(rows, outputs, with_bias):
+    torch.manual_seed(5)
+    weight, bias = torch.randn(outputs, 96), torch.randn(outputs) if with_bias else None
+    x, other = torch.randn(rows, 96), torch.randn(rows, outputs)
+    packed, plain = PackedMatrix(weight, bias), nn.functional.linear(x, weight, bias)
+    kept = other.clone()
+    with torch.inference_mode():
+        found = [packed.product(x), packed.product(x, "swish"), packed.product_plus(x, other), packed.product_times(x, other)]
+    for ours, theirs in zip(found, [plain, nn.functional.silu(plain), plain + other, plain * other], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(other, kept)
+
+
+def test_whole_blocks_are_read_where_they_are():
+    """The table of a packed matrix is the packed matrix: a layout that changed would show here as a slow path."""
+    assert PackedMatrix(torch.randn(128, 96))._tables.shape == (2 * 96, 64)
+    assert PackedMatrix(torch.randn(100, 40))._tables is None
+
+
+def test_weighted_sums():
+    table = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])
+    rows, starts = torch.tensor([0, 1, 2, 2]), torch.tensor([0, 3])
+    weights = torch.tensor([[1.0, 2.0, 3.0, 0.5]])
+    assert weighted_sums(table, rows, starts, weights).tolist() == [[321.0, 642.0], [50.0, 100.0]]

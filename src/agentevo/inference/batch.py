@@ -132,4 +132,5 @@ def _rows(
         take_rows=tensor(take_rows),
         take_tokens=tensor(take_tokens),
         in_order=in_order,
+        even=in_order and dense and int(keys.min()) == int(keys.max()),
     )

@@ -26,24 +26,25 @@ FEW_QUERIES = 16
 BLOCK_SCORES = 512 * 1024
 """Scores of a prefix that are computed at once, so that they stay in the processor's cache."""
 
+VANISHING = 1e-30
+
 
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
     softcap: float | None,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention and, if asked for, its log-sum-exp.
 
-    q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out [B, G, Q, D], lse [B, G, Q]. Every row must
-    see a key.
+    Scaled queries q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out [B, G, Q, D], lse [B, G, Q]. Every row
+    must see a key.
     """
     if q.device.type == "cpu" and softcap is None and q.dtype == k.dtype:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scaling)
-    weights, lse = _softmax(torch.matmul(q.float() * scaling, k.float().transpose(-1, -2)), mask, softcap, with_lse)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)
+    weights, lse = _softmax(torch.matmul(q.float(), k.float().transpose(-1, -2)), mask, softcap, with_lse)
     return torch.matmul(weights, v.float()).to(v.dtype), lse
 
 
@@ -60,7 +61,10 @@ def _softmax(
 
 
 def _logsumexp(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, from the softmax that is there already: weight = exp(score - lse), taken where it is largest."""
+    """Over the last dimension, from the softmax that is there already: weight = exp(score - lse). Any key gives it whose weight is not
+    vanishing: the first one, most often, and else the largest."""
+    if weights.device.type == "cpu" and float(weights[..., 0].min()) > VANISHING:
+        return scores[..., 0] - weights[..., 0].log()
     return scores.amax(dim=-1) - weights.amax(dim=-1).log_()
 
 
@@ -119,12 +123,16 @@ class Rows:
     """[n] the places in the step's token row that these queries are."""
     in_order: bool
     """One query per sequence, and exactly the step's tokens in their order: nothing to gather or to put back."""
+    even: bool
+    """In order, in neighbouring slots, and all of the same length: a group that started together."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _tables: TableRows | None = None
 
-    def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [B, 1, Q * repeat, K]: causal at the end of each sequence, and `window` back. One per window, kept for all
-        layers."""
+    def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Additive mask [B, 1, Q * repeat, K]: causal at the end of each sequence, and `window` back; None where every query sees every
+        key. One per window, kept for all layers."""
+        if self.even and (window is None or window >= self.max_length):
+            return None
         if window not in self._masks:
             num_queries = self.tokens.shape[1]
             key = torch.arange(self.max_length, device=self.lengths.device)  # [K]
@@ -183,21 +191,20 @@ class CacheAttention:
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         keys, values = self.cache.layer(layer, k)
-        keys[self.slots, :, self.blocks, :, self.offsets] = k
-        values[self.slots, :, self.places] = v
+        self._write(keys, values, k, v)
         num_tokens, num_heads, dim = q.shape
         groups = k.shape[1]
         repeat = num_heads // groups
-        q = q.reshape(num_tokens, groups, repeat, dim)
+        q = (q * scaling).view(num_tokens, groups, repeat, dim)
         if len(self.rows) == 1 and self.rows[0].in_order:
-            out, lse = self._own_keys(self.rows[0], q, keys, values, scaling, window, softcap)
+            out, lse = self._own_keys(self.rows[0], q, keys, values, window, softcap)
         else:
             out = torch.empty_like(q)
             lse = torch.empty(num_tokens, groups, repeat, dtype=torch.float32, device=q.device) if self.shared else None
             for rows in self.rows:
                 batch, num_queries = rows.tokens.shape
                 q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim).transpose(1, 2)
-                part, part_lse = self._own_keys(rows, q_rows.reshape(batch, groups, -1, dim), keys, values, scaling, window, softcap)
+                part, part_lse = self._own_keys(rows, q_rows.reshape(batch, groups, -1, dim), keys, values, window, softcap)
                 part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2).reshape(-1, groups, repeat, dim)
                 out[rows.take_tokens] = part[rows.take_rows]
                 if lse is not None and part_lse is not None:
@@ -205,8 +212,19 @@ class CacheAttention:
                     lse[rows.take_tokens] = part_lse[rows.take_rows].float()
         for shared in self.shared:
             assert lse is not None
-            self._join_prefix(shared, layer, q, out, lse, scaling, window, softcap)
+            self._join_prefix(shared, layer, q, out, lse, window, softcap)
         return out.reshape(num_tokens, num_heads, dim)
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The new keys and values [T, Hkv, D] into their slots."""
+        rows = self.rows[0]
+        if rows.even and rows.first_slot is not None:
+            where, place = slice(rows.first_slot, rows.first_slot + len(k)), rows.max_length - 1
+            keys[where, :, place // KEY_BLOCK, :, place % KEY_BLOCK] = k
+            values[where, :, place] = v
+        else:
+            keys[self.slots, :, self.blocks, :, self.offsets] = k
+            values[self.slots, :, self.places] = v
 
     def _own_keys(
         self,
@@ -214,20 +232,19 @@ class CacheAttention:
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        scaling: float,
         window: int | None,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries q [B, G, Q * R, D] of `rows` against what lies in their slots."""
+        """Scaled queries q [B, G, Q * R, D] of `rows` against what lies in their slots."""
         where = rows.slots if rows.first_slot is None else slice(rows.first_slot, rows.first_slot + len(rows.tokens))
         mask = rows.mask(window, q.shape[2] // rows.tokens.shape[1], q.dtype)
         length, with_lse = rows.max_length, bool(self.shared)
         if q.device.type != "cpu" or q.dtype != torch.float32 or q.shape[2] > FEW_QUERIES:
             k = in_rows(keys[where, :, : num_blocks(length)])[:, :, :length]
-            return attention(q, k, values[where, :, :length], mask, scaling, softcap, with_lse)
+            return attention(q, k, values[where, :, :length], mask, softcap, with_lse)
         _, groups, capacity, dim = values.shape
         tables = rows.table_rows(groups, q.shape[2], dim, capacity)
-        per_block = (q * scaling).unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
+        per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
         scores = weighted_sums(keys.view(-1, KEY_BLOCK), tables.keys, tables.key_starts, per_block)
         weights, lse = _softmax(scores.view(*q.shape[:3], -1)[..., :length], mask, softcap, with_lse)
         return weighted_sums(values.view(-1, dim), tables.values, tables.value_starts, weights).view(q.shape), lse
@@ -239,7 +256,6 @@ class CacheAttention:
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scaling: float,
         window: int | None,
         softcap: float | None,
     ) -> None:
@@ -249,10 +265,10 @@ class CacheAttention:
         q_rows = q[tokens].transpose(0, 1).reshape(groups, count * repeat, dim)
         k, v = shared.segment.keys[layer], shared.segment.values[layer]
         if available() and q.device.type == "cpu" and q.dtype == torch.float32 and window is None and softcap is None:
-            part, part_lse = prefix_attention(q_rows * scaling, k, v)
+            part, part_lse = prefix_attention(q_rows, k, v)
         else:
             mask = shared.mask(window, repeat, q.dtype) if window is not None else None
-            part, found = attention(q_rows[None], k[None], v[None], mask, scaling, softcap, with_lse=True)
+            part, found = attention(q_rows[None], k[None], v[None], mask, softcap, with_lse=True)
             assert found is not None
             part_lse = found
         part = part.view(groups, count, repeat, dim).transpose(0, 1)

@@ -2,7 +2,7 @@
 
 PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the speed of oneDNN (2 cores of an AMD EPYC,
 64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s; `benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch;
-only the operator that reaches it has a private name, which is why it is used in this one file.
+only the operators that reach it have private names, which is why they are used in this one file.
 
 `FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not copied), same state dict, same gradients to
 float32 rounding.
@@ -28,9 +28,7 @@ def available() -> bool:
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "data_ptr")
+        and all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight", "_nbytes", "data_ptr"))
     )
 
 
