@@ -52,7 +52,7 @@ class FusedLayer(PackedWeights):
         self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
         self.linears = tuple((parent, name) for parent, names in ((attention, ATTENTION_LINEARS), (mlp, MLP_LINEARS)) for name in names)
         self.packed: tuple[PackedMatrix, ...] | None = None
-        self.packed_of: list[tuple[int, int]] = []
+        self.packed_of: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the layer's own `forward`: hidden_states [1, T, H] -> [1, T, H]."""
@@ -75,7 +75,7 @@ class FusedLayer(PackedWeights):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the packed matrices, which can't be copied and are made again when needed."""
-        return {**self.__dict__, "packed": None}
+        return {**self.__dict__, "packed": None, "packed_of": []}
 
     def _forward(self, x: torch.Tensor, plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         qkv, o, gate, up, down = self._weights()
@@ -106,23 +106,30 @@ class FusedLayer(PackedWeights):
 
     def _weights(self) -> tuple[PackedMatrix, ...]:
         """Of each product: queries-keys-values, output, gate, up, down."""
-        linears = [parent._modules[name] for parent, name in self.linears]
-        weights = [module._parameters["weight"] for module in (*linears, *self.norms)]
-        biases = [module.bias for module in linears]
-        state = [(tensor.data_ptr(), tensor._version) for tensor in (*weights, *biases) if tensor is not None]
-        if self.packed is None or self.packed_of != state:
-            q, k, v, o, gate, up, down, norm_in, norm_mlp = (weight.detach() for weight in weights)
-            biases = [None if bias is None else bias.detach() for bias in biases]
-            joined = None if biases[0] is None else torch.cat(biases[:3])
+        if self.packed is None or any(_changed(*one) for one in self.packed_of):
+            linears: list[Any] = [parent._modules[name] for parent, name in self.linears]
+            q, k, v, o, gate, up, down = (linear.weight.detach() for linear in linears)
+            norm_in, norm_mlp = (norm.weight.detach() for norm in cast(Iterable[Any], self.norms))
+            biases: list[Any] = [None if linear.bias is None else linear.bias.detach() for linear in linears]
             self.packed = (
-                PackedMatrix(torch.cat([q, k, v]) * norm_in, joined),
+                PackedMatrix(torch.cat([q, k, v]) * norm_in, None if biases[0] is None else torch.cat(biases[:3])),
                 PackedMatrix(o, biases[3]),
                 PackedMatrix(gate * norm_mlp, biases[4]),
                 PackedMatrix(up * norm_mlp, biases[5]),
                 PackedMatrix(down, biases[6]),
             )
-            self.packed_of = state
+            self.packed_of = [
+                (module, name, tensor, tensor.data_ptr(), tensor._version)
+                for module in (*linears, *self.norms)
+                for name, tensor in module._parameters.items()
+                if tensor is not None
+            ]
         return self.packed
+
+
+def _changed(module: nn.Module, name: str, tensor: torch.Tensor, address: int, version: int) -> bool:
+    """Is this parameter another one, elsewhere, or with other numbers than when it was packed?"""
+    return module._parameters[name] is not tensor or tensor._version != version or tensor.data_ptr() != address
 
 
 def _is_plain(linear: nn.Module | None) -> bool:
