@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import agentevo
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -56,7 +58,7 @@ def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[s
         "time": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": {**before, "load_average_after": os.getloadavg()},
-        "ours": {name: version(name) for name in ("agentevo", "torch", "transformers")},
+        "ours": {"agentevo": agentevo.__version__, **{name: version(name) for name in ("torch", "transformers")}},
         "peers": peers,
         "ratios": {figure.name: round(figure.value, 4) for figure in figures},
         "failures": failures,
