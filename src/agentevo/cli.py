@@ -233,12 +233,16 @@ def show_config(recipe: Recipe, overrides: Overrides = None) -> None:
 def explain(
     key: Annotated[str, typer.Argument(metavar="[KEY]", help="A dotted key, or a section. Without it, the sections.")] = "",
 ) -> None:
-    """Say what a key means: type, range, default, unit."""
+    """Say what a key means: type, range, default, unit. `algorithm.NAME` explains a preset, advantage, policy loss, KL or aggregation."""
+    from agentevo.catalogue.describe import describe
     from agentevo.config import config_keys
 
     keys = config_keys()
     if not key:
         _print_table((section.key, section.meaning) for section in keys.sections())
+        return
+    if key not in keys.names() and key.startswith("algorithm.") and (found := describe(key.removeprefix("algorithm."))):
+        print("\n\n".join(found))
         return
     print("\n\n".join(_explanation_text(one) for one in keys.explain(key)))
 

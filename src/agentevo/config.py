@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 import pydantic
 import yaml
@@ -23,12 +23,31 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from agentevo import config_sources
+from agentevo.catalogue import is_trainable
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.aggregations import AGGREGATIONS
+from agentevo.catalogue.kl import KL
+from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, settle
 from agentevo.config_keys import ConfigKeys
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
+
+if TYPE_CHECKING:
+    PresetName: TypeAlias = str
+    AdvantageName: TypeAlias = str
+    PolicyLossName: TypeAlias = str
+    AggregationName: TypeAlias = str
+    KLName: TypeAlias = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
+    AdvantageName = Literal[tuple(name for name, piece in ADVANTAGES.items() if is_trainable(piece))]
+    PolicyLossName = Literal[tuple(name for name, piece in POLICY_LOSSES.items() if is_trainable(piece))]
+    AggregationName = Literal[tuple(AGGREGATIONS)]
+    KLName = Literal[tuple(KL)]
 
 
 class Section(pydantic.BaseModel):
@@ -144,28 +163,69 @@ class SamplingSection(Section):
     """Strings that end a completion, besides the model's own end-of-turn token."""
 
 
-class AlgorithmSection(Section):
-    """Advantages, policy loss, KL and aggregation."""
+class AlgorithmKeys(Section):
+    """Advantages, policy loss, KL and aggregation: a preset, and what is chosen otherwise."""
 
-    name: Literal["grpo"] = "grpo"
-    """GRPO (arXiv 2402.03300): advantages from the other members of the group, clipped policy ratio."""
-    scale_by_std: bool = True
-    """Divide advantages by the group's reward standard deviation. False is Dr. GRPO (arXiv 2503.20783)."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Policy ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """Policy ratio is clipped above 1 + clip_high. 0.28 is DAPO's Clip-Higher."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """How token losses become one number: mean over all trained tokens, or over sequences of their sums or means."""
+    name: PresetName = "grpo"
+    """A preset: a named combination of advantage, policy_loss, aggregation and their hyper-parameters."""
+    advantage: AdvantageName | None = None
+    """How much better an attempt was than expected. Default: the preset's."""
+    policy_loss: PolicyLossName | None = None
+    """The loss of a token, given its advantage. Default: the preset's."""
+    aggregation: AggregationName | None = None
+    """How token losses become one number. Default: the preset's."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the policy at the start of RL (k3 estimator). 0 keeps no reference copy."""
+    """Weight of the KL to the reference policy. 0 keeps no reference copy."""
+    kl: KLName = "k3"
+    """Estimate of that KL."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """KL per token, in nats, towards which kl_coef is steered from step to step. None keeps kl_coef as it is."""
+    kl_horizon: int = Field(default=10000, ge=1)
+    """Sequences over which a KL that is 20% or more off its target changes the weight by 20%."""
+    reference: Literal["frozen", "synced", "ema"] = "frozen"
+    """The reference policy: as it was at the start of RL, the policy of up to reference_every steps ago, or a running average."""
+    reference_every: int = Field(default=10, ge=1)
+    """RL steps after which a synced reference becomes the policy as it is then."""
+    reference_decay: float = Field(default=0.99, ge=0, le=1)
+    """Share of an ema reference that a step leaves as it was."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_target: float | None = Field(default=None, gt=0)
     """Entropy worth keeping, in nats a token: the bonus weighs entropy_coef at entropy 0, less the nearer the policy's mean entropy is to
     the target, and nothing above it. None weighs it always the same."""
     drop_zero_variance: bool = True
-    """Leave out groups whose members all have the same reward: their advantages are 0. Kept, they still get the KL and entropy terms."""
+    """Leave out groups whose members all have the same reward, if the advantage compares within groups: it is 0 for them. Kept, they still
+    get the KL and entropy terms."""
+    drop_truncated: bool = False
+    """Leave out attempts that a limit ended, for their reward says little (overlong filtering, DAPO, arXiv 2503.14476)."""
+    keep_groups: float = Field(default=1.0, gt=0, le=1)
+    """Share of a step's groups that is trained on: those with the largest spread of rewards (StarPO-S, arXiv 2504.20073, uses 0.25)."""
+
+    @model_validator(mode="after")
+    def _pieces_fit(self) -> Self:
+        self.settled()
+        return self
+
+    def settled(self) -> Algorithm:
+        """Every piece by name, with all its hyper-parameters."""
+        given = {name: value for name in hyper_parameters() if (value := getattr(self, name)) is not None}
+        return settle(self.name, given, advantage=self.advantage, policy_loss=self.policy_loss, aggregation=self.aggregation)
+
+
+if TYPE_CHECKING:
+
+    class AlgorithmSection(AlgorithmKeys):
+        """AlgorithmKeys, and below them every hyper-parameter of any piece; None is the default of the chosen one."""
+
+        def __init__(self, **keys: Any) -> None: ...
+
+else:
+    AlgorithmSection = pydantic.create_model(
+        "AlgorithmSection",
+        __base__=AlgorithmKeys,
+        __doc__=AlgorithmKeys.__doc__,
+        **{name: (kind | None, Field(default=None, description=meaning)) for name, (kind, meaning) in hyper_parameters().items()},
+    )
 
 
 class TrainerSection(Section):
@@ -326,7 +386,14 @@ def _contradictions(config: RunConfig) -> list[str]:
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
     if trainer.steps > 0 and trainer.group_size == 1:
-        found.append("algorithm.name=grpo compares the members of a group, but trainer.group_size is 1: set it to 2 or more")
+        if ADVANTAGES[config.algorithm.settled().advantage].within_group:
+            found.append(
+                f"algorithm.name={config.algorithm.name} compares the members of a group, but trainer.group_size is 1: set it to 2 or more"
+            )
+        elif config.algorithm.keep_groups < 1:
+            found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
+    if config.algorithm.kl_target is not None and config.algorithm.kl_coef == 0:
+        found.append("algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, say) or drop the target")
     if config.algorithm.entropy_target is not None and config.algorithm.entropy_coef == 0:
         found.append("algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set it (0.1, say) or drop the target")
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):

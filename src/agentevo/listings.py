@@ -15,10 +15,18 @@ def environments() -> list[Row]:
 
 
 def algorithms() -> list[Row]:
-    from agentevo.config import config_keys
+    """Presets, and below them the pieces that any of them can be made of."""
+    from agentevo.catalogue import is_trainable
+    from agentevo.catalogue.describe import PIECES
+    from agentevo.catalogue.presets import PRESETS
 
-    found = config_keys().explain("algorithm.name")[0]
-    return [(name, found.meaning) for name in found.choices]
+    rows = [(name, preset.meaning) for name, preset in PRESETS.items()]
+    for kind, pieces in PIECES.items():
+        note = "" if kind != "preference_loss" else " (a function of agentevo.algorithms; no recipe trains by it yet)"
+        for name, piece in pieces.items():
+            needs = "" if is_trainable(piece) else f" (needs {', '.join(piece.needs)}: a function of agentevo.algorithms only)"
+            rows.append((f"{kind}={name}", f"{piece.meaning}{note}{needs}"))
+    return rows
 
 
 def models() -> list[Row]:

@@ -16,8 +16,9 @@ from agentevo.errors import UnknownNameError
 
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that `name` most likely meant, or None."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return found[0] if found else None
+    found = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    swapped = [one for one in found if sorted(one) == sorted(name)]  # letters in another order: nearer than a wrong letter
+    return swapped[0] if swapped else found[0] if found else None
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from agentevo.agents import Policy
 from agentevo.errors import DeadlineExceededError, RequestTooLongError
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.training.samples import trajectory_samples
+from agentevo.training.samples import trajectory_rows
 from agentevo.types import Message, SamplingParams, Trajectory
 
 USER = Message("user", "Take the left coin or the right one.")
@@ -84,7 +84,7 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
             messages = [*messages, reply.message, MORE]
 
     run(talk())
-    (sample,) = trajectory_samples(as_trajectory(policy), 1.0)
+    ((_, sample, _),) = trajectory_rows(as_trajectory(policy))
     assert sample.ids == seen[-1]
     assert sum(sample.loss_mask) == sum(len(turn.completion_ids) for turn in policy.turns)
     assert [lp for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m] == [
@@ -126,7 +126,7 @@ def test_an_edited_history_branches_where_it_was_edited(edit, parent, begins_ane
     assert loaded.tokenizer.decode(engine.requests[2][0]) == rendered
     if begins_anew:
         assert turn.prompt_ids == engine.requests[2][0]
-    samples = trajectory_samples(as_trajectory(policy), 1.0)
+    samples = [sample for _, sample, _ in trajectory_rows(as_trajectory(policy))]
     assert sum(sum(sample.loss_mask) for sample in samples) == as_trajectory(policy).num_completion_tokens(), "each token once"
 
 

@@ -42,6 +42,8 @@ def _slow_loss(
 ) -> torch.Tensor:
     """The objective of docs/design.md written token by token: nothing is packed, shared or weighted in advance."""
     per_sequence = []
+    algorithm = section.settled()
+    bounds = algorithm.loss_hyper
     for sample in samples:
         ids = torch.tensor([sample.ids])
         places = [i for i, m in enumerate(sample.loss_mask) if m]
@@ -52,7 +54,7 @@ def _slow_loss(
         for place in places:
             logp = rows[place - 1, sample.ids[place]]
             ratio, advantage = torch.exp(logp - sample.logprobs[place]), sample.advantages[place]
-            bounded = torch.clamp(ratio, 1 - section.clip_low, 1 + section.clip_high)
+            bounded = torch.clamp(ratio, 1 - bounds["clip_low"], 1 + bounds["clip_high"])
             loss = -torch.minimum(ratio * advantage, bounded * advantage)
             if reference is not None:
                 with torch.no_grad():
@@ -62,9 +64,9 @@ def _slow_loss(
             entropy = -(rows[place - 1].exp() * rows[place - 1]).sum()
             losses.append(loss - section.entropy_coef * entropy)
         per_sequence.append(torch.stack(losses))
-    if section.aggregation == "token-mean":
+    if algorithm.aggregation == "token-mean":
         return torch.cat(per_sequence).mean()
-    if section.aggregation == "seq-mean-token-sum":
+    if algorithm.aggregation == "seq-mean-token-sum":
         return torch.stack([losses.sum() for losses in per_sequence]).mean()
     return torch.stack([losses.mean() for losses in per_sequence]).mean()
 

@@ -50,7 +50,7 @@ def branching(seed: int) -> list[list[int]]:
 def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
     one = random_model(name)
     samples = samples_of(branching(1), temperature=temperature)
-    batch = pack(samples, [1.0] * len(samples), torch.device("cpu"))
+    batch = pack(samples, torch.device("cpu"))
     assert batch.num_distinct < 0.6 * batch.num_logical
     with torch.no_grad():
         found, entropy = batch.forward(one.model)
@@ -139,6 +139,6 @@ def test_samples_of_one_prompt_stay_together(samples_of):
 def test_what_can_not_be_packed_is_refused(samples_of):
     one, other = samples_of([[3, 4, 5], [3, 4, 6]])
     with pytest.raises(ValueError, match="one temperature"):
-        pack([one, msgspec.structs.replace(other, temperature=0.5)], [1.0, 1.0], torch.device("cpu"))
+        pack([one, msgspec.structs.replace(other, temperature=0.5)], torch.device("cpu"))
     with pytest.raises(ValueError, match="sample of t0: its first token is marked as trained"):
-        pack([msgspec.structs.replace(one, loss_mask=[True, True, True])], [1.0], torch.device("cpu"))
+        pack([msgspec.structs.replace(one, loss_mask=[True, True, True])], torch.device("cpu"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.config import AlgorithmSection
-from agentevo.training.samples import make_samples, trajectory_samples
+from agentevo.training.samples import make_samples, trajectory_rows
 from agentevo.types import Trajectory, Turn
 
 GRPO = AlgorithmSection()
@@ -32,7 +33,8 @@ def attempt(name: str, reward: float, group: str = "g", turns: list[Turn] | None
 
 def test_a_conversation_is_one_sample_of_what_the_engine_saw():
     turns = [turn(0, None, [1, 2], [3, 4]), turn(1, 0, [5], [6]), turn(2, 1, [7, 8], [9, 10])]
-    (sample,) = trajectory_samples(attempt("a", 1.0, turns=turns), 0.5)
+    (sample,), dropped = make_samples([attempt("a", 0.5, turns=turns)], AlgorithmSection(name="arpo"))
+    assert dropped == {}
     assert sample.ids == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert sample.loss_mask == [False, False, True, True, False, True, False, False, True, True]
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, -0.6, 0, 0, -0.9, -1.0])
@@ -53,7 +55,7 @@ def turn_trees(draw) -> Trajectory:
 
 @given(turn_trees())
 def test_every_chosen_token_is_trained_once_in_the_context_in_which_it_was_chosen(trajectory):
-    samples = trajectory_samples(trajectory, 1.0)
+    samples = [sample for _, sample, _ in trajectory_rows(trajectory)]
     trained = [(tuple(s.ids[:place]), token) for s in samples for place, (token, m) in enumerate(zip(s.ids, s.loss_mask, strict=True)) if m]
     chosen = []
     for one in trajectory.turns:
@@ -121,3 +123,42 @@ def test_without_the_deviation():
 
 def test_nothing_in_nothing_out():
     assert make_samples([], GRPO) == ([], {})
+
+
+def test_each_turn_gets_what_came_after_it():
+    """turn_grpo: one attempt earns 1 in its last turn, one in its first: returns (1, 1) and (1, 0), each turn against all four."""
+
+    def two_turns(name: str, first: float, second: float) -> Trajectory:
+        turns = [
+            msgspec.structs.replace(turn(0, None, [1], [3, 4]), reward=first),
+            msgspec.structs.replace(turn(1, None, [1], [5]), reward=second),
+        ]
+        return attempt(name, first + second, turns=turns)
+
+    section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
+    samples, dropped = make_samples(
+        [two_turns("a", 0.0, 1.0), two_turns("b", 1.0, 0.0)], section.model_copy(update={"drop_zero_variance": False})
+    )
+    assert dropped == {}
+    assert [sample.advantages for sample in samples] == [[0, 0.25, 0.25], [0, 0.25], [0, 0.25, 0.25], [0, -0.75]]
+
+
+def test_what_is_paid_beside_the_turns_is_paid_at_the_end():
+    turns = [msgspec.structs.replace(turn(0, None, [1], [3]), reward=0.5), turn(1, 0, [2], [4])]
+    section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
+    samples, _ = make_samples([attempt("a", 2.5, turns=turns), attempt("b", 0.5, turns=turns)], section)
+    assert samples[0].advantages == [0, 1.25, 0, 0.75], "returns 2.5 and 2 against the mean of 2.5, 2, 0.5 and 0"
+
+
+def test_a_batch_is_compared_where_a_group_is_not():
+    samples, dropped = make_samples([attempt("a", 1.0, "a"), attempt("b", 0.0, "b")], AlgorithmSection(name="brpo"))
+    assert dropped == {}
+    assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+
+
+def test_truncated_attempts_and_groups_of_small_spread_can_be_left_out():
+    attempts = [attempt("a0", 1.0, "a"), attempt("a1", 0.0, "a"), attempt("a2", 0.5, "a", truncated=True)]
+    attempts += [attempt("b0", 1.0, "b"), attempt("b1", 0.9, "b")]
+    samples, dropped = make_samples(attempts, AlgorithmSection(drop_truncated=True, keep_groups=0.5))
+    assert dropped == {"a2": "truncated", "b0": "small-spread", "b1": "small-spread"}
+    assert {sample.trajectory_id for sample in samples} == {"a0", "a1"}

@@ -81,12 +81,11 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(model, sa
 
     def sums() -> list[float]:
         with torch.no_grad():
-            return [float(pack([s], [1.0], torch.device("cpu")).forward(model)[0].sum()) for s in samples]
+            return [float(pack([s], torch.device("cpu")).forward(model)[0].sum()) for s in samples]
 
     before = sums()
     samples = [
-        msgspec.structs.replace(s, logprobs=_fill(s.loss_mask, pack([s], [1.0], torch.device("cpu")).forward(model)[0].tolist()))
-        for s in samples
+        msgspec.structs.replace(s, logprobs=_fill(s.loss_mask, pack([s], torch.device("cpu")).forward(model)[0].tolist())) for s in samples
     ]
     Trainer(model, TrainerSection(learning_rate=1e-3, warmup_steps=0), GRPO).step(samples)
     assert [after > old for after, old in zip(sums(), before, strict=True)] == [False, True, False, True]

@@ -1,1 +1,33 @@
-"""The RL maths: pure functions of tensors, each with its formula and source."""
+"""The RL maths: pure functions of tensors [sequences, tokens], each with its formula and source.
+
+Names, formulas, hyper-parameters and what others call them: `agentevo.catalogue`, `agentevo list algorithms`, docs/algorithms.md.
+"""
+
+from agentevo.algorithms.aggregation import aggregate, aggregation_weights
+from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, kl, kl_controller
+from agentevo.algorithms.estimators import advantage
+from agentevo.algorithms.importance import importance_weights
+from agentevo.algorithms.losses import batch_statistics, policy_loss, policy_loss_terms
+from agentevo.algorithms.preference import preference_loss
+from agentevo.algorithms.value import value_loss
+from agentevo.catalogue.presets import PRESETS, Algorithm, Preset, settle
+
+__all__ = [
+    "PRESETS",
+    "AdaptiveKL",
+    "Algorithm",
+    "FixedKL",
+    "Preset",
+    "advantage",
+    "aggregate",
+    "aggregation_weights",
+    "batch_statistics",
+    "importance_weights",
+    "kl",
+    "kl_controller",
+    "policy_loss",
+    "policy_loss_terms",
+    "preference_loss",
+    "settle",
+    "value_loss",
+]

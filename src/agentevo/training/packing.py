@@ -33,8 +33,12 @@ class PackedBatch:
     """[M] float32 behaviour log-probs."""
     advantages: torch.Tensor
     """[M] float32"""
-    weights: torch.Tensor
-    """[M] float32 aggregation weights of the whole minibatch."""
+    samples: torch.Tensor
+    """[M] which of the S samples the token is of."""
+    places: torch.Tensor
+    """[M] which of that sample's trained tokens it is."""
+    mask: torch.Tensor
+    """[S, T] bool: the table of trained tokens, one row per sample, filled from the left."""
     temperature: float
     num_logical: int
     """Tokens of the samples before merging."""
@@ -42,6 +46,10 @@ class PackedBatch:
     @property
     def num_distinct(self) -> int:
         return self.input_ids.shape[1]
+
+    def table(self, values: torch.Tensor) -> torch.Tensor:
+        """values [M] as [S, T], 0 elsewhere; differentiable."""
+        return values.new_zeros(self.mask.shape).index_put((self.samples, self.places), values)
 
     def forward(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
@@ -51,14 +59,14 @@ class PackedBatch:
         return selected_logprobs(logits, self.rows, self.targets, self.temperature)
 
 
-def pack(samples: Sequence[Sample], weights: Sequence[float], device: torch.device) -> PackedBatch:
-    """Lays out samples of one temperature; `weights` has one aggregation weight per sample, for each of its trained tokens."""
+def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
+    """Lays out samples of one temperature."""
     temperatures = {s.temperature for s in samples}
     if len(temperatures) != 1:
         raise ValueError(f"one pass has one temperature, not {sorted(temperatures)}: pack samples of different temperatures apart")
     tree = build_tree([s.ids for s in samples])
-    predictors, targets, old, advantages, token_weights = [], [], [], [], []
-    for sample, path, weight in zip(samples, tree.paths, weights, strict=True):
+    predictors, targets, old, advantages = [], [], [], []
+    for sample, path in zip(samples, tree.paths, strict=True):
         places = np.nonzero(np.asarray(sample.loss_mask))[0]
         if len(places) and places[0] == 0:
             raise ValueError(f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing predicts it")
@@ -66,7 +74,7 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], device: torch.devi
         targets.append(np.asarray(sample.ids, dtype=np.int64)[places])
         old.append(np.asarray(sample.logprobs, dtype=np.float32)[places])
         advantages.append(np.asarray(sample.advantages, dtype=np.float32)[places])
-        token_weights.append(np.full(len(places), weight, dtype=np.float32))
+    counts = np.array([len(part) for part in targets])
     logit_nodes, rows = np.unique(np.concatenate(predictors), return_inverse=True)
 
     def tensor(array: np.ndarray) -> torch.Tensor:
@@ -81,7 +89,9 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], device: torch.devi
         targets=tensor(np.concatenate(targets)),
         old_logprobs=tensor(np.concatenate(old)),
         advantages=tensor(np.concatenate(advantages)),
-        weights=tensor(np.concatenate(token_weights)),
+        samples=tensor(np.repeat(np.arange(len(samples)), counts)),
+        places=tensor(np.concatenate([np.arange(count) for count in counts])),
+        mask=tensor(np.arange(counts.max()) < counts[:, None]),
         temperature=temperatures.pop(),
         num_logical=sum(len(s.ids) for s in samples),
     )

@@ -1,14 +1,24 @@
-"""From trajectories to training samples: one per leaf of the turn tree, each chosen token trained exactly once."""
+"""From trajectories to training samples: one per leaf of the turn tree, each chosen token trained exactly once, each with its advantage.
+
+An advantage that is one number per attempt is made from the attempt's reward. One that runs along tokens or turns gets each turn's reward
+at the turn's last token; what the attempt earned beside its turns' rewards is paid at the end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
-from agentevo.algorithms.advantages import grpo
+from agentevo.algorithms.estimators import RECURSIONS, advantage
+from agentevo.algorithms.filters import Kept, overlong, starpo_s
+from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.config import AlgorithmSection
 from agentevo.types import Sample, Trajectory, Turn
+
+Row = tuple[Trajectory, Sample, list[int]]
+"""A sample without advantages, and the turn of each of its trained tokens."""
 
 
 def make_samples(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> tuple[list[Sample], dict[str, str]]:
@@ -19,47 +29,95 @@ def make_samples(trajectories: Sequence[Trajectory], section: AlgorithmSection) 
     dropped = {t.id: "failed" for t in trajectories if t.status == "failed"}
     dropped |= {t.id: "no-tokens" for t in trajectories if t.status == "completed" and not t.num_completion_tokens()}
     kept = [t for t in trajectories if t.id not in dropped]
-    rewards = torch.tensor([t.reward for t in kept], dtype=torch.float64)
-    advantages = grpo(rewards, [t.group_id for t in kept], scale_by_std=section.scale_by_std).tolist()
-    sizes: dict[str, int] = {}
-    spread: set[str] = set()
-    first: dict[str, float] = {}
-    for t in kept:
-        sizes[t.group_id] = sizes.get(t.group_id, 0) + 1
-        if first.setdefault(t.group_id, t.reward) != t.reward:
-            spread.add(t.group_id)
-    samples = []
-    for trajectory, advantage in zip(kept, advantages, strict=True):
-        if sizes[trajectory.group_id] == 1:
-            dropped[trajectory.id] = "group-of-one"
-        elif section.drop_zero_variance and trajectory.group_id not in spread:
-            dropped[trajectory.id] = "zero-variance"
+    if section.drop_truncated:
+        kept = _filtered(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
+    within_group = ADVANTAGES[section.settled().advantage].within_group
+    if within_group:
+        kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
+    if section.keep_groups < 1:
+        filtered = starpo_s([t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups)
+        kept = _filtered(kept, filtered, "small-spread", dropped)
+    rows = [row for trajectory in kept for row in trajectory_rows(trajectory)]
+    return _with_advantages(rows, section), dropped
+
+
+def _filtered(trajectories: Sequence[Trajectory], filtered: Kept, reason: str, dropped: dict[str, str]) -> list[Trajectory]:
+    dropped |= {trajectories[position].id: reason for position in filtered.dropped}
+    return [trajectories[position] for position in filtered.kept]
+
+
+def _with_others(trajectories: Sequence[Trajectory], dropped: dict[str, str], *, drop_zero_variance: bool) -> list[Trajectory]:
+    """Those that have another one to be compared with."""
+    rewards: dict[str, list[float]] = {}
+    for t in trajectories:
+        rewards.setdefault(t.group_id, []).append(t.reward)
+    kept = []
+    for t in trajectories:
+        if len(rewards[t.group_id]) == 1:
+            dropped[t.id] = "group-of-one"
+        elif drop_zero_variance and len(set(rewards[t.group_id])) == 1:
+            dropped[t.id] = "zero-variance"
         else:
-            samples.extend(trajectory_samples(trajectory, advantage))
-    return samples, dropped
+            kept.append(t)
+    return kept
 
 
-def trajectory_samples(trajectory: Trajectory, advantage: float) -> list[Sample]:
-    """One sample per root-to-leaf path. A turn on several paths is trained in the first one only; in the others it is context."""
+def _with_advantages(rows: Sequence[Row], section: AlgorithmSection) -> list[Sample]:
+    if not rows:
+        return []
+    algorithm = section.settled()
+    width = max(len(turns) for _, _, turns in rows)
+    rewards = torch.zeros(len(rows), width, dtype=torch.float64)
+    turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
+    last_row = {trajectory.id: index for index, (trajectory, _, turns) in enumerate(rows) if turns}
+    per_turn = algorithm.advantage in RECURSIONS
+    for index, (trajectory, _, turns) in enumerate(rows):
+        turn_ids[index, : len(turns)] = torch.tensor(turns, dtype=torch.int64)
+        if per_turn:
+            for place, turn in enumerate(turns):
+                if place + 1 == len(turns) or turns[place + 1] != turn:
+                    rewards[index, place] += trajectory.turns[turn].reward
+        if last_row.get(trajectory.id) == index:
+            paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
+            rewards[index, len(turns) - 1] += trajectory.reward - paid
+    advantages, _ = advantage(
+        algorithm.advantage,
+        token_rewards=rewards,
+        mask=turn_ids >= 0,
+        group_ids=[trajectory.group_id for trajectory, _, _ in rows],
+        trajectory_ids=[trajectory.id for trajectory, _, _ in rows],
+        turn_ids=turn_ids,
+        **algorithm.advantage_hyper,
+    )
+    samples = []
+    for (_, sample, _), row in zip(rows, advantages.tolist(), strict=True):
+        of_token = iter(row)
+        samples.append(msgspec.structs.replace(sample, advantages=[next(of_token) if m else 0.0 for m in sample.loss_mask]))
+    return samples
+
+
+def trajectory_rows(trajectory: Trajectory) -> list[Row]:
+    """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in the others it is context."""
     parents = {turn.parent for turn in trajectory.turns}
     trained: set[int] = set()
-    samples = []
+    rows = []
     for leaf in trajectory.turns:
         if leaf.index in parents:
             continue
         path = [leaf]
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
-        samples.append(_path_sample(trajectory, path, advantage, trained))
+        rows.append(_path_row(trajectory, path, trained))
         trained.update(turn.index for turn in path)
-    return samples
+    return rows
 
 
-def _path_sample(trajectory: Trajectory, path: list[Turn], advantage: float, trained: set[int]) -> Sample:
+def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Row:
     ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
+    turns: list[int] = []
     for turn in path:
         size, fresh = len(turn.prompt_ids), turn.index not in trained
         count = len(turn.completion_ids)
@@ -67,13 +125,15 @@ def _path_sample(trajectory: Trajectory, path: list[Turn], advantage: float, tra
         mask += [False] * size + [fresh] * count
         logprobs += [0.0] * size + (turn.logprobs if fresh else [0.0] * count)
         versions += [-1] * size + (turn.versions if fresh else [-1] * count)
-    return Sample(
+        turns += [turn.index] * count if fresh else []
+    sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
         ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
-        advantages=[advantage if m else 0.0 for m in mask],
+        advantages=[0.0] * len(ids),
         temperature=path[0].temperature,
     )
+    return trajectory, sample, turns

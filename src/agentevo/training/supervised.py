@@ -87,9 +87,9 @@ def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: l
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for indices in split_by_tokens(samples, trainer.micro_batch_tokens):
-        batch = pack([samples[i] for i in indices], [weight] * len(indices), next(model.parameters()).device)
+        batch = pack([samples[i] for i in indices], next(model.parameters()).device)
         logp, _ = batch.forward(model)
-        loss = -(batch.weights * logp).sum()
+        loss = -(weight * logp).sum()
         if not torch.isfinite(loss):
             raise TrainingError("the supervised loss is not finite, the weights were not changed: lower cold_start.learning_rate")
         loss.backward()

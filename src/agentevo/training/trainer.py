@@ -1,8 +1,6 @@
 """The trainer: samples in, one policy update and its metrics out. It never calls an agent or an engine.
 
-loss = sum over trained tokens of weight * (clipped surrogate + kl_coef * KL - entropy_coef * entropy), weights from the aggregation over
-the whole minibatch; micro-batches only add up its gradient. The learning rate of optimizer step t warms up linearly, then follows the
-schedule.
+What is minimised is `objective.py`; the learning rate of optimizer step t warms up linearly, then follows the schedule.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.algorithms.policy_loss import aggregation_weights, kl_k3, ppo_clip
+from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
-from agentevo.training.packing import PackedBatch, pack, split_by_tokens
+from agentevo.training.objective import Objective
+from agentevo.training.packing import pack, split_by_tokens
 from agentevo.types import Sample
 
 
@@ -49,15 +48,20 @@ class Trainer:
 
     def __init__(self, model: PreTrainedModel, trainer: TrainerSection, algorithm: AlgorithmSection) -> None:
         self.model, self.section, self.algorithm = model, trainer, algorithm
+        self.objective = Objective(algorithm)
         self.optimizer = make_optimizer(model, trainer.learning_rate, trainer.weight_decay, trainer.betas)
+        self.steps = 0
         self.optimizer_steps = 0
         self.total_steps = trainer.steps * trainer.epochs * trainer.minibatches
         self.reference: PreTrainedModel | None = None
+        self.kl: KLController = FixedKL(algorithm.kl_coef)
+        if algorithm.kl_target is not None:
+            self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self.mean_entropy: float | None = None
         """Of the last optimizer step's tokens, in nats."""
 
     def keep_reference(self) -> None:
-        """Freezes a copy of the policy as it is now, for the KL term; a no-op without one."""
+        """Makes a copy of the policy as it is now the reference of the KL term; a no-op without one."""
         if self.algorithm.kl_coef > 0:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
 
@@ -75,6 +79,7 @@ class Trainer:
                 for key, value in self._update([s for s in samples if s.group_id in chosen], first=updates == 0).items():
                     sums[key] += value
                 updates += 1
+        self._move_reference()
         first = {key: sums.pop(key) for key in ("actor/ppo_kl_first", "actor/logprob_diff_max")} if updates else {}
         tokens = {key: sums.pop(key) for key in list(sums) if key.startswith("trainer/")}
         return {key: value / updates for key, value in sums.items()} | tokens | first
@@ -84,15 +89,24 @@ class Trainer:
         lr = learning_rate(self.section, self.optimizer_steps, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        weights = aggregation_weights(self.algorithm.aggregation, [sum(s.loss_mask) for s in samples])
-        entropy_coef = self._entropy_coef()
+        weights, entropy_coef, kl_coef = self.objective.row_weights(samples), self._entropy_coef(), self.kl.coef
         device = next(self.model.parameters()).device
+        parts = split_by_tokens(samples, self.section.micro_batch_tokens)
+        batches = [pack([samples[i] for i in indices], device) for indices in parts]
+        statistics = self.objective.statistics(self.model, batches)
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for indices in split_by_tokens(samples, self.section.micro_batch_tokens):
-            batch = pack([samples[i] for i in indices], [weights[i] for i in indices], device)
-            loss, metrics = self._loss(batch, entropy_coef)
+        for indices, batch in zip(parts, batches, strict=True):
+            loss, metrics = self.objective.loss(
+                self.model,
+                batch,
+                weights[indices],
+                reference=self.reference,
+                kl_coef=kl_coef,
+                entropy_coef=entropy_coef,
+                statistics=statistics,
+            )
             if not torch.isfinite(loss):
                 raise TrainingError(
                     "the loss is not finite, the weights were not changed: lower trainer.learning_rate, or check the rewards"
@@ -108,10 +122,26 @@ class Trainer:
         self.optimizer.step()
         self.optimizer_steps += 1
         count = sums.pop("count")
-        self.mean_entropy = sums["actor/entropy"] / count
         metrics = {key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count) for key, value in sums.items()}
+        self.mean_entropy = metrics["actor/entropy"]
+        if self.reference is not None:
+            self.kl.update(metrics["actor/kl_loss"], len(samples))
+            metrics["actor/kl_coef"] = kl_coef
         extra = {"actor/ppo_kl_first": metrics["actor/ppo_kl"], "actor/logprob_diff_max": largest_diff} if first else {}
         return metrics | extra | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
+
+    @torch.no_grad()
+    def _move_reference(self) -> None:
+        """After an RL step: see AlgorithmSection.reference."""
+        self.steps += 1
+        if self.reference is None or self.algorithm.reference == "frozen":
+            return
+        if self.algorithm.reference == "synced":
+            share = 1.0 if self.steps % self.algorithm.reference_every == 0 else 0.0
+        else:
+            share = 1.0 - self.algorithm.reference_decay
+        for ours, policy in zip(self.reference.parameters(), self.model.parameters(), strict=True) if share else ():
+            ours.lerp_(policy, share)
 
     def _entropy_coef(self) -> float:
         """The weight of the entropy bonus now; see AlgorithmSection.entropy_target."""
@@ -122,40 +152,13 @@ class Trainer:
             return 0.0
         return section.entropy_coef * max(0.0, 1.0 - self.mean_entropy / section.entropy_target)
 
-    def _loss(self, batch: PackedBatch, entropy_coef: float) -> tuple[torch.Tensor, dict[str, float]]:
-        """This micro-batch's part of the minibatch loss, and sums over its tokens for the metrics."""
-        section = self.algorithm
-        logp, row_entropy = batch.forward(self.model)
-        entropy = row_entropy[batch.rows]  # [M]
-        surrogate, clipped = ppo_clip(logp, batch.old_logprobs, batch.advantages, clip_low=section.clip_low, clip_high=section.clip_high)
-        loss = (batch.weights * surrogate).sum()
-        log_ratio = (logp - batch.old_logprobs).detach()
-        metrics = {
-            "count": float(len(logp)),
-            "actor/pg_loss": float(loss.detach()),
-            "actor/entropy": float(entropy.detach().sum()),
-            "actor/pg_clipfrac": float(clipped.sum()),
-            "actor/ppo_kl": float(-log_ratio.sum()),
-            "largest_diff": float(log_ratio.abs().max()),
-            "trainer/distinct_tokens": float(batch.num_distinct),
-            "trainer/logical_tokens": float(batch.num_logical),
-            "trainer/trained_tokens": float(len(logp)),
-        }
-        if self.reference is not None:
-            with torch.no_grad():
-                ref_logp, _ = batch.forward(self.reference)
-            kl = kl_k3(logp, ref_logp)
-            loss = loss + section.kl_coef * (batch.weights * kl).sum()
-            metrics["actor/kl_loss"] = float(kl.detach().sum())
-        if entropy_coef > 0:
-            loss = loss - entropy_coef * (batch.weights * entropy).sum()
-        return loss, metrics
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""
         return {
             "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
             "optimizer_steps": self.optimizer_steps,
+            "kl": self.kl.state_dict(),
             "mean_entropy": self.mean_entropy,
             "reference": self.reference.state_dict() if self.reference is not None else None,
         }
@@ -163,7 +166,8 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict, for a model whose weights are already loaded."""
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer_steps = state["optimizer_steps"]
+        self.steps, self.optimizer_steps = state["steps"], state["optimizer_steps"]
+        self.kl.load_state_dict(state["kl"])
         self.mean_entropy = state["mean_entropy"]
         if state["reference"] is not None:
             self.keep_reference()

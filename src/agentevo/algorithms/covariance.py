@@ -1,0 +1,79 @@
+"""Losses that treat the few tokens whose log-prob and advantage go together most: training on them is what collapses entropy.
+
+cov_t = (A_t - mean A) (logp_t - mean logp), means over all N trained tokens. Chosen are the max(1, floor(fraction N)) candidates of largest
+cov, and every token that ties with the last of them (to 12 digits), so the choice depends neither on order nor on a random draw (Clip-Cov's
+paper draws at random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never chosen. Means and
+threshold belong to the whole minibatch: `batch_statistics` takes them there once, and each part that is given them chooses the same
+tokens. Covariances are float64. Source: arXiv 2505.22617.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from agentevo.algorithms.clipped import clip_surrogate
+from agentevo.algorithms.loss_inputs import LossInputs, Terms, bounded_exp, masked_mean
+
+
+def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float, fraction: float, low: float, high: float) -> Terms:
+    """PPO's clipped surrogate, 0 for the chosen among unclipped tokens with low < cov < high. Source: eq. 11 and 12.
+
+    A token that PPO clips has no gradient to take away, so it is no candidate (as in the paper's code).
+    """
+    loss, clipped = clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)
+    found = inputs.statistics or _statistics(inputs, ~clipped, fraction, low, high)
+    chosen = _candidates(inputs, ~clipped, found, low, high)[1]
+    return torch.where(chosen, 0.0, loss), {"pg_clipfrac": clipped, "cov_clipfrac": chosen}
+
+
+def kl_cov(inputs: LossInputs, *, fraction: float, coef: float) -> Terms:
+    """-A r, plus coef |logp - old_logp| for the chosen among all trained tokens. Source: eq. 13 and 14."""
+    anywhere = inputs.mask
+    found = inputs.statistics or _statistics(inputs, anywhere, fraction, -math.inf, math.inf)
+    chosen = _candidates(inputs, anywhere, found, -math.inf, math.inf)[1]
+    pull = torch.where(chosen, coef * inputs.log_ratio.abs(), 0.0)
+    return -inputs.advantages * bounded_exp(inputs.log_ratio) + pull, {"cov_klfrac": chosen}
+
+
+def clip_cov_statistics(inputs: LossInputs, hyper: Mapping[str, object]) -> dict[str, float]:
+    """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
+    clip_low, clip_high, fraction, low, high = (float(hyper[name]) for name in ("clip_low", "clip_high", "fraction", "low", "high"))  # type: ignore[arg-type]
+    clipped = clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)[1]
+    return _statistics(inputs, ~clipped, fraction, low, high)
+
+
+def kl_cov_statistics(inputs: LossInputs, hyper: Mapping[str, object]) -> dict[str, float]:
+    """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
+    return _statistics(inputs, inputs.mask, float(hyper["fraction"]), -math.inf, math.inf)  # type: ignore[arg-type]
+
+
+def _statistics(inputs: LossInputs, eligible: torch.Tensor, fraction: float, low: float, high: float) -> dict[str, float]:
+    found = {
+        "mean_advantage": float(masked_mean(inputs.advantages, inputs.mask)),
+        "mean_logp": float(masked_mean(inputs.logp.detach(), inputs.mask)),
+        "threshold": -math.inf,
+    }
+    covariance, candidates = _candidates(inputs, eligible, found, low, high)
+    values = covariance[candidates]
+    count = min(max(1, int(fraction * int(inputs.mask.sum()))), len(values))
+    last = float(values.topk(count).values[-1]) if count else math.inf
+    found["threshold"] = last - 1e-12 * abs(last) if count else last
+    return found
+
+
+def _candidates(
+    inputs: LossInputs, eligible: torch.Tensor, found: Mapping[str, float], low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and reach the threshold."""
+    covariance = _centred(inputs.advantages, found["mean_advantage"]) * _centred(inputs.logp.detach(), found["mean_logp"])
+    bounded = (covariance != 0) & (covariance > low) & (covariance < high) & (covariance >= found["threshold"])
+    return covariance, inputs.mask & eligible & bounded
+
+
+def _centred(values: torch.Tensor, mean: float) -> torch.Tensor:
+    """Distance from the mean, float64; exactly 0 where only the rounding of the mean is left."""
+    distance = values.to(torch.float64) - mean
+    return torch.where(distance.abs() <= 1e-12 * abs(mean), 0.0, distance)

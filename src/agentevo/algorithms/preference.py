@@ -1,0 +1,216 @@
+"""Losses on preferred and rejected answers, from log-probs of whole answers.
+
+All tensors are [P], one entry per pair (or per single answer, for kto): the sum over an answer's trained tokens, natural logarithms. The
+loss is sum_p weights_p l_p, with weights 1/P unless given, so that micro-batches with the whole batch's weights add up to the same loss and
+gradient. References are constants. Sequence log-ratios are not bounded: each loss is written so that none overflows an exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from agentevo.catalogue import Value, resolve
+from agentevo.catalogue.preference import PREFERENCE_LOSSES
+
+PerPair = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Losses [P] and what is reported, [P] each."""
+
+
+def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    margin = chosen - rejected
+    return {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin, "accuracy": (margin > 0).to(margin.dtype)}
+
+
+def dpo(
+    *,
+    chosen_logp: torch.Tensor,
+    rejected_logp: torch.Tensor,
+    ref_chosen_logp: torch.Tensor,
+    ref_rejected_logp: torch.Tensor,
+    beta: float,
+    label_smoothing: float,
+) -> PerPair:
+    """-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h). Rewards: beta (logp - ref_logp). Source: arXiv 2305.18290, eq. 7."""
+    chosen, rejected = beta * (chosen_logp - ref_chosen_logp), beta * (rejected_logp - ref_rejected_logp)
+    margin = chosen - rejected
+    losses = -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+    return losses, _rewards(chosen, rejected)
+
+
+def ipo(
+    *,
+    chosen_logp: torch.Tensor,
+    rejected_logp: torch.Tensor,
+    ref_chosen_logp: torch.Tensor,
+    ref_rejected_logp: torch.Tensor,
+    beta: float,
+) -> PerPair:
+    """(h - 1/(2 beta))^2 with h = the difference of the summed log-ratios: not length-normalised. Source: arXiv 2310.12036, eq. 17."""
+    chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
+    return (chosen - rejected - 1.0 / (2.0 * beta)) ** 2, _rewards(beta * chosen, beta * rejected)
+
+
+def kto(
+    *,
+    logp: torch.Tensor,
+    ref_logp: torch.Tensor,
+    desirable: torch.Tensor,
+    kl_baseline: torch.Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> PerPair:
+    """w (1 - sigmoid(+-beta (logp - ref_logp - z))), + and desirable_weight for desirable answers, - and undesirable_weight for others.
+
+    z = max(kl_baseline, 0) is a constant: the paper's estimate of KL(policy || reference), the batch mean of logp - ref_logp on answers
+    that belong to other prompts. The reward's margin is how far an answer is on its right side of z. Source: arXiv 2402.01306, eq. 8.
+    """
+    reward = beta * (logp - ref_logp)
+    sign = torch.where(desirable, torch.ones_like(logp), -1.0)
+    margin = sign * (reward - beta * kl_baseline.detach().clamp(min=0.0))
+    weight = torch.where(desirable, torch.full_like(logp, desirable_weight), undesirable_weight)  # of numbers alone: float32
+    metrics = {"reward": reward, "reward_margin": margin, "accuracy": (margin > 0).to(margin.dtype)}
+    return weight * torch.sigmoid(-margin), metrics
+
+
+def orpo(
+    *,
+    chosen_logp: torch.Tensor,
+    rejected_logp: torch.Tensor,
+    chosen_lengths: torch.Tensor,
+    rejected_lengths: torch.Tensor,
+    coef: float,
+) -> PerPair:
+    """-chosen/n_c - coef log sigmoid(log odds_c - log odds_r), odds = P/(1 - P) with P = exp(logp / length).
+
+    A mean log-prob above -1e-6 counts as -1e-6 in the odds (without gradient there), so that they stay finite. The reward is the log odds.
+    Source: arXiv 2403.07691, eq. 6 and 7.
+    """
+    chosen, rejected = chosen_logp / chosen_lengths, rejected_logp / rejected_lengths
+    chosen_odds, rejected_odds = _log_odds(chosen), _log_odds(rejected)
+    return -chosen - coef * logsigmoid(chosen_odds - rejected_odds), _rewards(chosen_odds, rejected_odds)
+
+
+def _log_odds(logp: torch.Tensor) -> torch.Tensor:
+    logp = logp.clamp(max=-1e-6)
+    return logp - torch.log(-torch.expm1(logp))
+
+
+def spin(
+    *,
+    chosen_logp: torch.Tensor,
+    rejected_logp: torch.Tensor,
+    ref_chosen_logp: torch.Tensor,
+    ref_rejected_logp: torch.Tensor,
+    beta: float,
+) -> PerPair:
+    """`dpo` with the data's answers as chosen, the opponent's samples as rejected, the opponent as reference: arXiv 2401.01335, eq. 4.7."""
+    return dpo(
+        chosen_logp=chosen_logp,
+        rejected_logp=rejected_logp,
+        ref_chosen_logp=ref_chosen_logp,
+        ref_rejected_logp=ref_rejected_logp,
+        beta=beta,
+        label_smoothing=0.0,
+    )
+
+
+def sppo(
+    *,
+    chosen_logp: torch.Tensor,
+    rejected_logp: torch.Tensor,
+    ref_chosen_logp: torch.Tensor,
+    ref_rejected_logp: torch.Tensor,
+    chosen_win_prob: torch.Tensor | None = None,
+    beta: float,
+) -> PerPair:
+    """(a - (p - 1/2)/beta)^2 + (b - (1/2 - p)/beta)^2 with a, b the log-ratios of chosen and rejected, p = P(chosen beats rejected), 1 if
+    not given. Source: arXiv 2405.00675 with eta = 1/beta."""
+    chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
+    wanted = (0.5 if chosen_win_prob is None else chosen_win_prob.detach() - 0.5) / beta
+    return (chosen - wanted) ** 2 + (rejected + wanted) ** 2, _rewards(beta * chosen, beta * rejected)
+
+
+LOSSES: dict[str, Callable[..., PerPair]] = {"dpo": dpo, "ipo": ipo, "kto": kto, "orpo": orpo, "spin": spin, "sppo": sppo}
+
+
+def preference_loss(
+    name: str,
+    *,
+    chosen_logp: torch.Tensor | None = None,
+    rejected_logp: torch.Tensor | None = None,
+    ref_chosen_logp: torch.Tensor | None = None,
+    ref_rejected_logp: torch.Tensor | None = None,
+    chosen_lengths: torch.Tensor | None = None,
+    rejected_lengths: torch.Tensor | None = None,
+    chosen_win_prob: torch.Tensor | None = None,
+    logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    desirable: torch.Tensor | None = None,
+    kl_baseline: torch.Tensor | float | None = None,
+    weights: torch.Tensor | None = None,
+    **hyper: Value,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The named loss, a scalar of the log-probs' dtype, and means over the answers of accuracy, rewards and their margin.
+
+    Which inputs a loss needs: `PREFERENCE_LOSSES` in the catalogue; those it doesn't are left aside. All are [P]: summed log-probs of the
+    policy (`*_logp`, `logp`) and of the reference (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
+    (`chosen_win_prob`). `kl_baseline` may be one number. `weights` [P]: entries of weight 0 play no part, whatever stands there.
+    Raises ValueError for what is missing, mis-shaped or unknown.
+    """
+    settings = resolve("preference loss", PREFERENCE_LOSSES, name, hyper)
+    given: dict[str, torch.Tensor | float | None] = {
+        "chosen_logp": chosen_logp,
+        "rejected_logp": rejected_logp,
+        "ref_chosen_logp": ref_chosen_logp,
+        "ref_rejected_logp": ref_rejected_logp,
+        "chosen_lengths": chosen_lengths,
+        "rejected_lengths": rejected_lengths,
+        "logp": logp,
+        "ref_logp": ref_logp,
+        "desirable": desirable,
+        "kl_baseline": kl_baseline,
+    }
+    needs = PREFERENCE_LOSSES[name].needs
+    missing = [need for need in needs if given[need] is None]
+    if missing:
+        raise ValueError(f"preference loss {name} needs {', '.join(missing)}: it works on {', '.join(needs)}")
+    policy = given[needs[0]]
+    if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
+        raise ValueError(f"preference loss {name}: {needs[0]} must be a tensor of shape [pairs], one summed log-prob per answer")
+    used = torch.ones_like(policy, dtype=torch.bool) if weights is None else _pairs("weights", weights, policy) != 0
+    inputs = {need: _clean(need, given[need], policy, used) for need in needs}
+    if name == "sppo" and chosen_win_prob is not None:
+        inputs["chosen_win_prob"] = _clean("chosen_win_prob", chosen_win_prob, policy, used)
+
+    losses, reported = LOSSES[name](**inputs, **settings)
+    if weights is None:
+        weights = torch.full_like(losses, 1.0 / max(len(losses), 1))
+    loss = torch.where(used, losses * weights.to(losses.dtype), losses.new_zeros(())).sum()
+    count = used.sum().clamp(min=1)
+    return loss, {key: torch.where(used, value.detach(), 0.0).sum() / count for key, value in reported.items()}
+
+
+def _pairs(what: str, tensor: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+    if tensor.shape != policy.shape:
+        raise ValueError(f"{what} has shape {list(tensor.shape)}: give {list(policy.shape)}, one entry per pair")
+    return tensor
+
+
+def _clean(what: str, value: torch.Tensor | float | None, policy: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
+    """The input as a tensor like the policy's log-probs, harmless where unused; constant unless it is the policy's."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        if what != "kl_baseline":
+            raise ValueError(f"{what} must be a tensor of shape {list(policy.shape)}, one entry per pair")
+        return torch.as_tensor(value, dtype=policy.dtype, device=policy.device).expand_as(policy)
+    value = torch.where(used, _pairs(what, value, policy), torch.ones_like(value))
+    if what == "desirable":
+        return value.bool()
+    if what.endswith("lengths") and bool((value < 1).any()):
+        raise ValueError(f"{what} has a {value.min().item():g}: an answer without tokens has no log-prob; leave its pair out")
+    if what == "chosen_win_prob" and not bool(((value >= 0) & (value <= 1)).all()):
+        raise ValueError(f"{what} must lie between 0 and 1")
+    return value if what in ("chosen_logp", "rejected_logp", "logp") else value.detach().to(policy.dtype)

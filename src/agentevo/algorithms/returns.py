@@ -1,0 +1,241 @@
+"""Estimators by recursion over tokens or turns.
+
+They run along streams: the trained tokens of a trajectory in the order of its turns where `turn_ids` are given (its rows may then stand
+anywhere), else the trained tokens of each row by itself. Observation tokens are skipped: what follows a trained token is the next trained
+token. After the end of a stream reward and value are 0.
+
+Each takes the validated inputs and their stream and returns advantages and returns, both [M] float64 in the order of the stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentevo.algorithms.group_relative import Members, divide
+from agentevo.algorithms.group_relative import whiten as whitened
+
+if TYPE_CHECKING:
+    from agentevo.algorithms.estimators import Inputs
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All M trained tokens, stream after stream. Segments (streams, turns) are given by their lengths, which add up to M."""
+
+    index: Tensor
+    """[M] where each token stands in the flattened [S * T]."""
+    row: Tensor
+    """[M] the row of each token."""
+    lengths: Tensor
+    """Tokens of each stream."""
+    turn_lengths: Tensor | None
+    """Tokens of each turn, K turns in the order of the streams; None without turn ids."""
+    turns: Tensor | None
+    """Turns of each stream; None without turn ids."""
+
+    def at(self, values: Tensor) -> Tensor:
+        """Values [S, T] of the tokens. [M]"""
+        return values.reshape(-1)[self.index]
+
+    @cached_property
+    def turn_of(self) -> Tensor:
+        """Which turn, 0..K-1, each token belongs to. [M]"""
+        return spread(torch.arange(len(self.turn), device=self.index.device), self.turn)
+
+    @property
+    def turn(self) -> Tensor:
+        """`turn_lengths`, which the dispatcher has made sure of."""
+        assert self.turn_lengths is not None
+        return self.turn_lengths
+
+    @property
+    def num_turns(self) -> Tensor:
+        """`turns`, which the dispatcher has made sure of."""
+        assert self.turns is not None
+        return self.turns
+
+
+def make_stream(inputs: Inputs) -> Stream:
+    """Raises ValueError if two rows of a trajectory train the same turn."""
+    width = inputs.mask.shape[1]
+    index = inputs.mask.reshape(-1).nonzero()[:, 0]
+    row = index // max(width, 1)
+    if inputs.turn_ids is None:
+        return Stream(index, row, torch.unique_consecutive(row, return_counts=True)[1], None, None)
+    owner, turn = inputs.trajectory[row], inputs.turn_ids.reshape(-1)[index]
+    if bool(((owner[1:] < owner[:-1]) | ((owner[1:] == owner[:-1]) & (turn[1:] < turn[:-1]))).any()):
+        order = turn.argsort(stable=True)
+        order = order[owner[order].argsort(stable=True)]
+        index, row, owner, turn = index[order], row[order], owner[order], turn[order]
+    same = (owner[1:] == owner[:-1]) & (turn[1:] == turn[:-1])
+    twice = (same & (row[1:] != row[:-1])).nonzero()
+    if len(twice):
+        at = int(twice[0, 0])
+        raise ValueError(
+            f"turn_ids: turn {int(turn[at])} of one trajectory is trained in rows {int(row[at])} and {int(row[at + 1])}: mask it in all "
+            "rows but one, or give the rows different trajectory ids"
+        )
+    starts = torch.cat([same.new_ones(min(len(index), 1)), ~same])
+    turn_lengths = torch.unique_consecutive(starts.long().cumsum(0), return_counts=True)[1]
+    lengths = torch.unique_consecutive(owner, return_counts=True)[1]
+    turns = torch.unique_consecutive(owner[starts], return_counts=True)[1]
+    return Stream(index, row, lengths, turn_lengths, turns)
+
+
+def spread(values: Tensor, lengths: Tensor) -> Tensor:
+    """One value per segment, repeated over the segment."""
+    return values.repeat_interleave(lengths)
+
+
+def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
+    """x_k = values_k + factor x_{k+1} within each segment, x = 0 after its end. values [M]; lengths of the segments, which add up to M.
+
+    Takes one step per place from the end, for all segments that reach there: as many steps as the longest segment has values.
+    """
+    result = torch.zeros_like(values)
+    if not values.numel():
+        return result
+    ordered = lengths.argsort(descending=True, stable=True)
+    ends = (lengths.cumsum(0) - 1)[ordered]
+    reach = len(lengths) - torch.bincount(lengths).cumsum(0)  # how many segments are longer than 0, 1, 2, ...
+    carried = values.new_zeros(len(lengths))
+    for step, num_left in enumerate(reach[:-1].tolist()):
+        at = ends[:num_left] - step
+        carried = torch.add(values[at], carried[:num_left], alpha=factor)
+        result[at] = carried
+    return result
+
+
+def following(values: Tensor, lengths: Tensor) -> Tensor:
+    """The next value within the segment, 0 at its end. [M]"""
+    result = torch.zeros_like(values)
+    result[:-1] = values[1:]
+    result[lengths.cumsum(0) - 1] = 0.0
+    return result
+
+
+def estimate(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
+    """delta_k = r_k + gamma V_{k+1} - V_k; A_k = delta_k + gamma lam A_{k+1}, within each segment. All [M].
+
+    Source: GAE, arXiv 1506.02438, eq. 16.
+    """
+    return discounted(rewards + gamma * following(values, lengths) - values, lengths, gamma * lam)
+
+
+def reinforce_pp(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tensor]:
+    """G_t = r_t + gamma G_{t+1}; A = G whitened over all trained tokens of the batch; returns G.
+
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
+    return whitened(returns), returns
+
+
+def remax(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tensor]:
+    """G_t = r_t + gamma G_{t+1}; A_t = G_t - b with b = `baseline_rewards` of the token's row; returns G.
+
+    Source: ReMax, arXiv 2310.10505.
+    """
+    assert inputs.baseline_rewards is not None  # the dispatcher checks `needs`
+    returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
+    return returns - inputs.baseline_rewards[stream.row], returns
+
+
+def gae(inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool) -> tuple[Tensor, Tensor]:
+    """delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns A + V, before A is whitened.
+
+    Source: GAE, arXiv 1506.02438, eq. 16.
+    """
+    assert inputs.values is not None  # the dispatcher checks `needs`
+    values = stream.at(inputs.values)
+    advantages = estimate(stream.at(inputs.rewards), values, stream.lengths, gamma, lam)
+    return whitened(advantages) if whiten else advantages, advantages + values
+
+
+def turn_gae(inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool) -> tuple[Tensor, Tensor]:
+    """GAE with turns as steps: r_k = sum of the turn's rewards, V_k = value at its first trained token; A_k goes to all its tokens.
+
+    Returns A_k + V_k at all tokens of the turn, before whitening, which is over tokens. Source: GAE, arXiv 1506.02438, eq. 16.
+    """
+    assert inputs.values is not None  # the dispatcher checks `needs`
+    values = stream.at(inputs.values)[stream.turn.cumsum(0) - stream.turn]
+    advantages = estimate(turn_rewards(inputs, stream), values, stream.num_turns, gamma, lam)
+    returns = spread(advantages + values, stream.turn)
+    advantages = spread(advantages, stream.turn)
+    return whitened(advantages) if whiten else advantages, returns
+
+
+def bi_level_gae(
+    inputs: Inputs, stream: Stream, *, gamma: float, lam: float, turn_gamma: float, turn_lam: float, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """GAE over the turns, whose result is the reward of a second GAE over the tokens of each turn.
+
+    With e(k) the last trained token of turn k, r_k the sum of the turn's rewards, K turns:
+    1. delta_k = r_k + turn_gamma V_{e(k+1)} - V_{e(k)}, V_{e(K+1)} = 0; B_k = delta_k + turn_gamma turn_lam B_{k+1}.
+    2. Within turn k, u_t = B_k + V_{e(k)} at t = e(k), and 0 before; delta_t = u_t + gamma V_{t+1} - V_t, where V after e(k) is 0;
+       A_t = delta_t + gamma lam A_{t+1}, where A after e(k) is 0.
+    Returns A_t + V_t, before A is whitened over all trained tokens.
+
+    As RAGEN's (ragen/trainer/core_algos.py), except that turns are given by their ids, not guessed from rewards other than 0, that all
+    rewards of a turn count, and that the two levels have a lambda each (RAGEN's: turn_lam = lam).
+    """
+    assert inputs.values is not None  # the dispatcher checks `needs`
+    values, last = stream.at(inputs.values), stream.turn.cumsum(0) - 1
+    turn_advantages = estimate(turn_rewards(inputs, stream), values[last], stream.num_turns, turn_gamma, turn_lam)
+    rewards = torch.zeros_like(values)
+    rewards[last] = turn_advantages + values[last]
+    advantages = estimate(rewards, values, stream.turn, gamma, lam)
+    return whitened(advantages) if whiten else advantages, advantages + values
+
+
+def turn_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+    """R_k = r_k + gamma R_{k+1} over the turns of a trajectory, against the mean and unbiased std of R over all turns of the group.
+
+    A_k = (R_k - mean) / (std + epsilon) at all tokens of turn k, without the division if not `scale_by_std`; a group of one trajectory
+    gives 0. Returns R. Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount per turn.
+    """
+    returns = discounted(turn_rewards(inputs, stream), stream.num_turns, gamma)
+    owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
+    turns = Members(inputs.members.group[owner], torch.ones_like(owner, dtype=torch.bool))
+    advantages = turns.normalised(returns, scale_by_std=scale_by_std, epsilon=epsilon)
+    advantages = torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
+    return spread(advantages, stream.turn), spread(returns, stream.turn)
+
+
+def turn_rewards(inputs: Inputs, stream: Stream) -> Tensor:
+    """Sum of the rewards of each turn. [K]"""
+    return inputs.score.new_zeros(len(stream.turn)).index_add_(0, stream.turn_of, stream.at(inputs.rewards))
+
+
+def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tensor, Tensor]:
+    """A_t = G_t - B_t, B_t = sum_i G_it W_it / sum_i W_it over the streams i of the group that are longer than t; returns G.
+
+    G_t = r_t + r_{t+1} + ...; W_t = w_1 + ... + w_t with w = 1 - 2 pi + sum_v pi_v^2, pi = exp(logp) (logp and w are bounded to what
+    probabilities allow: logp <= 0, 0 <= sum_pi_squared <= 1, w >= 0). Where all W are 0, B_t is the plain mean.
+    `handle_zero_tail`: B_t = 0 where only one stream is left, which would otherwise be its own baseline. A group of one trajectory gives 0.
+    Source: verl/trainer/ppo/core_algos.py, tir_optimal_token_baseline (which adds 1e-8 to the sum of W, so that B_t = 0 where
+    all W are 0).
+    """
+    assert inputs.logp is not None and inputs.sum_pi_squared is not None  # the dispatcher checks `needs`
+    returns = discounted(stream.at(inputs.rewards), stream.lengths, 1.0)
+    if not returns.numel():
+        return returns, returns
+    variance = (1.0 - 2.0 * stream.at(inputs.logp).clamp(max=0.0).exp() + stream.at(inputs.sum_pi_squared).clamp(0.0, 1.0)).clamp(min=0.0)
+    weight = discounted(variance.flip(0), stream.lengths.flip(0), 1.0).flip(0)
+    time = torch.arange(len(returns), device=returns.device) - spread(stream.lengths.cumsum(0) - stream.lengths, stream.lengths)
+    owner = inputs.trajectory[stream.row]
+    group = inputs.members.group[owner]
+    cell = Members(group * (int(time.max()) + 1) + time, torch.ones_like(time, dtype=torch.bool))
+    total = cell.total(weight)
+    if not bool((total > 0.0).all()):
+        weight, total = torch.where(total > 0.0, weight, 1.0), torch.where(total > 0.0, total, cell.size)
+    above = returns + cell.highest(-returns)  # over the lowest return of the cell, so that equal returns give exactly 0
+    advantages = above - divide(cell.total(weight * above), total)
+    if handle_zero_tail:
+        advantages = torch.where(cell.size == 1.0, returns, advantages)
+    return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0), returns

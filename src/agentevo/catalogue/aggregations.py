@@ -1,0 +1,56 @@
+"""How the losses of many tokens become one number, by name."""
+
+from __future__ import annotations
+
+from agentevo.catalogue import Hyper, Piece, by_name
+
+AGGREGATIONS = by_name(
+    [
+        Piece(
+            name="token-mean",
+            meaning="every trained token counts the same, so long sequences weigh more",
+            formula="sum_{i,t} m_it l_it / sum_{i,t} m_it",
+            source="DAPO, arXiv 2503.14476, eq. 12",
+            peers={"verl": "token-mean", "TRL": "loss_type dapo (bnpo: the same per micro-batch)"},
+        ),
+        Piece(
+            name="seq-mean-token-sum",
+            meaning="mean over sequences of the sum over their tokens: the plain policy gradient",
+            formula="1/N sum_i sum_t m_it l_it, N = sequences with trained tokens",
+            source="REINFORCE; Dr.GRPO before its constant divisor, arXiv 2503.20783",
+            peers={"verl": "seq-mean-token-sum, which divides by the configured batch size (empty rows count)"},
+        ),
+        Piece(
+            name="seq-mean-token-mean",
+            meaning="every sequence counts the same, so tokens of long sequences weigh less",
+            formula="1/N sum_i (sum_t m_it l_it / sum_t m_it), N = sequences with trained tokens",
+            source="GRPO, arXiv 2402.03300, eq. 3",
+            peers={"verl": "seq-mean-token-mean, which divides by the configured batch size (empty rows count)", "TRL": "loss_type grpo"},
+        ),
+        Piece(
+            name="seq-mean-token-sum-norm",
+            meaning="mean over sequences of the sum over tokens, divided by one constant length: no length bias",
+            formula="1/(N norm) sum_i sum_t m_it l_it, N = sequences with trained tokens",
+            source="Dr.GRPO, arXiv 2503.20783, listing 1",
+            hyper=(
+                Hyper(
+                    "norm",
+                    None,
+                    "constant that every sequence's sum is divided by, e.g. the longest response allowed",
+                    0.0,
+                    low_allowed=False,
+                ),
+            ),
+            peers={
+                "verl": "seq-mean-token-sum-norm, divisor by default the micro-batch's padded width (before 0.9: no 1/N)",
+                "TRL": "loss_type dr_grpo, divisor max_completion_length",
+            },
+        ),
+        Piece(
+            name="per-trajectory-token-mean",
+            meaning="every trajectory counts the same, however many rows (branches, turns) it was cut into",
+            formula="1/K sum_k (sum_{i in k} sum_t m_it l_it / sum_{i in k} sum_t m_it), K = trajectories with trained tokens",
+            source="AgentEvo; equals seq-mean-token-mean where each trajectory is one row",
+        ),
+    ]
+)

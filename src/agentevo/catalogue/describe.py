@@ -1,0 +1,92 @@
+"""What a name of an algorithm or of one of its pieces stands for, as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from agentevo.catalogue import Piece, Value
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.aggregations import AGGREGATIONS
+from agentevo.catalogue.kl import KL
+from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.catalogue.preference import PREFERENCE_LOSSES
+from agentevo.catalogue.presets import PRESETS, Preset, settle
+
+PIECES: Mapping[str, Mapping[str, Piece]] = {
+    "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
+    "aggregation": AGGREGATIONS,
+    "kl": KL,
+    "preference_loss": PREFERENCE_LOSSES,
+}
+"""Kind as the configuration's key has it -> its pieces."""
+
+
+def describe(name: str) -> list[str]:
+    """A text for the preset of that name and for each piece of that name; empty for an unknown name."""
+    found = [_preset(PRESETS[name])] if name in PRESETS else []
+    return found + [_piece(kind, pieces[name]) for kind, pieces in PIECES.items() if name in pieces]
+
+
+def _preset(preset: Preset) -> str:
+    parts = settle(preset.name, {})
+    lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}"]
+    for kind, name, hyper in (
+        ("advantage", parts.advantage, parts.advantage_hyper),
+        ("policy_loss", parts.policy_loss, parts.loss_hyper),
+        ("aggregation", parts.aggregation, parts.aggregation_hyper),
+    ):
+        lines.append(f"  {kind:<12} {name}{_settings(hyper)}")
+    return "\n".join([*lines, f"  source       {preset.source}"])
+
+
+def _piece(kind: str, piece: Piece) -> str:
+    lines = [f"algorithm.{kind}={piece.name}", f"  {piece.meaning}", f"  formula      {piece.formula}", f"  source       {piece.source}"]
+    for one in piece.hyper:
+        default = "must be given" if one.default is None else f"default {_show(one.default)}"
+        lines.append(f"  algorithm.{one.name}: {one.meaning}; {one.range}; {default}")
+    if piece.needs:
+        lines.append(f"  needs        {', '.join(piece.needs)}")
+    lines += [f"  {peer:<12} {text}" for peer, text in piece.peers.items()]
+    return "\n".join(lines)
+
+
+def _settings(hyper: Mapping[str, Value]) -> str:
+    return f" ({', '.join(f'{key}={_show(value)}' for key, value in hyper.items())})" if hyper else ""
+
+
+def _show(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def markdown() -> str:
+    """docs/algorithms.md: every preset and piece, and where those of others differ."""
+    lines = [
+        "# Algorithms",
+        "",
+        "Made by `python -m agentevo.catalogue > docs/algorithms.md`; the same texts come from `agentevo config explain algorithm.NAME`.",
+        "Each function is checked against a slow version of its formula in `tests/conformance`.",
+        "",
+        "## Presets",
+        "",
+        "A preset is a combination of an advantage, a policy loss and an aggregation, each of which can be chosen otherwise in a recipe.",
+        "",
+        "| `algorithm.name` | advantage | policy loss | aggregation | source |",
+        "|---|---|---|---|---|",
+    ]
+    for preset in PRESETS.values():
+        parts = settle(preset.name, {})
+        cells = (preset.name, parts.advantage + _settings(preset.hyper), parts.policy_loss, parts.aggregation, preset.source)
+        lines.append(f"| {' | '.join(cells)} |")
+    for kind, pieces in PIECES.items():
+        lines += ["", f"## {kind}", ""]
+        for piece in pieces.values():
+            lines += [f"### {piece.name}", "", f"{piece.meaning}. Source: {piece.source}.", "", f"    {piece.formula}", ""]
+            if piece.hyper:
+                settings = [
+                    f"`{one.name}` ({one.range}; {'no default' if one.default is None else f'default {_show(one.default)}'})"
+                    for one in piece.hyper
+                ]
+                lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
+            lines += [f"- {peer}: {text}" for peer, text in piece.peers.items()]
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"

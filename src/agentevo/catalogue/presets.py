@@ -1,0 +1,173 @@
+"""Presets: named combinations of an advantage, a policy loss, an aggregation and their hyper-parameters. Nothing else is in a preset.
+
+settle("dapo", {"clip_high": 0.3})  ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentevo.catalogue import Kind, Piece, Value, find, is_trainable, resolve
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.aggregations import AGGREGATIONS
+from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
+
+KINDS: Mapping[Kind, Mapping[str, Piece]] = {"advantage": ADVANTAGES, "policy loss": POLICY_LOSSES, "aggregation": AGGREGATIONS}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One published algorithm as a combination of pieces; what it leaves open has the pieces' defaults."""
+
+    name: str
+    meaning: str
+    source: str
+    advantage: str
+    policy_loss: str = "ppo_clip"
+    aggregation: str = "token-mean"
+    hyper: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is really computed: every name and every number."""
+
+    advantage: str
+    advantage_hyper: Mapping[str, Any]
+    policy_loss: str
+    loss_hyper: Mapping[str, Any]
+    aggregation: str
+    aggregation_hyper: Mapping[str, Any]
+
+
+PRESETS: Mapping[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset("grpo", "group-relative advantages, clipped token ratios", "arXiv 2402.03300", "grpo"),
+        Preset(
+            "dr_grpo",
+            "GRPO without the division by the group's spread and without a length bias",
+            "arXiv 2503.20783",
+            "grpo",
+            aggregation="seq-mean-token-sum",
+            hyper={"scale_by_std": False},
+        ),
+        Preset(
+            "dapo",
+            "GRPO with more room above than below (Clip-Higher) and a mean over tokens",
+            "arXiv 2503.14476",
+            "grpo",
+            hyper={"clip_high": 0.28},
+        ),
+        Preset("gspo", "GRPO with one ratio per sequence", "arXiv 2507.18071", "grpo", "gspo", "seq-mean-token-mean"),
+        Preset(
+            "gmpo", "GRPO with the geometric mean of a sequence's token ratios", "arXiv 2507.20673", "grpo", "gmpo", "seq-mean-token-mean"
+        ),
+        Preset("cispo", "GRPO's advantages, REINFORCE weighted with clipped ratios", "arXiv 2506.13585", "grpo", "cispo"),
+        Preset("sapo", "GRPO's advantages, a smooth gate in place of the clip", "arXiv 2511.20347", "grpo", "sapo", "seq-mean-token-mean"),
+        Preset("clip_cov", "GRPO that leaves out the tokens that eat the entropy", "arXiv 2505.22617", "grpo", "clip_cov"),
+        Preset("kl_cov", "GRPO that holds back the tokens that eat the entropy", "arXiv 2505.22617", "grpo", "kl_cov"),
+        Preset(
+            "minirl",
+            "GRPO's centred advantages, REINFORCE in a band of ratios",
+            "arXiv 2512.01374; AgentCPM-Explore",
+            "grpo",
+            "minirl",
+            hyper={"scale_by_std": False},
+        ),
+        Preset(
+            "rloo",
+            "each attempt against the mean of the others, mean over sequences of token sums",
+            "arXiv 2402.14740",
+            "rloo",
+            aggregation="seq-mean-token-sum",
+        ),
+        Preset("reinforce_pp", "return-to-go whitened over the batch, clipped ratios", "arXiv 2501.03262", "reinforce_pp"),
+        Preset(
+            "reinforce_pp_baseline", "scores against the group's mean, whitened over the batch", "arXiv 2501.03262", "reinforce_pp_baseline"
+        ),
+        Preset("opo", "on-policy gradient with the length-weighted baseline", "arXiv 2505.23585", "opo", "reinforce", "seq-mean-token-sum"),
+        Preset("gpg", "the plain policy gradient, scaled up for groups that teach nothing", "arXiv 2504.02546", "gpg", "gpg"),
+        Preset("maxrl", "advantages in units of the group's mean reward: hard tasks weigh more", "arXiv 2602.02710", "maxrl"),
+        Preset("arpo", "RAGEN's StarPO with raw rewards", "arXiv 2504.20073", "raw"),
+        Preset("brpo", "RAGEN's StarPO with rewards normalised over the batch", "arXiv 2504.20073", "batch_norm"),
+        Preset(
+            "starpo",
+            "RAGEN's StarPO in its GRPO form: whole trajectories, mean over each one's tokens",
+            "arXiv 2504.20073, eq. 4",
+            "grpo",
+            aggregation="per-trajectory-token-mean",
+        ),
+        Preset(
+            "turn_grpo",
+            "return-to-go of each turn against all turns of the group: credit per turn without a critic",
+            "arXiv 2402.03300, section 4.1.3",
+            "turn_returns",
+        ),
+    )
+}
+
+
+def settle(
+    name: str,
+    hyper: Mapping[str, Value],
+    *,
+    advantage: str | None = None,
+    policy_loss: str | None = None,
+    aggregation: str | None = None,
+) -> Algorithm:
+    """The preset with what was chosen otherwise. `hyper` goes to the pieces that know it.
+
+    A preset's hyper-parameters count only for the pieces that it chose itself. Raises ValueError for unknown names, values out of range and
+    hyper-parameters that none of the pieces has.
+    """
+    preset = PRESETS[name]
+    names = {
+        "advantage": advantage or preset.advantage,
+        "policy loss": policy_loss or preset.policy_loss,
+        "aggregation": aggregation or preset.aggregation,
+    }
+    kept = {"advantage": advantage is None, "policy loss": policy_loss is None, "aggregation": aggregation is None}
+    settled: dict[str, Mapping[str, Value]] = {}
+    used: set[str] = set()
+    for kind, pieces in KINDS.items():
+        known = {one.name for one in find(kind, pieces, names[kind]).hyper}
+        inherited = {key: value for key, value in preset.hyper.items() if key in known and kept[kind]}
+        settled[kind] = resolve(kind, pieces, names[kind], inherited | {key: value for key, value in hyper.items() if key in known})
+        used |= known
+    check_aggregation(names["policy loss"], settled["policy loss"], names["aggregation"])
+    for key in hyper:
+        if key not in used:
+            owners = [
+                f"{kind} {piece.name}"
+                for kind, pieces in KINDS.items()
+                for piece in pieces.values()
+                if key in {h.name for h in piece.hyper}
+            ]
+            raise ValueError(
+                f"{key} belongs to {', '.join(owners)}; this algorithm is made of {', '.join(f'{k} {n}' for k, n in names.items())}: "
+                f"remove {key}, or choose a piece that has it"
+            )
+    return Algorithm(
+        names["advantage"], settled["advantage"], names["policy loss"], settled["policy loss"], names["aggregation"], settled["aggregation"]
+    )
+
+
+def hyper_parameters() -> dict[str, tuple[Any, str]]:
+    """Every hyper-parameter of a trainable algorithm -> its type, and what it means with the pieces that have it."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    types: dict[str, Any] = {}
+    for kind, pieces in KINDS.items():
+        for piece in pieces.values():
+            for one in piece.hyper if is_trainable(piece) else ():
+                types[one.name] = bool if isinstance(one.default, bool) else Literal[one.choices] if one.choices else float
+                texts.setdefault(one.name, {}).setdefault(one.meaning, []).append(f"{kind} {piece.name}")
+    return {
+        key: (
+            types[key],
+            "; ".join(f"{', '.join(owners)}: {meaning}" for meaning, owners in found.items()) + ". Default: that of the chosen one.",
+        )
+        for key, found in texts.items()
+    }

@@ -1,0 +1,100 @@
+"""What an update minimises, for any algorithm that `catalogue.presets.settle` can name:
+
+    loss = sum over trained tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy)
+
+Weights come from the aggregation over the whole minibatch, and so do the statistics that some losses select tokens by: micro-batches only
+add up the gradient, however the minibatch is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.algorithms.aggregation import aggregation_weights
+from agentevo.algorithms.divergence import kl
+from agentevo.algorithms.losses import STATISTICS, batch_statistics, policy_loss_terms
+from agentevo.config import AlgorithmSection
+from agentevo.training.packing import PackedBatch
+from agentevo.types import Sample
+
+
+class Objective:
+    """The loss of a minibatch, part by part."""
+
+    def __init__(self, section: AlgorithmSection) -> None:
+        self.section, self.algorithm = section, section.settled()
+
+    def row_weights(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """[S] float32: what each trained token of each sample of a minibatch weighs."""
+        lengths = torch.tensor([sum(s.loss_mask) for s in samples])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        names = [s.trajectory_id for s in samples]
+        found = aggregation_weights(self.algorithm.aggregation, mask, trajectory_ids=names, **self.algorithm.aggregation_hyper)
+        return found.amax(dim=1)
+
+    @torch.no_grad()
+    def statistics(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """What the loss has to know of the whole minibatch beforehand: most losses nothing, then nothing is computed."""
+        if self.algorithm.policy_loss not in STATISTICS or len(batches) == 1:
+            return {}
+        width = max(batch.mask.shape[1] for batch in batches)
+        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        for batch in batches:
+            logp, _ = batch.forward(model)
+            tables = [batch.table(values) for values in (logp, batch.old_logprobs, batch.advantages)]
+            for column, table in zip(columns, [*tables, batch.mask], strict=True):
+                column.append(torch.nn.functional.pad(table, (0, width - table.shape[1])))
+        logp, old_logp, advantages, mask = (torch.cat(column) for column in columns)
+        return batch_statistics(
+            self.algorithm.policy_loss, logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **self.algorithm.loss_hyper
+        )
+
+    def loss(
+        self,
+        model: PreTrainedModel,
+        batch: PackedBatch,
+        weights: torch.Tensor,
+        *,
+        reference: PreTrainedModel | None,
+        kl_coef: float,
+        entropy_coef: float,
+        statistics: Mapping[str, float],
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """This micro-batch's part of the loss, and sums over its tokens for the metrics. weights [S of the batch]."""
+        flat_logp, row_entropy = batch.forward(model)
+        flat_entropy = row_entropy[batch.rows]  # [M]
+        logp, old_logp = batch.table(flat_logp), batch.table(batch.old_logprobs)  # [S, T]
+        terms, found = policy_loss_terms(
+            self.algorithm.policy_loss,
+            logp=logp,
+            old_logp=old_logp,
+            advantages=batch.table(batch.advantages),
+            mask=batch.mask,
+            aggregation=self.algorithm.aggregation,
+            statistics=statistics,
+            **self.algorithm.loss_hyper,
+        )
+        token_weights = weights.to(terms.device)[:, None] * batch.mask
+        loss = (token_weights * terms).sum()
+        metrics = {f"actor/{name}": float(values.sum()) for name, values in found.items()}
+        metrics |= {
+            "count": float(len(flat_logp)),
+            "actor/pg_loss": float(loss.detach()),
+            "actor/entropy": float(flat_entropy.detach().sum()),
+            "largest_diff": float((flat_logp - batch.old_logprobs).detach().abs().max()),
+            "trainer/distinct_tokens": float(batch.num_distinct),
+            "trainer/logical_tokens": float(batch.num_logical),
+            "trainer/trained_tokens": float(len(flat_logp)),
+        }
+        if reference is not None:
+            with torch.no_grad():
+                flat_reference, _ = batch.forward(reference)
+            distance = kl(self.section.kl, logp, batch.table(flat_reference), batch.mask)
+            loss = loss + kl_coef * (token_weights * distance).sum()
+            metrics["actor/kl_loss"] = float(distance.detach().sum())
+        if entropy_coef > 0:
+            loss = loss - entropy_coef * (weights.to(flat_entropy.device)[batch.samples] * flat_entropy).sum()
+        return loss, metrics

@@ -1,0 +1,75 @@
+"""Presets are combinations of pieces, and a recipe may choose any piece otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentevo.catalogue.describe import PIECES, describe, markdown
+from agentevo.catalogue.presets import PRESETS, hyper_parameters, settle
+from agentevo.config import AlgorithmSection, build_config
+from agentevo.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_settles_and_is_explained(name):
+    settled = AlgorithmSection(name=name).settled()
+    assert settled == settle(name, {})
+    text = describe(name)[0]
+    assert all(piece in text for piece in (settled.advantage, settled.policy_loss, settled.aggregation))
+
+
+def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
+    dapo = AlgorithmSection(name="dapo", clip_low=0.1, aggregation="seq-mean-token-mean").settled()
+    assert dict(dapo.loss_hyper) == {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 0.0}
+    assert dapo.aggregation == "seq-mean-token-mean"
+    swapped = AlgorithmSection(name="dr_grpo", advantage="rloo").settled()
+    assert (swapped.advantage, dict(swapped.advantage_hyper)) == ("rloo", {}), "scale_by_std went with the advantage that has it"
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"name": "gpro"}, "algorithm.name: got 'gpro'; did you mean grpo?"),
+        ({"clip_low": 1.5}, "policy loss ppo_clip: clip_low=1.5 is not possible: give a number at least 0 and at most 1"),
+        ({"tau_pos": 1.0}, "tau_pos belongs to policy loss sapo"),
+        ({"name": "rloo", "scale_by_std": False}, "scale_by_std belongs to advantage grpo"),
+        ({"name": "gspo", "aggregation": "token-mean"}, "Choose aggregation=seq-mean-token-mean"),
+        ({"policy_loss": "dro"}, "policy loss dro needs beta: give a number above 0"),
+        ({"aggregation": "seq-mean-token-sum-norm"}, "aggregation seq-mean-token-sum-norm needs norm"),
+        ({"kl_target": 0.1}, "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tree, said):
+    with pytest.raises(ConfigError) as error:
+        build_config({"environment": {"type": "bandit"}, "model": {"name": "tiny"}, "algorithm": tree})
+    assert said in str(error.value)
+
+
+def test_a_group_of_one_is_refused_only_where_a_group_is_compared():
+    def build(name: str):
+        tree = {"environment": {"type": "bandit"}, "model": {"name": "tiny"}, "algorithm": {"name": name}, "trainer": {"group_size": 1}}
+        return build_config(tree)
+
+    assert build("reinforce_pp").trainer.group_size == 1
+    with pytest.raises(ConfigError, match=r"algorithm\.name=grpo compares the members of a group"):
+        build("grpo")
+
+
+def test_every_hyper_parameter_is_a_key_with_a_meaning():
+    assert set(hyper_parameters()) <= set(AlgorithmSection.model_fields)
+    assert set(hyper_parameters()).isdisjoint(AlgorithmSection.__base__.model_fields)
+
+
+def test_every_piece_has_a_formula_and_a_source():
+    for pieces in PIECES.values():
+        for piece in pieces.values():
+            assert piece.meaning
+            assert piece.formula
+            assert piece.source
+
+
+def test_the_docs_are_those_of_the_catalogue():
+    written = Path(__file__).parents[2].joinpath("docs", "algorithms.md").read_text(encoding="utf-8")
+    assert written == markdown(), "run: python -m agentevo.catalogue > docs/algorithms.md"
