@@ -158,7 +158,7 @@ def test_a_batch_is_compared_where_a_group_is_not():
 
 def test_truncated_attempts_and_groups_of_small_spread_can_be_left_out():
     attempts = [attempt("a0", 1.0, "a"), attempt("a1", 0.0, "a"), attempt("a2", 0.5, "a", truncated=True)]
-    attempts += [attempt("b0", 1.0, "b"), attempt("b1", 0.9, "b")]
-    samples, dropped = make_samples(attempts, AlgorithmSection(drop_truncated=True, keep_groups=0.5))
-    assert dropped == {"a2": "truncated", "b0": "small-spread", "b1": "small-spread"}
-    assert {sample.trajectory_id for sample in samples} == {"a0", "a1"}
+    attempts += [attempt("b0", 1.0, "b"), attempt("b1", 0.9, "b"), attempt("c0", 1.0, "c"), attempt("c1", 1.0, "c")]
+    samples, dropped = make_samples(attempts, AlgorithmSection(drop_truncated=True, keep_groups=2 / 3))
+    assert dropped == {"a2": "truncated", "c0": "small-spread", "c1": "small-spread"}, "two of the step's three groups stay"
+    assert {sample.trajectory_id for sample in samples} == {"a0", "a1", "b0", "b1"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from agentevo.catalogue import Kind, Piece, Value, find, is_trainable, resolve
@@ -155,6 +156,7 @@ def settle(
     )
 
 
+@cache
 def hyper_parameters() -> dict[str, tuple[Any, str]]:
     """Every hyper-parameter of a trainable algorithm -> its type, and what it means with the pieces that have it."""
     texts: dict[str, dict[str, list[str]]] = {}

@@ -25,8 +25,8 @@ FEW_QUERIES = 16
 (`benchmarks/passes.py`)."""
 BLOCK_SCORES = 512 * 1024
 """Scores of a prefix that are computed at once, so that they stay in the processor's cache."""
-
 VANISHING = 1e-30
+"""Attention weights up to this one may have lost digits to float32's smallest numbers."""
 
 
 def attention(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ BLOCK_OUT = 64
 """Outputs that lie together in the packed layout: [out / BLOCK_OUT, in, BLOCK_OUT]."""
 
 
+@cache
 def available() -> bool:
     """Is oneDNN's linear operator in this build of PyTorch, on an x86 CPU?"""
     return (

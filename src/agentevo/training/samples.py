@@ -14,6 +14,7 @@ import torch
 from agentevo.algorithms.estimators import RECURSIONS, advantage
 from agentevo.algorithms.filters import Kept, overlong, starpo_s
 from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.presets import Algorithm
 from agentevo.config import AlgorithmSection
 from agentevo.types import Sample, Trajectory, Turn
 
@@ -31,14 +32,14 @@ def make_samples(trajectories: Sequence[Trajectory], section: AlgorithmSection) 
     kept = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:
         kept = _filtered(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
-    within_group = ADVANTAGES[section.settled().advantage].within_group
-    if within_group:
-        kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
     if section.keep_groups < 1:
         filtered = starpo_s([t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups)
         kept = _filtered(kept, filtered, "small-spread", dropped)
+    algorithm = section.settled()
+    if ADVANTAGES[algorithm.advantage].within_group:
+        kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
     rows = [row for trajectory in kept for row in trajectory_rows(trajectory)]
-    return _with_advantages(rows, section), dropped
+    return _with_advantages(rows, algorithm), dropped
 
 
 def _filtered(trajectories: Sequence[Trajectory], filtered: Kept, reason: str, dropped: dict[str, str]) -> list[Trajectory]:
@@ -62,10 +63,9 @@ def _with_others(trajectories: Sequence[Trajectory], dropped: dict[str, str], *,
     return kept
 
 
-def _with_advantages(rows: Sequence[Row], section: AlgorithmSection) -> list[Sample]:
+def _with_advantages(rows: Sequence[Row], algorithm: Algorithm) -> list[Sample]:
     if not rows:
         return []
-    algorithm = section.settled()
     width = max(len(turns) for _, _, turns in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
     turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)

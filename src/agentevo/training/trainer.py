@@ -136,12 +136,12 @@ class Trainer:
         self.steps += 1
         if self.reference is None or self.algorithm.reference == "frozen":
             return
+        share = 1.0 - self.algorithm.reference_decay
         if self.algorithm.reference == "synced":
-            share = 1.0 if self.steps % self.algorithm.reference_every == 0 else 0.0
-        else:
-            share = 1.0 - self.algorithm.reference_decay
-        for ours, policy in zip(self.reference.parameters(), self.model.parameters(), strict=True) if share else ():
-            ours.lerp_(policy, share)
+            share = float(self.steps % self.algorithm.reference_every == 0)
+        if share:
+            for ours, policy in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+                ours.lerp_(policy, share)
 
     def _entropy_coef(self) -> float:
         """The weight of the entropy bonus now; see AlgorithmSection.entropy_target."""
