@@ -14,6 +14,7 @@ from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
 from agentevo.training.samples import make_samples
+from agentevo.training.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn
 from figures import Figure
@@ -53,7 +54,8 @@ class GrpoStep:
         """Wall seconds of one step, and how many completion tokens it trained on."""
         started = time.perf_counter()
         trajectories = asyncio.run(self._sample())
-        samples, _ = make_samples(trajectories, self.trainer.algorithm)
+        kept, _ = select(trajectories, self.trainer.algorithm)
+        samples = make_samples(kept, self.trainer.algorithm)
         self.trainer.step(samples)
         self.num_steps += 1
         asyncio.run(self.engine.publish(self.num_steps))

@@ -201,6 +201,13 @@ class AlgorithmKeys(Section):
     keep_groups: float = Field(default=1.0, gt=0, le=1)
     """Share of a step's groups that is trained on: those with the largest spread of rewards (StarPO-S, arXiv 2504.20073, uses 0.25)."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_preset(cls, given: Any) -> Any:
+        """What the preset says of keys that are not given."""
+        name = given.get("name", "grpo") if isinstance(given, dict) else None
+        return {**PRESETS[name].keys, **given} if name in PRESETS else given
+
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
         self.settled()

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from agentevo.config import AlgorithmSection
 from agentevo.training.samples import make_samples, trajectory_rows
+from agentevo.training.selection import select
 from agentevo.types import Trajectory, Turn
 
 GRPO = AlgorithmSection()
+
+
+def made(trajectories: list[Trajectory], section: AlgorithmSection):
+    """Samples, and why other trajectories gave none."""
+    kept, dropped = select(trajectories, section)
+    return make_samples(kept, section), dropped
 
 
 def turn(index: int, parent: int | None, prompt: list[int], completion: list[int]) -> Turn:
@@ -33,7 +40,7 @@ def attempt(name: str, reward: float, group: str = "g", turns: list[Turn] | None
 
 def test_a_conversation_is_one_sample_of_what_the_engine_saw():
     turns = [turn(0, None, [1, 2], [3, 4]), turn(1, 0, [5], [6]), turn(2, 1, [7, 8], [9, 10])]
-    (sample,), dropped = make_samples([attempt("a", 0.5, turns=turns)], AlgorithmSection(name="arpo"))
+    (sample,), dropped = made([attempt("a", 0.5, turns=turns)], AlgorithmSection(name="arpo"))
     assert dropped == {}
     assert sample.ids == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert sample.loss_mask == [False, False, True, True, False, True, False, False, True, True]
@@ -79,7 +86,7 @@ def test_advantages_come_from_the_group_by_id():
         attempt("b1", 5.0, "b"),
         attempt("a2", 100.0, "a", status="failed", error="broke"),
     ]
-    samples, dropped = make_samples(attempts, GRPO)
+    samples, dropped = made(attempts, GRPO)
     found = {sample.trajectory_id: max(sample.advantages, key=abs) for sample in samples}
     half = 0.5**0.5
     assert found == pytest.approx({"a0": half, "a1": -half, "b0": -half, "b1": half}, abs=1e-5)
@@ -97,7 +104,7 @@ def test_why_a_trajectory_gives_no_sample():
         attempt("spoke0", 0.0, "silent"),
         attempt("spoke1", 1.0, "silent"),
     ]
-    samples, dropped = make_samples(attempts, GRPO)
+    samples, dropped = made(attempts, GRPO)
     assert dropped == {
         "same0": "zero-variance",
         "same1": "zero-variance",
@@ -111,18 +118,18 @@ def test_why_a_trajectory_gives_no_sample():
 
 def test_groups_of_equal_rewards_can_be_kept():
     attempts = [attempt("a0", 0.3), attempt("a1", 0.3)]
-    samples, dropped = make_samples(attempts, GRPO.model_copy(update={"drop_zero_variance": False}))
+    samples, dropped = made(attempts, GRPO.model_copy(update={"drop_zero_variance": False}))
     assert dropped == {}
     assert [sample.advantages for sample in samples] == [[0.0] * 4] * 2
 
 
 def test_without_the_deviation():
-    samples, _ = make_samples([attempt("a0", 4.0), attempt("a1", 0.0)], GRPO.model_copy(update={"scale_by_std": False}))
+    samples, _ = made([attempt("a0", 4.0), attempt("a1", 0.0)], GRPO.model_copy(update={"scale_by_std": False}))
     assert [sample.advantages[-1] for sample in samples] == [2.0, -2.0]
 
 
 def test_nothing_in_nothing_out():
-    assert make_samples([], GRPO) == ([], {})
+    assert made([], GRPO) == ([], {})
 
 
 def test_each_turn_gets_what_came_after_it():
@@ -136,9 +143,7 @@ def test_each_turn_gets_what_came_after_it():
         return attempt(name, first + second, turns=turns)
 
     section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
-    samples, dropped = make_samples(
-        [two_turns("a", 0.0, 1.0), two_turns("b", 1.0, 0.0)], section.model_copy(update={"drop_zero_variance": False})
-    )
+    samples, dropped = made([two_turns("a", 0.0, 1.0), two_turns("b", 1.0, 0.0)], section.model_copy(update={"drop_zero_variance": False}))
     assert dropped == {}
     assert [sample.advantages for sample in samples] == [[0, 0.25, 0.25], [0, 0.25], [0, 0.25, 0.25], [0, -0.75]]
 
@@ -146,12 +151,12 @@ def test_each_turn_gets_what_came_after_it():
 def test_what_is_paid_beside_the_turns_is_paid_at_the_end():
     turns = [msgspec.structs.replace(turn(0, None, [1], [3]), reward=0.5), turn(1, 0, [2], [4])]
     section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
-    samples, _ = make_samples([attempt("a", 2.5, turns=turns), attempt("b", 0.5, turns=turns)], section)
+    samples, _ = made([attempt("a", 2.5, turns=turns), attempt("b", 0.5, turns=turns)], section)
     assert samples[0].advantages == [0, 1.25, 0, 0.75], "returns 2.5 and 2 against the mean of 2.5, 2, 0.5 and 0"
 
 
 def test_a_batch_is_compared_where_a_group_is_not():
-    samples, dropped = make_samples([attempt("a", 1.0, "a"), attempt("b", 0.0, "b")], AlgorithmSection(name="brpo"))
+    samples, dropped = made([attempt("a", 1.0, "a"), attempt("b", 0.0, "b")], AlgorithmSection(name="brpo"))
     assert dropped == {}
     assert [sample.advantages[-1] for sample in samples] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
 
@@ -159,6 +164,6 @@ def test_a_batch_is_compared_where_a_group_is_not():
 def test_truncated_attempts_and_groups_of_small_spread_can_be_left_out():
     attempts = [attempt("a0", 1.0, "a"), attempt("a1", 0.0, "a"), attempt("a2", 0.5, "a", truncated=True)]
     attempts += [attempt("b0", 1.0, "b"), attempt("b1", 0.9, "b"), attempt("c0", 1.0, "c"), attempt("c1", 1.0, "c")]
-    samples, dropped = make_samples(attempts, AlgorithmSection(drop_truncated=True, keep_groups=2 / 3))
+    samples, dropped = made(attempts, AlgorithmSection(drop_truncated=True, keep_groups=2 / 3))
     assert dropped == {"a2": "truncated", "c0": "small-spread", "c1": "small-spread"}, "two of the step's three groups stay"
     assert {sample.trajectory_id for sample in samples} == {"a0", "a1", "b0", "b1"}

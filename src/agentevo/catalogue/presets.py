@@ -1,4 +1,5 @@
-"""Presets: named combinations of an advantage, a policy loss, an aggregation and their hyper-parameters. Nothing else is in a preset.
+"""Presets: named combinations of an advantage, a policy loss, an aggregation, their hyper-parameters and other keys of the recipe's
+algorithm section. Nothing else is in a preset.
 
 settle("dapo", {"clip_high": 0.3})  ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
 """
@@ -29,6 +30,8 @@ class Preset:
     policy_loss: str = "ppo_clip"
     aggregation: str = "token-mean"
     hyper: Mapping[str, Value] = field(default_factory=dict)
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """What else the algorithm is made of: filters, shaping, reference. Values of keys of the recipe's algorithm section."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from agentevo.orchestration.evaluation import evaluate, headline
 from agentevo.orchestration.step_metrics import performance_metrics, rollout_metrics
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.samples import make_samples
+from agentevo.training.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.types import Baselines
 
@@ -90,7 +91,8 @@ class Loop:
         )
         sampled = time.perf_counter()
 
-        samples, dropped = make_samples(trajectories, parts.config.algorithm)
+        kept, dropped = select(trajectories, parts.config.algorithm)
+        samples = make_samples(kept, parts.config.algorithm)
         for reason in sorted(set(dropped.values())):
             await parts.store.drop([t.id for t in trajectories if dropped.get(t.id) == reason], reason)
         trained_ids = [t.id for t in trajectories if t.id not in dropped]

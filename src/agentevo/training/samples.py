@@ -7,65 +7,33 @@ at the turn's last token; what the attempt earned beside its turns' rewards is p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from agentevo.algorithms.estimators import RECURSIONS, advantage
-from agentevo.algorithms.filters import Kept, overlong, starpo_s
-from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.presets import Algorithm
 from agentevo.config import AlgorithmSection
 from agentevo.types import Sample, Trajectory, Turn
 
-Row = tuple[Trajectory, Sample, list[int]]
-"""A sample without advantages, and the turn of each of its trained tokens."""
+
+class Row(NamedTuple):
+    """A sample that still lacks its advantages."""
+
+    trajectory: Trajectory
+    sample: Sample
+    turns: list[int]
+    """The turn of each of its trained tokens."""
 
 
-def make_samples(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> tuple[list[Sample], dict[str, str]]:
-    """Samples with their advantages, and why each trajectory that gave none was dropped (trajectory id -> reason).
-
-    Failed trajectories take no part, not even in their group's mean.
-    """
-    dropped = {t.id: "failed" for t in trajectories if t.status == "failed"}
-    dropped |= {t.id: "no-tokens" for t in trajectories if t.status == "completed" and not t.num_completion_tokens()}
-    kept = [t for t in trajectories if t.id not in dropped]
-    if section.drop_truncated:
-        kept = _filtered(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
-    if section.keep_groups < 1:
-        filtered = starpo_s([t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups)
-        kept = _filtered(kept, filtered, "small-spread", dropped)
-    algorithm = section.settled()
-    if ADVANTAGES[algorithm.advantage].within_group:
-        kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
-    rows = [row for trajectory in kept for row in trajectory_rows(trajectory)]
-    return _with_advantages(rows, algorithm), dropped
-
-
-def _filtered(trajectories: Sequence[Trajectory], filtered: Kept, reason: str, dropped: dict[str, str]) -> list[Trajectory]:
-    dropped |= {trajectories[position].id: reason for position in filtered.dropped}
-    return [trajectories[position] for position in filtered.kept]
-
-
-def _with_others(trajectories: Sequence[Trajectory], dropped: dict[str, str], *, drop_zero_variance: bool) -> list[Trajectory]:
-    """Those that have another one to be compared with."""
-    rewards: dict[str, list[float]] = {}
-    for t in trajectories:
-        rewards.setdefault(t.group_id, []).append(t.reward)
-    kept = []
-    for t in trajectories:
-        if len(rewards[t.group_id]) == 1:
-            dropped[t.id] = "group-of-one"
-        elif drop_zero_variance and len(set(rewards[t.group_id])) == 1:
-            dropped[t.id] = "zero-variance"
-        else:
-            kept.append(t)
-    return kept
+def make_samples(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> list[Sample]:
+    """Samples with their advantages, of trajectories that `selection.select` kept."""
+    rows = [row for trajectory in trajectories for row in trajectory_rows(trajectory)]
+    return _with_advantages(rows, section.settled()) if rows else []
 
 
 def _with_advantages(rows: Sequence[Row], algorithm: Algorithm) -> list[Sample]:
-    if not rows:
-        return []
     width = max(len(turns) for _, _, turns in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
     turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
@@ -136,4 +104,4 @@ def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Ro
         advantages=[0.0] * len(ids),
         temperature=path[0].temperature,
     )
-    return trajectory, sample, turns
+    return Row(trajectory, sample, turns)
