@@ -205,8 +205,8 @@ class AlgorithmKeys(Section):
     @classmethod
     def _of_the_preset(cls, given: Any) -> Any:
         """What the preset says of keys that are not given."""
-        name = given.get("name", "grpo") if isinstance(given, dict) else None
-        return {**PRESETS[name].keys, **given} if name in PRESETS else given
+        preset = PRESETS.get(str(given.get("name", "grpo"))) if isinstance(given, dict) else None
+        return {**preset.keys, **given} if preset is not None else given
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
