@@ -13,7 +13,6 @@ from statistics import median
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
-from agentevo.training.samples import make_samples
 from agentevo.training.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn
@@ -55,7 +54,7 @@ class GrpoStep:
         started = time.perf_counter()
         trajectories = asyncio.run(self._sample())
         kept, _ = select(trajectories, self.trainer.algorithm)
-        samples = make_samples(kept, self.trainer.algorithm)
+        samples = self.trainer.prepare(kept).samples
         self.trainer.step(samples)
         self.num_steps += 1
         asyncio.run(self.engine.publish(self.num_steps))

@@ -23,11 +23,10 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from agentevo import config_sources
-from agentevo.catalogue import is_trainable
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
-from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
 from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, settle
 from agentevo.config_keys import ConfigKeys
 from agentevo.environments import EnvironmentConfig, environments
@@ -42,12 +41,14 @@ if TYPE_CHECKING:
     PolicyLossName: TypeAlias = str
     AggregationName: TypeAlias = str
     KLName: TypeAlias = str
+    ImportanceName: TypeAlias = str
 else:
     PresetName = Literal[tuple(PRESETS)]
-    AdvantageName = Literal[tuple(name for name, piece in ADVANTAGES.items() if is_trainable(piece))]
-    PolicyLossName = Literal[tuple(name for name, piece in POLICY_LOSSES.items() if is_trainable(piece))]
+    AdvantageName = Literal[tuple(ADVANTAGES)]
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     AggregationName = Literal[tuple(AGGREGATIONS)]
     KLName = Literal[tuple(KL)]
+    ImportanceName = Literal[IMPORTANCE[0].choices]
 
 
 class Section(pydantic.BaseModel):
@@ -178,6 +179,8 @@ class AlgorithmKeys(Section):
     """Weight of the KL to the reference policy. 0 keeps no reference copy."""
     kl: KLName = "k3"
     """Estimate of that KL."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether the KL is a term of the loss, or taken off the reward of each token before the advantages are computed."""
     kl_target: float | None = Field(default=None, gt=0)
     """KL per token, in nats, towards which kl_coef is steered from step to step. None keeps kl_coef as it is."""
     kl_horizon: int = Field(default=10000, ge=1)
@@ -188,6 +191,18 @@ class AlgorithmKeys(Section):
     """RL steps after which a synced reference becomes the policy as it is then."""
     reference_decay: float = Field(default=0.99, ge=0, le=1)
     """Share of an ema reference that a step leaves as it was."""
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+    """What the policy's ratio is taken against: the log-probs that the engine sampled with, or the trainer's own at the start of the step
+    (one more pass; what an engine that computes otherwise needs, together with importance)."""
+    importance: ImportanceName = "none"
+    """Weight of each token for having been sampled by another policy, from recomputed over rollout log-probs: per token or per sequence
+    (their product, or its geometric mean); tis cuts the weight at importance_cap, mis leaves out what is outside floor and cap."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Largest such weight."""
+    importance_floor: float = Field(default=0.0, ge=0)
+    """Smallest such weight that mis keeps."""
+    reward_weights: dict[str, float] = {}
+    """Weight of each named part of the reward with advantage gdpo; 1 for parts that are not named."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_target: float | None = Field(default=None, gt=0)
@@ -210,7 +225,7 @@ class AlgorithmKeys(Section):
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
-        self.settled()
+        check_importance(self.settled().policy_loss, self.importance, self.importance_cap, self.importance_floor)
         return self
 
     def settled(self) -> Algorithm:
@@ -264,6 +279,41 @@ class TrainerSection(Section):
     """Passes over each batch of trajectories."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
+
+
+class CriticSection(Section):
+    """The critic, trained where the advantage needs values (gae, turn_gae, bi_level_gae)."""
+
+    trunk: Literal["own", "shared"] = "own"
+    """`own`: a second model, at first a copy of the policy; `shared`: a head on the policy's last hidden states."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic's AdamW (with a shared trunk: of the head's)."""
+    clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from what it was at the step's start before the loss turns pessimistic. None does not clip."""
+    coef: float = Field(default=0.5, gt=0)
+    """Weight of the value loss in the policy's, with a shared trunk."""
+    pretrain_steps: int = Field(default=0, ge=0)
+    """RL steps at the beginning that teach only the critic, from plain returns (value pretraining, VC-PPO, arXiv 2503.01491)."""
+
+
+class ProcessRewardSection(Section):
+    """PRIME's process reward, learnt online from outcomes where the advantage needs it (prime)."""
+
+    beta: float = Field(default=0.05, gt=0)
+    """Reward of a token per nat of log-ratio."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of its AdamW."""
+
+
+class RewardModelSection(Section):
+    """A reward model for single tokens, beside the environment's rewards. Off while name is None."""
+
+    name: str | None = None
+    """A token-classification model with one output and the policy's tokenizer: a local folder or a Hugging Face hub name."""
+    coef: float = Field(default=1.0)
+    """What its output is multiplied by."""
+    at: Literal["all", "last"] = "all"
+    """Every trained token, or the last one of each sample."""
 
 
 class ColdStartSection(Section):
@@ -355,6 +405,9 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
+    critic: CriticSection = CriticSection()
+    process_reward: ProcessRewardSection = ProcessRewardSection()
+    reward_model: RewardModelSection = RewardModelSection()
     cold_start: ColdStartSection = ColdStartSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
@@ -385,7 +438,7 @@ class RunConfig(Section):
 
 def _contradictions(config: RunConfig) -> list[str]:
     """Values that are each right but can't hold together, as 'what: remedy'."""
-    found = []
+    found = _algorithm_contradictions(config.algorithm)
     sampling, trainer = config.sampling, config.trainer
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
         found.append(
@@ -399,10 +452,6 @@ def _contradictions(config: RunConfig) -> list[str]:
             )
         elif config.algorithm.keep_groups < 1:
             found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
-    if config.algorithm.kl_target is not None and config.algorithm.kl_coef == 0:
-        found.append("algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, say) or drop the target")
-    if config.algorithm.entropy_target is not None and config.algorithm.entropy_coef == 0:
-        found.append("algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set it (0.1, say) or drop the target")
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
     if trainer.minibatches > trainer.groups_per_step:
@@ -422,6 +471,28 @@ def _contradictions(config: RunConfig) -> list[str]:
         found.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"
+        )
+    return found
+
+
+def _algorithm_contradictions(section: AlgorithmSection) -> list[str]:
+    found = []
+    if section.kl_target is not None and section.kl_coef == 0:
+        found.append("algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, say) or drop the target")
+    if section.entropy_target is not None and section.entropy_coef == 0:
+        found.append("algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set it (0.1, say) or drop the target")
+    if section.kl_coef == 0 and section.kl_in == "reward":
+        found.append("algorithm.kl_in=reward, but its weight algorithm.kl_coef is 0: set it (0.001, say) or drop kl_in")
+    if section.kl_in == "reward" and section.kl.endswith("+"):
+        found.append(
+            f"algorithm.kl={section.kl} is made for its gradient, which a reward has not: choose kl={section.kl[:-1]} or kl_in=loss"
+        )
+    if section.kl_in == "reward" and section.settled().advantage == "gdpo":
+        found.append("algorithm.advantage=gdpo compares the reward's named parts, in which a KL has no place: choose kl_in=loss")
+    if section.importance != "none" and section.old_logprobs == "rollout":
+        found.append(
+            f"algorithm.importance={section.importance} weighs recomputed against rollout log-probs, but old_logprobs is rollout: "
+            "set old_logprobs=recomputed, or importance=none"
         )
     return found
 

@@ -16,7 +16,6 @@ def environments() -> list[Row]:
 
 def algorithms() -> list[Row]:
     """Presets, and below them the pieces that any of them can be made of."""
-    from agentevo.catalogue import is_trainable
     from agentevo.catalogue.describe import PIECES
     from agentevo.catalogue.presets import PRESETS
 
@@ -24,8 +23,7 @@ def algorithms() -> list[Row]:
     for kind, pieces in PIECES.items():
         note = "" if kind != "preference_loss" else " (a function of agentevo.algorithms; no recipe trains by it yet)"
         for name, piece in pieces.items():
-            needs = "" if is_trainable(piece) else f" (needs {', '.join(piece.needs)}: a function of agentevo.algorithms only)"
-            rows.append((f"{kind}={name}", f"{piece.meaning}{note}{needs}"))
+            rows.append((f"{kind}={name}", f"{piece.meaning}{note}"))
     return rows
 
 

@@ -102,6 +102,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[Turn] = []
     reward: float = 0.0
     """Of the whole attempt, penalties included: what the advantages are made from."""
+    reward_parts: dict[str, float] = {}
+    """What the reward is the sum of, by name; empty where it comes whole."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None
@@ -139,6 +141,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int]
     """-1 where `loss_mask` is false."""
     advantages: list[float]
+    columns: dict[str, list[float]] = {}
+    """What else the update needs to know, with one entry per *trained* token: `returns`, `values`, `old_logprobs`, ..."""
     temperature: float = 1.0
 
 

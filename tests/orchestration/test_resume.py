@@ -35,7 +35,7 @@ def test_the_run_has_something_to_lose(whole):
     assert len(rows) >= 3
     assert any("actor/kl_loss" in row and row["actor/kl_loss"] > 0 for row in rows)
     assert sum("val-core/frozen_lake/success/greedy" in row for row in whole["metrics"]) == 3
-    assert whole["trainer"]["reference"] is not None
+    assert whole["trainer"]["roles"]["reference"]
 
 
 def test_the_same_configuration_twice_is_the_same_run(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):

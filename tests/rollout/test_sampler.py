@@ -13,7 +13,6 @@ from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import open_components
 from agentevo.rollout.sampler import Sampler
 from agentevo.store.store import open_store
-from agentevo.training.samples import make_samples
 from agentevo.training.trainer import Trainer
 from agentevo.types import Message, Task
 
@@ -180,7 +179,7 @@ def test_on_policy_means_on_policy(tmp_path):
                 trajectories = await parts.sampler.sample(
                     parts.tasks.train(step), attempts=4, temperature=config.sampling.temperature, split="train", step=step, label="train"
                 )
-                samples = make_samples(trajectories, config.algorithm)
+                samples = trainer.prepare(trajectories).samples
                 # rewards of a policy that knows nothing are all alike: make some up
                 found.append((samples, trainer.step([_with_advantage(s, (-1.0) ** i) for i, s in enumerate(samples)])))
                 await parts.engine.publish(step)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import AlgorithmSection
+from agentevo.training.passes import token_tables
+from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
 
 
@@ -73,6 +76,22 @@ def _slow_loss(
 
 def _gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).detach().flatten() for p in model.parameters()])
+
+
+def _referred(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with the reference's log-probs, as `Trainer.prepare` would give them."""
+    reference = trainer.roles.reference
+    assert reference is not None
+    (table,) = token_tables(samples, 10**9, torch.device("cpu"), lambda batch: {"ref_logp": reference.logprobs(batch)}).values()
+    return [
+        msgspec.structs.replace(s, columns={**s.columns, "ref_logp": row[: sum(s.loss_mask)].tolist()})
+        for s, row in zip(samples, table, strict=True)
+    ]
+
+
+@pytest.fixture(scope="session")
+def referred() -> Callable[..., list[Sample]]:
+    return _referred
 
 
 @pytest.fixture(scope="session")

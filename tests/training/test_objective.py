@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from agentevo.catalogue import is_trainable
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
 from agentevo.catalogue.presets import PRESETS, settle
 from agentevo.config import AlgorithmSection, TrainerSection
@@ -17,7 +16,7 @@ from agentevo.training.trainer import Trainer
 
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
 MUST_BE_GIVEN = {"dro": {"beta": 0.5}}
-LOSSES = [name for name, piece in POLICY_LOSSES.items() if is_trainable(piece)]
+LOSSES = list(POLICY_LOSSES)
 
 
 @pytest.fixture
@@ -27,12 +26,16 @@ def model(random_model):
 
 @pytest.fixture
 def batch(samples_of):
-    """Four groups of four; advantages of their own, log-probs on both sides of the policy's."""
+    """Four groups of four; advantages of their own, the rollout's log-probs are others than the recomputed ones."""
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randrange(5, 30))] for _ in range(4)]
     sequences = [[*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))] for prompt in prompts for _ in range(4)]
     return [
-        msgspec.structs.replace(s, logprobs=[rng.uniform(-6, -3) if m else 0.0 for m in s.loss_mask])
+        msgspec.structs.replace(
+            s,
+            logprobs=[rng.uniform(-6, -3) if m else 0.0 for m in s.loss_mask],
+            columns={"old_logp": [rng.uniform(-6, -3) for m in s.loss_mask if m]},
+        )
         for s in samples_of(sequences, seed=3, group_size=4)
     ]
 
@@ -76,26 +79,27 @@ def test_every_preset_makes_an_update(name, model, batch):
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("frozen", [0, 0, 0, 0]), ("synced", [0, 2, 2, 4]), ("ema", None)])
-def test_the_reference_moves_as_it_is_told(mode, expected, model, batch):
+def test_the_reference_moves_as_it_is_told(mode, expected, model, batch, referred):
     section = AlgorithmSection(kl_coef=0.01, reference=mode, reference_every=2, reference_decay=0.75)
     trainer = Trainer(model, TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
-    trainer.keep_reference()
+    trainer.begin()
     weight = model.model.layers[0].mlp.up_proj.weight
     seen, average = [weight.detach().clone()], weight.detach().clone()
     for step in range(4):
-        trainer.step(batch)
+        trainer.step(referred(trainer, batch))
         seen.append(weight.detach().clone())
         average = 0.75 * average + 0.25 * weight.detach()
         wanted = average if expected is None else seen[expected[step]]
-        torch.testing.assert_close(trainer.reference.model.layers[0].mlp.up_proj.weight, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trainer.roles.reference.model.model.layers[0].mlp.up_proj.weight, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(model, batch):
+def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(model, batch, referred):
     section = AlgorithmSection(kl_coef=0.01, kl_target=1e-6, kl_horizon=len(batch))
     trainer = Trainer(model, TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
-    trainer.keep_reference()
-    used = [trainer.step(batch)["actor/kl_coef"] for _ in range(3)]
+    trainer.begin()
+    used = [trainer.step(referred(trainer, batch))["actor/kl_coef"] for _ in range(3)]
     assert used == pytest.approx([0.01, 0.01 * 0.8, 0.01 * 0.8 * 1.2]), "no KL at first, then more than the target"
     again = Trainer(copy.deepcopy(model), TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
     again.load_state_dict(trainer.state_dict())
-    assert again.step(batch)["actor/kl_coef"] == pytest.approx(trainer.step(batch)["actor/kl_coef"]) == pytest.approx(used[-1] * 1.2)
+    found = [one.step(referred(one, batch))["actor/kl_coef"] for one in (again, trainer)]
+    assert found == pytest.approx([used[-1] * 1.2] * 2)

@@ -66,14 +66,14 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_loss_and_gradients_of_the_whole_objective(name, aggregation, random_model, samples_of, slow_loss, gradient):
+def test_loss_and_gradients_of_the_whole_objective(name, aggregation, random_model, samples_of, slow_loss, gradient, referred):
     """Clipped surrogate, KL to a reference and entropy bonus, through the trainer; relative to the size of the gradient."""
     one = copy.deepcopy(random_model(name))
     section = AlgorithmSection(aggregation=aggregation, kl_coef=0.3, entropy_coef=0.05, clip_high=0.28)
     samples = samples_of(branching(2), seed=2, temperature=0.9)
     samples = [msgspec.structs.replace(s, logprobs=[-4.0 if m else 0.0 for m in s.loss_mask]) for s in samples]
     trainer = Trainer(one.model, WHOLE_GRADIENT, section)
-    trainer.keep_reference()
+    trainer.begin()
     other = copy.deepcopy(one.alone)
     with torch.no_grad():  # the policy moves away from its reference
         for ours, theirs in zip(one.model.parameters(), one.alone.parameters(), strict=True):
@@ -82,7 +82,7 @@ def test_loss_and_gradients_of_the_whole_objective(name, aggregation, random_mod
     expected = slow_loss(one.alone, samples, section, other)
     expected.backward()
     expected = float(expected.detach())
-    metrics = trainer.step(samples)
+    metrics = trainer.step(referred(trainer, samples))
     wanted, found = gradient(one.alone), gradient(one.model)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
     assert metrics["actor/grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-5)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.config import AlgorithmSection
-from agentevo.training.samples import make_samples, trajectory_rows
+from agentevo.training.samples import advantages_of, trajectory_rows
 from agentevo.training.selection import select
 from agentevo.types import Trajectory, Turn
 
@@ -18,7 +18,7 @@ GRPO = AlgorithmSection()
 def made(trajectories: list[Trajectory], section: AlgorithmSection):
     """Samples, and why other trajectories gave none."""
     kept, dropped = select(trajectories, section)
-    return make_samples(kept, section), dropped
+    return advantages_of([row for t in kept for row in trajectory_rows(t)], section.settled()), dropped
 
 
 def turn(index: int, parent: int | None, prompt: list[int], completion: list[int]) -> Turn:

@@ -12,8 +12,9 @@ import torch
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
+from agentevo.training.optimization import learning_rate
 from agentevo.training.packing import pack
-from agentevo.training.trainer import Trainer, learning_rate
+from agentevo.training.trainer import Trainer
 
 GRPO = AlgorithmSection()
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
@@ -102,22 +103,22 @@ def test_minibatches_and_epochs_are_optimizer_steps_over_whole_groups(model, sam
     seen = []
     update = Trainer._update
 
-    def spy(self, part, *, first):
+    def spy(self, part):
         seen.append(sorted({s.group_id for s in part}))
         assert len(part) == 4 * len(seen[-1]), "groups come whole"
-        return update(self, part, first=first)
+        return update(self, part)
 
     monkeypatch.setattr(Trainer, "_update", spy)
     metrics = trainer.step(samples)
     assert seen == [["g0", "g2", "g4"], ["g1", "g3"]] * 3
-    assert trainer.optimizer_steps == 6
+    assert trainer.optimization.steps == 6
     assert metrics["trainer/trained_tokens"] == 3 * sum(sum(s.loss_mask) for s in samples)
 
 
 def test_more_minibatches_than_groups_left_is_one_per_group(model, samples_of):
     trainer = Trainer(model, TrainerSection(minibatches=4, warmup_steps=0), GRPO)
     trainer.step(batch_of(samples_of, num_groups=2))
-    assert trainer.optimizer_steps == 2
+    assert trainer.optimization.steps == 2
 
 
 def test_gradients_are_scaled_down_to_the_limit(model, samples_of, gradient):
@@ -139,7 +140,7 @@ def test_what_is_not_finite_never_reaches_the_weights(field, value, model, sampl
     with pytest.raises(TrainingError, match="the weights were not changed"):
         trainer.step(samples)
     assert torch.equal(weights(model), before)
-    assert trainer.optimizer_steps == 0
+    assert trainer.optimization.steps == 0
 
 
 def test_weights_that_are_not_finite_are_noticed(model, samples_of):
@@ -149,15 +150,15 @@ def test_weights_that_are_not_finite_are_noticed(model, samples_of):
         Trainer(model, WHOLE_GRADIENT, GRPO).step(batch_of(samples_of))
 
 
-def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samples_of):
+def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samples_of, referred):
     samples = batch_of(samples_of)
     distances = {}
     for coefficient in (1e-9, 5.0):
         trainer = Trainer(
             copy.deepcopy(model), TrainerSection(learning_rate=3e-3, warmup_steps=0), GRPO.model_copy(update={"kl_coef": coefficient})
         )
-        trainer.keep_reference()
-        found = [trainer.step(samples)["actor/kl_loss"] for _ in range(8)]
+        trainer.begin()
+        found = [trainer.step(referred(trainer, samples))["actor/kl_loss"] for _ in range(8)]
         assert found[0] == pytest.approx(0.0, abs=1e-6)
         distances[coefficient] = found[-1]
     assert distances[5.0] < 0.5 * distances[1e-9]
@@ -165,12 +166,12 @@ def test_the_kl_to_the_start_is_0_at_first_and_holds_the_policy_back(model, samp
 
 def test_no_reference_is_kept_without_a_kl(model):
     trainer = Trainer(model, TrainerSection(), GRPO)
-    trainer.keep_reference()
-    assert trainer.reference is None
+    trainer.begin()
+    assert trainer.roles.reference is None
 
 
 def test_weight_decay_is_for_matrices_only(model):
-    groups = Trainer(model, TrainerSection(weight_decay=0.1), GRPO).optimizer.param_groups
+    groups = Trainer(model, TrainerSection(weight_decay=0.1), GRPO).optimization.optimizer.param_groups
     assert {group["weight_decay"]: {p.dim() for p in group["params"]} for group in groups} == {0.1: {2}, 0.0: {1}}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
@@ -196,22 +197,26 @@ def test_the_learning_rate_reaches_the_optimizer(model, samples_of):
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_a_trainer_that_was_saved_goes_on_bit_for_bit(kl_coef, model, samples_of, tmp_path):
+def test_a_trainer_that_was_saved_goes_on_bit_for_bit(kl_coef, model, samples_of, referred, tmp_path):
     section, algorithm = TrainerSection(learning_rate=1e-3, warmup_steps=3), GRPO.model_copy(update={"kl_coef": kl_coef})
     batches = [batch_of(samples_of, seed=seed) for seed in range(4)]
     trainer = Trainer(model, section, algorithm)
-    trainer.keep_reference()
+    trainer.begin()
+
+    def step(one: Trainer, samples):
+        return one.step(referred(one, samples) if kl_coef else samples)
+
     for samples in batches[:2]:
-        trainer.step(samples)
+        step(trainer, samples)
     torch.save({"model": model.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "saved.pt")
-    expected = [trainer.step(samples) for samples in batches[2:]]
+    expected = [step(trainer, samples) for samples in batches[2:]]
 
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     other = copy.deepcopy(model)
     other.load_state_dict(saved["model"])
     again = Trainer(other, section, algorithm)
     again.load_state_dict(saved["trainer"])
-    assert [again.step(samples) for samples in batches[2:]] == expected
+    assert [step(again, samples) for samples in batches[2:]] == expected
     assert torch.equal(weights(other), weights(model))
 
 

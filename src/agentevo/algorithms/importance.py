@@ -8,17 +8,7 @@ from __future__ import annotations
 import torch
 
 from agentevo.algorithms.loss_inputs import as_mask, bounded_exp, row_mean
-from agentevo.catalogue.policy_losses import IMPORTANCE
-
-
-def check_importance(piece: str, name: str, cap: float, floor: float) -> None:
-    """Raises ValueError for an unknown name, values out of range, and a floor that would do nothing or leave nothing."""
-    for hyper, value in zip(IMPORTANCE, (name, cap, floor), strict=True):
-        hyper.check(piece, value)
-    if floor and name.endswith("_tis"):
-        raise ValueError(f"{piece}: importance_floor={floor} does nothing with {name}: leave it out, or choose {name[:-3]}mis")
-    if floor > cap:
-        raise ValueError(f"{piece}: importance_floor={floor} is above importance_cap={cap}, so no token would train: exchange them")
+from agentevo.catalogue.policy_losses import check_importance
 
 
 def importance_weights(
@@ -30,7 +20,7 @@ def importance_weights(
     *_tis (truncated) gives min(w, cap). *_mis (masked) gives w where floor <= w <= cap, else 0. none: 1.
     Log-ratios are bounded to +-20 before exp. Sources: see `catalogue.policy_losses.IMPORTANCE`.
     """
-    check_importance("importance_weights", name, cap, floor)
+    check_importance("of any kind", name, cap, floor)
     trained = as_mask("importance_weights", mask, old_logp)
     if rollout_logp.shape != old_logp.shape:
         raise ValueError(

@@ -17,11 +17,11 @@ import torch
 from agentevo.algorithms.aggregation import aggregation_weights, weighted_sum
 from agentevo.algorithms.clipped import decoupled_ppo, gmpo, gspo, gspo_token, ppo_clip, sapo
 from agentevo.algorithms.covariance import clip_cov, clip_cov_statistics, kl_cov, kl_cov_statistics
-from agentevo.algorithms.importance import check_importance, correction, effective_sample_size
+from agentevo.algorithms.importance import correction, effective_sample_size
 from agentevo.algorithms.loss_inputs import LossInputs, Terms, bounded_gap, loss_inputs, masked_mean
 from agentevo.algorithms.score_losses import cispo, dppo_kl, dppo_tv, dro, minirl, minirl_statistics, reinforce
 from agentevo.catalogue import Value, resolve
-from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
+from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation, check_importance
 
 LOSSES: Mapping[str, Callable[..., Terms]] = {
     "ppo_clip": ppo_clip,
@@ -162,9 +162,7 @@ def _terms(
 ) -> Terms:
     """Token losses and detached statistics, [S, T], 0 where untrained."""
     piece = f"policy loss {name}"
-    check_importance(piece, *importance)
-    if name == "decoupled_ppo" and importance[0] != "none":
-        raise ValueError(f"{piece} weighs with proximal over rollout policy already: leave importance={importance[0]} out, or use ppo_clip")
+    check_importance(name, *importance)
     _check_statistics(piece, name, hyper, inputs)
     loss, found = LOSSES[name](inputs, **hyper)
     found.setdefault("ppo_kl", -bounded_gap(inputs.log_ratio.detach()))

@@ -100,11 +100,6 @@ def find(kind: Kind, pieces: Mapping[str, Piece], name: str) -> Piece:
     return pieces[name]
 
 
-def is_trainable(piece: Piece) -> bool:
-    """Whether the trainer has all that the piece needs: it has no critic and no second set of log-probs."""
-    return set(piece.needs) <= {"turn_ids"}
-
-
 def by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:
     """Raises ValueError if a name is there twice."""
     found = {piece.name: piece for piece in pieces}

@@ -227,6 +227,20 @@ _ROW_LOSSES = ("gspo", "gmpo")
 """One loss per row, spread over its tokens."""
 
 
+def check_importance(loss: str, name: str, cap: float, floor: float) -> None:
+    """Raises ValueError for an unknown name, values out of range, a floor that would do nothing or leave nothing, and a loss that weighs
+    already."""
+    piece = f"policy loss {loss}"
+    for hyper, value in zip(IMPORTANCE, (name, cap, floor), strict=True):
+        hyper.check(piece, value)
+    if floor and not name.endswith("_mis"):
+        raise ValueError(f"{piece}: importance_floor={floor} does nothing with importance={name}: leave it out, or choose token_mis")
+    if floor > cap:
+        raise ValueError(f"{piece}: importance_floor={floor} is above importance_cap={cap}, so no token would train: exchange them")
+    if loss == "decoupled_ppo" and name != "none":
+        raise ValueError(f"{piece} weighs with proximal over rollout policy already: leave importance={name} out, or use ppo_clip")
+
+
 def required_aggregation(name: str, hyper: Mapping[str, Value]) -> str | None:
     """The only aggregation with which the loss is what its paper says, or None where any goes. `hyper` as from `catalogue.resolve`.
 

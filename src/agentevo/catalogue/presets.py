@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from agentevo.catalogue import Kind, Piece, Value, find, is_trainable, resolve
+from agentevo.catalogue import Kind, Piece, Value, find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
@@ -161,12 +161,12 @@ def settle(
 
 @cache
 def hyper_parameters() -> dict[str, tuple[Any, str]]:
-    """Every hyper-parameter of a trainable algorithm -> its type, and what it means with the pieces that have it."""
+    """Every hyper-parameter of an algorithm -> its type, and what it means with the pieces that have it."""
     texts: dict[str, dict[str, list[str]]] = {}
     types: dict[str, Any] = {}
     for kind, pieces in KINDS.items():
         for piece in pieces.values():
-            for one in piece.hyper if is_trainable(piece) else ():
+            for one in piece.hyper:
                 types[one.name] = bool if isinstance(one.default, bool) else Literal[one.choices] if one.choices else float
                 texts.setdefault(one.name, {}).setdefault(one.meaning, []).append(f"{kind} {piece.name}")
     return {

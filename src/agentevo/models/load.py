@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from agentevo.errors import ModelError
@@ -72,6 +72,28 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype, device: torch.
     if len(tokenizer) > rows:
         raise ModelError(f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: they don't belong together")
     return LoadedModel(_placed(model, device, dtype), tokenizer, name)
+
+
+def load_reward_model(name: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A token-classification model with one output, in the policy's dtype and on its device. Raises ModelError if it can't be read, has
+    other outputs or another vocabulary."""
+    folder = fetch(name, None)
+    try:
+        with no_progress_bars(), torch.random.fork_rng(devices=[]):
+            loaded: Any = AutoModelForTokenClassification.from_pretrained(folder, dtype=policy.dtype, output_loading_info=True)
+            words = AutoTokenizer.from_pretrained(folder).get_vocab()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"reward_model.name={name}: {folder} can't be read as a token classifier ({reason}): save it again") from error
+    model, info = loaded
+    if info["missing_keys"] or info["mismatched_keys"]:
+        lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        raise ModelError(f"reward_model.name={name}: {len(lost)} weights are missing or of another shape (first: {lost[0]})")
+    if model.config.num_labels != 1:
+        raise ModelError(f"reward_model.name={name} has {model.config.num_labels} outputs per token, a reward is one: train it with one")
+    if words != tokenizer.get_vocab():
+        raise ModelError(f"reward_model.name={name} has another vocabulary than the policy: it would read other words than were said")
+    return _placed(model, policy.device, policy.dtype)
 
 
 def _placed(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

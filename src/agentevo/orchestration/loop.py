@@ -19,7 +19,6 @@ from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import evaluate, headline
 from agentevo.orchestration.step_metrics import performance_metrics, rollout_metrics
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.samples import make_samples
 from agentevo.training.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.types import Baselines
@@ -66,7 +65,7 @@ class Loop:
         """From where `progress` stands to the last step, or until `stop`."""
         section = self.parts.config.trainer
         if not self.progress.before:
-            self.trainer.keep_reference()
+            self.trainer.begin()
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
         while self.progress.step < section.steps and not self.stop():
             await self.step()
@@ -92,7 +91,7 @@ class Loop:
         sampled = time.perf_counter()
 
         kept, dropped = select(trajectories, parts.config.algorithm)
-        samples = make_samples(kept, parts.config.algorithm)
+        made = self.trainer.prepare(kept)
         for reason in sorted(set(dropped.values())):
             await parts.store.drop([t.id for t in trajectories if dropped.get(t.id) == reason], reason)
         trained_ids = [t.id for t in trajectories if t.id not in dropped]
@@ -100,7 +99,7 @@ class Loop:
         prepared = time.perf_counter()
 
         self.view.phase("training", f"step {step}")
-        trained = self.trainer.step(samples) if samples else {}
+        trained = made.metrics | self.trainer.step(made.samples) if made.samples else {}
         updated = time.perf_counter()
         await parts.engine.publish(step)
 

@@ -18,6 +18,8 @@ import yaml
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
+from agentevo.models.attention import prepare
+from agentevo.models.load import load_reward_model
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView, MetricsLog, report_from_run
 from agentevo.orchestration.cold_start import cold_start
@@ -27,6 +29,7 @@ from agentevo.orchestration.loop import Loop
 from agentevo.run_folder import read_store
 from agentevo.store.store import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.token_rewards import TokenRewardModel
 from agentevo.training.trainer import Trainer
 from agentevo.types import Task, Trajectory
 
@@ -165,6 +168,8 @@ def _check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) 
     TaskSource(config, tasks)
     if config.model.name != "tiny" and not resume:
         resolve(config.model.name)
+    if config.reward_model.name is not None:
+        resolve(config.reward_model.name)
 
 
 def _check_resume(config: RunConfig, checkpoints: Checkpoints) -> dict[str, tuple[Any, Any]]:
@@ -251,7 +256,14 @@ async def _train(
         staging.write_text(to_yaml(config), encoding="utf-8")
         os.replace(staging, folder / "config.yaml")
         async with open_components(config, agent=agent, tasks=tasks, checkpoint=checkpoint) as parts:
-            trainer = Trainer(parts.model, config.trainer, config.algorithm)
+            trainer = Trainer(
+                parts.model,
+                config.trainer,
+                config.algorithm,
+                critic=config.critic,
+                process_reward=config.process_reward,
+                reward_model=_reward_model(parts),
+            )
             log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard" if config.tracking.tensorboard else None)
             with log:
                 loop = Loop(parts, trainer, checkpoints, log, view, reference_players(parts), lambda: bool(asked))
@@ -268,6 +280,13 @@ async def _train(
             view.note(f"report: {path}")
     if asked:
         raise KeyboardInterrupt
+
+
+def _reward_model(parts: Components) -> TokenRewardModel | None:
+    section = parts.config.reward_model
+    if section.name is None:
+        return None
+    return TokenRewardModel(prepare(load_reward_model(section.name, parts.model, parts.tokenizer)), section)
 
 
 async def _restore(loop: Loop, checkpoint: Path) -> None:

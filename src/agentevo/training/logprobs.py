@@ -56,3 +56,13 @@ def selected_logprobs(
     """logits [R, V], rows [M] and targets [M] int64 -> log-probs [M] of token targets[m] under softmax(logits[rows[m]] / temperature), and
     the entropy [R] of each row, in nats. Both differentiable; computed in float32."""
     return _SelectedLogprobs.apply(logits.float(), rows, targets, temperature)
+
+
+@torch.no_grad()
+def sum_of_squares(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """logits [R, V] -> sum over the vocabulary of p^2, p = softmax(logits / temperature): the chance that two draws agree. [R] float32"""
+    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    for start in range(0, len(logits), BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        found[block] = torch.softmax(logits[block].float() / temperature, -1).square_().sum(-1)
+    return found

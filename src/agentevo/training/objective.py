@@ -58,7 +58,6 @@ class Objective:
         batch: PackedBatch,
         weights: torch.Tensor,
         *,
-        reference: PreTrainedModel | None,
         kl_coef: float,
         entropy_coef: float,
         statistics: Mapping[str, float],
@@ -66,20 +65,13 @@ class Objective:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. weights [S of the batch]."""
         flat_logp, row_entropy = batch.forward(model)
         flat_entropy = row_entropy[batch.rows]  # [M]
-        logp, old_logp = batch.table(flat_logp), batch.table(batch.old_logprobs)  # [S, T]
-        terms, found = policy_loss_terms(
-            self.algorithm.policy_loss,
-            logp=logp,
-            old_logp=old_logp,
-            advantages=batch.table(batch.advantages),
-            mask=batch.mask,
-            aggregation=self.algorithm.aggregation,
-            statistics=statistics,
-            **self.algorithm.loss_hyper,
-        )
+        logp = batch.table(flat_logp)  # [S, T]
+        terms, found = self._terms(logp, batch, statistics)
         token_weights = weights.to(terms.device)[:, None] * batch.mask
         loss = (token_weights * terms).sum()
         metrics = {f"actor/{name}": float(values.sum()) for name, values in found.items()}
+        if "rollout_is_mean" in found:
+            metrics["actor/rollout_is_squares"] = float(found["rollout_is_mean"].square().sum())
         metrics |= {
             "count": float(len(flat_logp)),
             "actor/pg_loss": float(loss.detach()),
@@ -89,12 +81,31 @@ class Objective:
             "trainer/logical_tokens": float(batch.num_logical),
             "trainer/trained_tokens": float(len(flat_logp)),
         }
-        if reference is not None:
-            with torch.no_grad():
-                flat_reference, _ = batch.forward(reference)
-            distance = kl(self.section.kl, logp, batch.table(flat_reference), batch.mask)
+        if self.section.kl_in == "loss" and self.section.kl_coef > 0:
+            distance = kl(self.section.kl, logp, batch.table(batch.columns["ref_logp"]), batch.mask)
             loss = loss + kl_coef * (token_weights * distance).sum()
             metrics["actor/kl_loss"] = float(distance.detach().sum())
         if entropy_coef > 0:
             loss = loss - entropy_coef * (weights.to(flat_entropy.device)[batch.samples] * flat_entropy).sum()
         return loss, metrics
+
+    def _terms(
+        self, logp: torch.Tensor, batch: PackedBatch, statistics: Mapping[str, float]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Token losses [S, T], and what is measured per token."""
+        old_logp = batch.table(batch.old_logprobs)
+        return policy_loss_terms(
+            self.algorithm.policy_loss,
+            logp=logp,
+            old_logp=old_logp,
+            advantages=batch.table(batch.advantages),
+            mask=batch.mask,
+            rollout_logp=batch.table(batch.rollout_logprobs),
+            proximal_logp=old_logp,
+            aggregation=self.algorithm.aggregation,
+            statistics=statistics,
+            importance=self.section.importance,
+            importance_cap=self.section.importance_cap,
+            importance_floor=self.section.importance_floor,
+            **self.algorithm.loss_hyper,
+        )

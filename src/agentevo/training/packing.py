@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +29,14 @@ class PackedBatch:
     """[M] which of those R predicts the token."""
     targets: torch.Tensor
     """[M] the token."""
-    old_logprobs: torch.Tensor
+    nodes: torch.Tensor
+    """[M] where it lies."""
+    rollout_logprobs: torch.Tensor
     """[M] float32 behaviour log-probs."""
     advantages: torch.Tensor
     """[M] float32"""
+    columns: Mapping[str, torch.Tensor]
+    """Sample.columns, [M] float32 each."""
     samples: torch.Tensor
     """[M] which of the S samples the token is of."""
     places: torch.Tensor
@@ -51,11 +55,24 @@ class PackedBatch:
         """values [M] as [S, T], 0 elsewhere; differentiable."""
         return values.new_zeros(self.mask.shape).index_put((self.samples, self.places), values)
 
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """[M] what the ratio is taken against: recomputed at the start of the step where they were, else the behaviour's."""
+        return self.columns.get("old_logp", self.rollout_logprobs)
+
+    def logits(self, model: PreTrainedModel) -> torch.Tensor:
+        """[R, V] of the nodes that predict, differentiable."""
+        found = model(
+            input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, plan=self.plan, logits_to_keep=self.logit_nodes
+        )
+        return found.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+
     def forward(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
-        logits = model(
-            input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, plan=self.plan, logits_to_keep=self.logit_nodes
-        ).logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+        return self.chosen(self.logits(model))
+
+    def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M] and entropies [R], as `forward`, from logits [R, V]."""
         return selected_logprobs(logits, self.rows, self.targets, self.temperature)
 
 
@@ -65,12 +82,16 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
     if len(temperatures) != 1:
         raise ValueError(f"one pass has one temperature, not {sorted(temperatures)}: pack samples of different temperatures apart")
     tree = build_tree([s.ids for s in samples])
-    predictors, targets, old, advantages = [], [], [], []
+    predictors, nodes, targets, old, advantages = [], [], [], [], []
+    names = samples[0].columns.keys()
     for sample, path in zip(samples, tree.paths, strict=True):
         places = np.nonzero(np.asarray(sample.loss_mask))[0]
         if len(places) and places[0] == 0:
             raise ValueError(f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing predicts it")
+        if sample.columns.keys() != names:
+            raise ValueError(f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others have {sorted(names)}")
         predictors.append(path[places - 1])
+        nodes.append(path[places])
         targets.append(np.asarray(sample.ids, dtype=np.int64)[places])
         old.append(np.asarray(sample.logprobs, dtype=np.float32)[places])
         advantages.append(np.asarray(sample.advantages, dtype=np.float32)[places])
@@ -87,8 +108,10 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         logit_nodes=tensor(logit_nodes),
         rows=tensor(rows),
         targets=tensor(np.concatenate(targets)),
-        old_logprobs=tensor(np.concatenate(old)),
+        nodes=tensor(np.concatenate(nodes)),
+        rollout_logprobs=tensor(np.concatenate(old)),
         advantages=tensor(np.concatenate(advantages)),
+        columns={name: tensor(np.concatenate([np.asarray(s.columns[name], dtype=np.float32) for s in samples])) for name in names},
         samples=tensor(np.repeat(np.arange(len(samples)), counts)),
         places=tensor(np.concatenate([np.arange(count) for count in counts])),
         mask=tensor(np.arange(counts.max()) < counts[:, None]),

@@ -6,16 +6,24 @@ at the turn's last token; what the attempt earned beside its turns' rewards is p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
 
 from agentevo.algorithms.estimators import RECURSIONS, advantage
+from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.presets import Algorithm
-from agentevo.config import AlgorithmSection
+from agentevo.errors import TrainingError
 from agentevo.types import Sample, Trajectory, Turn
+
+Tables: TypeAlias = Mapping[str, torch.Tensor]
+"""Numbers of each trained token by name, [S, T]: row s holds those of sample s from the left."""
+
+UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
+"""Tables that the update needs again."""
 
 
 class Row(NamedTuple):
@@ -27,18 +35,69 @@ class Row(NamedTuple):
     """The turn of each of its trained tokens."""
 
 
-def make_samples(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> list[Sample]:
-    """Samples with their advantages, of trajectories that `selection.select` kept."""
-    rows = [row for trajectory in trajectories for row in trajectory_rows(trajectory)]
-    return _with_advantages(rows, section.settled()) if rows else []
+def advantages_of(
+    rows: Sequence[Row],
+    algorithm: Algorithm,
+    tables: Tables = MappingProxyType({}),
+    *,
+    bonus: torch.Tensor | None = None,
+    baselines: Mapping[str, float] = MappingProxyType({}),
+    weights: Mapping[str, float] = MappingProxyType({}),
+    monte_carlo: bool = False,
+) -> list[Sample]:
+    """Samples with their advantages and with the columns that the update needs.
+
+    tables: name -> [S, T], what passes over the rows found; bonus [S, T] is added to the environment's rewards; baselines: task id ->
+    reward of its greedy attempt; weights of the reward parts (1 where none is given); monte_carlo: lambda 1, whatever the recipe says.
+    """
+    if not rows:
+        return []
+    rewards, turn_ids = _reward_table(rows, per_turn=algorithm.advantage in RECURSIONS)
+    mask = turn_ids >= 0
+    if bonus is not None:
+        rewards += torch.where(mask, bonus.double(), 0.0)
+    needs = ADVANTAGES[algorithm.advantage].needs
+    inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
+    if "baseline_rewards" in needs:
+        inputs["baseline_rewards"] = torch.tensor([baselines[row.trajectory.task_id] for row in rows], dtype=torch.float64)
+    if "reward_parts" in needs:
+        parts = _reward_parts(rows)
+        inputs |= {"reward_parts": parts, "reward_weights": {name: weights.get(name, 1.0) for name in parts}}
+    hyper = dict(algorithm.advantage_hyper)
+    if monte_carlo:
+        hyper |= {key: 1.0 for key in ("lam", "turn_lam") if key in hyper}
+    advantages, returns = advantage(
+        algorithm.advantage,
+        token_rewards=rewards,
+        mask=mask,
+        group_ids=[row.trajectory.group_id for row in rows],
+        trajectory_ids=[row.trajectory.id for row in rows],
+        turn_ids=turn_ids,
+        **inputs,
+        **hyper,
+    )
+    columns = {name: tables[name] for name in UPDATE_COLUMNS if name in tables} | ({"returns": returns} if "values" in tables else {})
+    return [
+        _finished(row.sample, advantages[index], {name: table[index] for name, table in columns.items()}) for index, row in enumerate(rows)
+    ]
 
 
-def _with_advantages(rows: Sequence[Row], algorithm: Algorithm) -> list[Sample]:
-    width = max(len(turns) for _, _, turns in rows)
+def _finished(sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> Sample:
+    count = sum(sample.loss_mask)
+    of_token = iter(advantages.tolist())
+    return msgspec.structs.replace(
+        sample,
+        advantages=[next(of_token) if m else 0.0 for m in sample.loss_mask],
+        columns={name: table[:count].tolist() for name, table in columns.items()},
+    )
+
+
+def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
+    width = max(len(row.turns) for row in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
     turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
-    last_row = {trajectory.id: index for index, (trajectory, _, turns) in enumerate(rows) if turns}
-    per_turn = algorithm.advantage in RECURSIONS
+    last_row = {row.trajectory.id: index for index, row in enumerate(rows) if row.turns}
     for index, (trajectory, _, turns) in enumerate(rows):
         turn_ids[index, : len(turns)] = torch.tensor(turns, dtype=torch.int64)
         if per_turn:
@@ -48,20 +107,19 @@ def _with_advantages(rows: Sequence[Row], algorithm: Algorithm) -> list[Sample]:
         if last_row.get(trajectory.id) == index:
             paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
             rewards[index, len(turns) - 1] += trajectory.reward - paid
-    advantages, _ = advantage(
-        algorithm.advantage,
-        token_rewards=rewards,
-        mask=turn_ids >= 0,
-        group_ids=[trajectory.group_id for trajectory, _, _ in rows],
-        trajectory_ids=[trajectory.id for trajectory, _, _ in rows],
-        turn_ids=turn_ids,
-        **algorithm.advantage_hyper,
-    )
-    samples = []
-    for (_, sample, _), row in zip(rows, advantages.tolist(), strict=True):
-        of_token = iter(row)
-        samples.append(msgspec.structs.replace(sample, advantages=[next(of_token) if m else 0.0 for m in sample.loss_mask]))
-    return samples
+    return rewards, turn_ids
+
+
+def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Name -> [S] float64. Raises TrainingError where a trajectory has no parts; a part that it lacks among others counts 0."""
+    silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
+    if silent is not None:
+        raise TrainingError(
+            f"trajectory {silent} has a reward without parts, and algorithm.advantage=gdpo normalises each part: return them as "
+            "Outcome(reward_parts={...}), or choose grpo"
+        )
+    names = sorted({name for row in rows for name in row.trajectory.reward_parts})
+    return {name: torch.tensor([row.trajectory.reward_parts.get(name, 0.0) for row in rows], dtype=torch.float64) for name in names}
 
 
 def trajectory_rows(trajectory: Trajectory) -> list[Row]:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from agentevo.config import ColdStartSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.models.chat import ChatFormat
+from agentevo.training.optimization import make_optimizer
 from agentevo.training.packing import pack, split_by_tokens
-from agentevo.training.trainer import make_optimizer
 from agentevo.types import Message, Sample
 
 
@@ -58,7 +58,7 @@ def train_supervised(
     `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm limit and micro-batch size are the
     trainer's.
     """
-    optimizer = make_optimizer(model, section.learning_rate, trainer.weight_decay, trainer.betas)
+    optimizer = make_optimizer(model.parameters(), section.learning_rate, trainer.weight_decay, trainer.betas)
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:
         episodes.setdefault(sample.trajectory_id, []).append(sample)

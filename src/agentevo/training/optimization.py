@@ -1,0 +1,88 @@
+"""One model's optimizer: AdamW, the learning rate over time, the limit on the gradient, and the refusal of numbers that are not finite.
+
+The learning rate of optimizer step t warms up linearly, then follows the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from agentevo.config import TrainerSection
+from agentevo.errors import TrainingError
+
+
+def learning_rate(section: TrainerSection, step: int, total_steps: int, peak: float | None = None) -> float:
+    """Of optimizer step `step` (from 0) out of `total_steps`; `peak` in place of the section's own."""
+    highest = section.learning_rate if peak is None else peak
+    if step < section.warmup_steps:
+        return highest * (step + 1) / section.warmup_steps
+    if section.schedule == "constant":
+        return highest
+    done = min(1.0, (step - section.warmup_steps) / max(1, total_steps - section.warmup_steps))
+    share = 1.0 - done if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return highest * (section.min_lr_ratio + (1.0 - section.min_lr_ratio) * share)
+
+
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.AdamW:
+    """AdamW over those parameters that are trained; weight decay on matrices only."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+
+
+class Optimization:
+    """`begin`, then backward passes that add up, then `finish`: one optimizer step."""
+
+    def __init__(
+        self, parameters: Iterable[torch.nn.Parameter], section: TrainerSection, *, learning_rate: float | None = None, role: str = "policy"
+    ) -> None:
+        self.section, self.role = section, role
+        self.peak = section.learning_rate if learning_rate is None else learning_rate
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.optimizer = make_optimizer(self.parameters, self.peak, section.weight_decay, section.betas)
+        self.steps = 0
+        self.total_steps = section.steps * section.epochs * section.minibatches
+
+    def begin(self) -> float:
+        """Clears the gradient; returns the learning rate of the step."""
+        lr = learning_rate(self.section, self.steps, self.total_steps, self.peak)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds the loss's gradient. Raises TrainingError, before any weight changes, if the loss is not finite."""
+        if not torch.isfinite(loss):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(
+                f"the {self.role}'s loss is not finite, the weights were not changed: lower its learning_rate, or check the rewards"
+            )
+        loss.backward()
+
+    def finish(self) -> float:
+        """Scales the gradient down to max_grad_norm and steps; returns the L2 norm from before. Raises TrainingError."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.section.max_grad_norm))
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingError(f"the {self.role}'s gradient is not finite, the weights were not changed: lower its learning_rate")
+        self.optimizer.step()
+        self.steps += 1
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]

@@ -1,0 +1,137 @@
+"""From a step's trajectories to its samples: what the maths needs to know of every trained token, then rewards, then advantages.
+
+All passes here are without gradient and under the weights from before the update, but for PRIME's process reward, which first learns from
+the step's outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.algorithms.divergence import kl
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.policy_losses import POLICY_LOSSES
+from agentevo.config import AlgorithmSection
+from agentevo.training.critic import Critic
+from agentevo.training.logprobs import sum_of_squares
+from agentevo.training.packing import PackedBatch
+from agentevo.training.passes import device_of, token_tables
+from agentevo.training.process_reward import ImplicitProcessReward
+from agentevo.training.reference import Reference
+from agentevo.training.samples import Row, Tables, advantages_of, trajectory_rows
+from agentevo.training.token_rewards import TokenRewardModel
+from agentevo.types import Sample, Trajectory
+
+
+@dataclass(eq=False)
+class Roles:
+    """The models of a step; those that the algorithm has no use for are None."""
+
+    policy: PreTrainedModel
+    reference: Reference | None = None
+    critic: Critic | None = None
+    process_reward: ImplicitProcessReward | None = None
+    reward_model: TokenRewardModel | None = None
+
+
+@dataclass
+class Prepared:
+    """What a step trains on."""
+
+    samples: list[Sample]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Preparation:
+    """See the module."""
+
+    def __init__(self, section: AlgorithmSection, max_tokens: int) -> None:
+        self.section, self.max_tokens = section, max_tokens
+        self.algorithm = section.settled()
+        needs = ADVANTAGES[self.algorithm.advantage].needs
+        self.collision = "sum_pi_squared" in needs
+        self.recomputed = section.old_logprobs == "recomputed" or "proximal_logp" in POLICY_LOSSES[self.algorithm.policy_loss].needs
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], roles: Roles, *, kl_coef: float, baselines: Mapping[str, float], monte_carlo: bool
+    ) -> Prepared:
+        """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust no critic (while one is pretrained)."""
+        rows = [row for trajectory in trajectories for row in trajectory_rows(trajectory)]
+        if not rows:
+            return Prepared([])
+        tables, metrics = self._tables(rows, roles)
+        bonus, found = self._bonus(rows, roles, tables, kl_coef)
+        samples = advantages_of(
+            rows, self.algorithm, tables, bonus=bonus, baselines=baselines, weights=self.section.reward_weights, monte_carlo=monte_carlo
+        )
+        if self.recomputed:
+            metrics |= _mismatch(tables["rollout_logp"], tables["logp"], _mask(rows))
+        return Prepared(samples, metrics | found)
+
+    def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
+        """By name, [S, T] float32 each."""
+        samples = [row.sample for row in rows]
+        device = device_of(roles.policy)
+
+        def compute(batch: PackedBatch) -> dict[str, torch.Tensor]:
+            found = {"rollout_logp": batch.rollout_logprobs}
+            if self.recomputed or self.collision:
+                logits = batch.logits(roles.policy)
+                found["logp"] = batch.chosen(logits)[0]
+                if self.recomputed:
+                    found["old_logp"] = found["logp"]
+                if self.collision:
+                    found["sum_pi_squared"] = sum_of_squares(logits, batch.temperature)[batch.rows]
+            if roles.reference is not None:
+                found["ref_logp"] = roles.reference.logprobs(batch)
+            if roles.critic is not None:
+                found["values"] = roles.critic.values(batch)
+            if roles.reward_model is not None:
+                found["reward_model"] = roles.reward_model.rewards(batch)
+            return found
+
+        tables = token_tables(samples, self.max_tokens, device, compute)
+        if roles.process_reward is None:
+            return tables, {}
+        process, reference = roles.process_reward, tables["ref_logp"]
+        owners, successes = _owners(rows)
+        metrics = process.update(samples, owners, reference, successes)
+        learnt = token_tables(samples, self.max_tokens, device, lambda batch: {"phi": batch.forward(process.model)[0]})
+        tables["process_rewards"] = process.section.beta * (learnt["phi"] - reference)
+        return tables, metrics
+
+    def _bonus(self, rows: Sequence[Row], roles: Roles, tables: Tables, kl_coef: float) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """What is added to the environment's rewards, [S, T]; and the metrics of it."""
+        bonus, metrics, mask = None, {}, _mask(rows)
+        if roles.reward_model is not None:
+            bonus = tables["reward_model"]
+            metrics["reward_model/mean"] = float(bonus[mask].mean())
+        if roles.reference is not None and self.section.kl_in == "reward" and kl_coef > 0:
+            distance = kl(self.section.kl, tables.get("logp", tables["rollout_logp"]), tables["ref_logp"], mask)
+            metrics["actor/reward_kl"] = float(distance[mask].mean())
+            bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
+        return bonus, metrics
+
+
+def _mask(rows: Sequence[Row]) -> torch.Tensor:
+    """[S, T] bool"""
+    lengths = torch.tensor([len(row.turns) for row in rows])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _owners(rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
+    """Which attempt each row is of, and whether each attempt succeeded."""
+    numbers: dict[str, int] = {}
+    owners = [numbers.setdefault(row.trajectory.id, len(numbers)) for row in rows]
+    successes = {row.trajectory.id: row.trajectory.success for row in rows}
+    return owners, [successes[name] for name in numbers]
+
+
+def _mismatch(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, per token."""
+    gap = (trainer - rollout)[mask]
+    return {"rollout/logprob_gap_mean": float(gap.mean()), "rollout/logprob_gap_max": float(gap.abs().max())}

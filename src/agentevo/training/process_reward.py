@@ -1,0 +1,64 @@
+"""PRIME's process reward, learnt online from outcomes alone (Cui et al., arXiv 2502.01456).
+
+A second model phi starts as the policy. Its reward for a token is r(y_t) = beta (log phi(y_t) - log ref(y_t)) (eq. 3); summed over an
+attempt it is the logit of success, and phi learns by the cross-entropy of that with what really came of the attempt (eq. 5).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.config import ProcessRewardSection, TrainerSection
+from agentevo.training.optimization import Optimization
+from agentevo.training.packing import PackedBatch
+from agentevo.training.passes import backward_through_sums, device_of, micro_batches
+from agentevo.types import Sample
+
+
+class ImplicitProcessReward:
+    """See the module."""
+
+    def __init__(self, policy: PreTrainedModel, section: ProcessRewardSection, trainer: TrainerSection) -> None:
+        self.section, self.max_tokens = section, trainer.micro_batch_tokens
+        self.model = copy.deepcopy(policy)
+        self.optimization = Optimization(self.model.parameters(), trainer, learning_rate=section.learning_rate, role="process reward")
+
+    def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
+        """[M] of each token, given the reference's log-probs [M]."""
+        return self.section.beta * (batch.forward(self.model)[0] - reference)
+
+    def update(
+        self, samples: Sequence[Sample], owners: Sequence[int], reference: torch.Tensor, successes: Sequence[bool]
+    ) -> dict[str, float]:
+        """One optimizer step: owners [S] number the attempts, reference [S, T] log-probs (0 where untrained), successes one per attempt."""
+        outcome = torch.tensor([float(success) for success in successes])
+        offset = torch.zeros(len(outcome)).index_add(0, torch.tensor(owners), reference.sum(1))
+
+        def loss_of(sums: torch.Tensor) -> torch.Tensor:
+            logits = self.section.beta * (sums - offset.to(sums.device))
+            return torch.nn.functional.binary_cross_entropy_with_logits(logits, outcome.to(sums.device))
+
+        lr = self.optimization.begin()
+        batches = micro_batches(samples, self.max_tokens, device_of(self.model))
+        loss, sums = backward_through_sums(self.model, batches, owners, loss_of, self.optimization.backward)
+        norm = self.optimization.finish()
+        right = ((sums.cpu() > offset) == (outcome > 0.5)).float().mean()
+        return {
+            "process_reward/loss": float(loss),
+            "process_reward/accuracy": float(right),
+            "process_reward/grad_norm": norm,
+            "process_reward/lr": lr,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.model.state_dict(), "optimization": self.optimization.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        self.model.load_state_dict(state["weights"])
+        self.optimization.load_state_dict(state["optimization"])
