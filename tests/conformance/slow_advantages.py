@@ -31,6 +31,7 @@ class Batch:
     weights: dict[str, float]
     logp: np.ndarray
     squares: np.ndarray
+    process: np.ndarray
 
 
 def slow_advantage(name: str, batch: Batch, hyper: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
@@ -309,4 +310,23 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
 PER_TRAJECTORY = {
     function.__name__: function for function in (raw, batch_norm, grpo, grpo_passk, rloo, opo, gpg, maxrl, gdpo, reinforce_pp_baseline)
 }
-PER_TOKEN = {function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb)}
+def prime(batch: Batch, gamma: float, process_coef: float, whiten: bool) -> tuple[PerToken, PerToken]:
+    outcome, advantages = rloo(batch), {}
+    means = {owner: mean([float(batch.process[token]) for token in tokens]) for owner, tokens in owned(batch).items()}
+    for group in by_group(batch):
+        for owner in group:
+            others = [means[one] for one in group if one != owner]
+            for tokens in streams(batch):
+                if tokens[0] not in owned(batch)[owner]:
+                    continue
+                total = 0.0
+                for token in reversed(tokens):
+                    total = gamma * total + (batch.process[token] - mean(others) if others else 0.0)
+                    advantages[token] = outcome[owner] + process_coef * total if others else 0.0
+    white = whitened_tokens(advantages) if whiten else advantages
+    return white, advantages
+
+
+PER_TOKEN = {
+    function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb, prime)
+}

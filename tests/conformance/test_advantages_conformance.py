@@ -16,7 +16,7 @@ from agentevo.catalogue.advantages import ADVANTAGES
 
 NAMES = list(ADVANTAGES)
 NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns")
-AGAINST_GROUP = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "gdpo", "reinforce_pp_baseline", "turn_returns", "otb")
+AGAINST_GROUP = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "gdpo", "reinforce_pp_baseline", "turn_returns", "otb", "prime")
 each_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -52,6 +52,7 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
         weights={"right": 1.0, "short": 0.25, "same": 2.0},
         logp=-random.exponential(size=shape),
         squares=np.zeros(shape),
+        process=random.normal(size=shape),
     )
     batch.squares[...] = np.exp(2 * batch.logp) + (1 - np.exp(batch.logp)) ** 2 / 10
     for tokens in owned(batch).values():  # one reward for all, or a solved-or-not at the end
@@ -84,6 +85,7 @@ def ours(name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper
         "reward_parts": {key: tensor(part) for key, part in batch.parts.items()},
         "logp": tensor(batch.logp),
         "sum_pi_squared": tensor(batch.squares),
+        "process_rewards": tensor(batch.process),
     }
     found = advantage(
         name,
@@ -147,15 +149,13 @@ def test_masked_places_padding_order_and_names_of_groups_do_not_matter(name: str
     def garbage(array: np.ndarray) -> np.ndarray:
         return np.where(batch.mask, array, data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 1e300])))
 
-    soiled = replace(
-        batch, rewards=garbage(batch.rewards), values=garbage(batch.values), logp=garbage(batch.logp), squares=garbage(batch.squares)
-    )
+    soiled = replace(batch, **{key: garbage(getattr(batch, key)) for key in ("rewards", "values", "logp", "squares", "process")})
     same(ours(name, soiled, **hyper), (advantages, returns))
 
     order = np.array(data.draw(st.permutations(range(len(batch.groups)))), dtype=np.int64)
     moved = {
         key: None if getattr(batch, key) is None else getattr(batch, key)[order]
-        for key in ("rewards", "mask", "turns", "values", "baseline", "logp", "squares")
+        for key in ("rewards", "mask", "turns", "values", "baseline", "logp", "squares", "process")
     }
     shuffled = replace(
         batch,
@@ -169,7 +169,7 @@ def test_masked_places_padding_order_and_names_of_groups_do_not_matter(name: str
     at = data.draw(st.integers(0, batch.mask.shape[1]))
     wider = {
         key: None if getattr(batch, key) is None else np.insert(getattr(batch, key), [at, at], 9, axis=1)
-        for key in ("rewards", "turns", "values", "logp", "squares")
+        for key in ("rewards", "turns", "values", "logp", "squares", "process")
     }
     padded = replace(batch, **wider, mask=np.insert(batch.mask, [at, at], False, axis=1))
     same(ours(name, padded, **hyper), (np.insert(advantages, [at, at], 0, axis=1), np.insert(returns, [at, at], 0, axis=1)))
@@ -187,7 +187,7 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
     shape = (len(pieces), batch.mask.shape[1])
     cut = replace(
         whole,
-        **{key: getattr(whole, key)[rows] for key in ("rewards", "turns", "values", "baseline", "logp", "squares")},
+        **{key: getattr(whole, key)[rows] for key in ("rewards", "turns", "values", "baseline", "logp", "squares", "process")},
         mask=np.array([whole.mask[row] & (whole.turns[row] == turn) for row, turn in pieces], dtype=bool).reshape(shape),
         groups=[batch.groups[row] for row in rows],
         trajectories=rows.tolist(),
@@ -225,6 +225,7 @@ def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject
         baseline=extreme(shape[:1]),
         logp=random.choice([0.0, -1e-30, -60.0, -size, size], shape),
         squares=random.choice([0.0, 1.0, size], shape),
+        process=extreme(shape),
         parts={"right": np.array([score[one] for one in names])},
         weights={"right": 1e50},
     )
@@ -242,7 +243,7 @@ def test_a_group_of_one_has_advantage_0(name: str, data: st.DataObject) -> None:
     assert not ours(name, alone, **hyper)[0].any()
 
 
-@pytest.mark.parametrize("name", [*(name for name in AGAINST_GROUP if name != "turn_returns"), "batch_norm", "reinforce_pp"])
+@pytest.mark.parametrize("name", [*(name for name in AGAINST_GROUP if name not in ("turn_returns", "prime")), "batch_norm", "reinforce_pp"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7, 1e6 / 3])
 def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
     random = np.random.default_rng(3)
@@ -263,6 +264,7 @@ def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
         weights={"one": 1.0, "two": 0.7},
         logp=-random.exponential(size=mask.shape),
         squares=np.full(mask.shape, 0.5),
+        process=np.full(mask.shape, 0.3),
     )
     hyper = {"handle_zero_tail": False} if name == "otb" else {}
     assert not ours(name, batch, **hyper)[0].any()

@@ -49,6 +49,8 @@ class Algorithm:
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
+        Preset("ppo", "clipped ratios, advantages from a critic (GAE over tokens)", "arXiv 1707.06347, 1506.02438", "gae"),
+        Preset("turn_ppo", "PPO whose critic judges turns: GAE with a turn as one step", "arXiv 1506.02438, 2504.20073", "turn_gae"),
         Preset("grpo", "group-relative advantages, clipped token ratios", "arXiv 2402.03300", "grpo"),
         Preset(
             "dr_grpo",
@@ -82,6 +84,13 @@ PRESETS: Mapping[str, Preset] = {
             hyper={"scale_by_std": False},
         ),
         Preset(
+            "decoupled_ppo",
+            "group-relative advantages, ratios against the newest policy, weighted for tokens of older ones",
+            "arXiv 2505.24298, eq. 5",
+            "grpo",
+            "decoupled_ppo",
+        ),
+        Preset(
             "rloo",
             "each attempt against the mean of the others, mean over sequences of token sums",
             "arXiv 2402.14740",
@@ -95,6 +104,7 @@ PRESETS: Mapping[str, Preset] = {
         Preset("opo", "on-policy gradient with the length-weighted baseline", "arXiv 2505.23585", "opo", "reinforce", "seq-mean-token-sum"),
         Preset("gpg", "the plain policy gradient, scaled up for groups that teach nothing", "arXiv 2504.02546", "gpg", "gpg"),
         Preset("maxrl", "advantages in units of the group's mean reward: hard tasks weigh more", "arXiv 2602.02710", "maxrl"),
+        Preset("prime", "outcomes and process rewards that are learnt from them online", "arXiv 2502.01456", "prime"),
         Preset("arpo", "RAGEN's StarPO with raw rewards", "arXiv 2504.20073", "raw"),
         Preset("brpo", "RAGEN's StarPO with rewards normalised over the batch", "arXiv 2504.20073", "batch_norm"),
         Preset(
