@@ -310,6 +310,8 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
 PER_TRAJECTORY = {
     function.__name__: function for function in (raw, batch_norm, grpo, grpo_passk, rloo, opo, gpg, maxrl, gdpo, reinforce_pp_baseline)
 }
+
+
 def prime(batch: Batch, gamma: float, process_coef: float, whiten: bool) -> tuple[PerToken, PerToken]:
     outcome, advantages = rloo(batch), {}
     means = {owner: mean([float(batch.process[token]) for token in tokens]) for owner, tokens in owned(batch).items()}
@@ -327,6 +329,4 @@ def prime(batch: Batch, gamma: float, process_coef: float, whiten: bool) -> tupl
     return white, advantages
 
 
-PER_TOKEN = {
-    function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb, prime)
-}
+PER_TOKEN = {function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb, prime)}

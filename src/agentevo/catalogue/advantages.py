@@ -177,12 +177,14 @@ ADVANTAGES = by_name(
             name="prime",
             within_group=True,
             meaning="outcomes and process rewards, each against the mean of the others of its group (PRIME)",
-            formula="A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u - mean_{j != i} m_j), p process rewards, m_j "
-            "their mean over trajectory j; then A = whiten(A)",
+            formula="A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u - mean_{j != i} m_j), p process "
+            "rewards, m_j their mean over trajectory j; then A = whiten(A)",
             source="PRIME, arXiv 2502.01456, section 3.2; its code whitens",
             hyper=(_GAMMA, Hyper("process_coef", 1.0, "weight of the process rewards beside the outcome", low=0.0), _WHITEN),
             needs=("process_rewards",),
-            peers={"verl": "recipe/prime: reward_dpo_coef 5, reward_gt_coef 5 (1 : 1); process rewards scaled by their largest running sum"},
+            peers={
+                "verl": "recipe/prime: reward_dpo_coef 5, reward_gt_coef 5 (1 : 1); process rewards scaled by their largest sum"
+            },
         ),
         Piece(
             name="otb",

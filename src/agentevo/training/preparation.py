@@ -69,7 +69,7 @@ class Preparation:
             rows, self.algorithm, tables, bonus=bonus, baselines=baselines, weights=self.section.reward_weights, monte_carlo=monte_carlo
         )
         if self.recomputed:
-            metrics |= _mismatch(tables["rollout_logp"], tables["logp"], _mask(rows))
+            metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         return Prepared(samples, metrics | found)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
@@ -78,7 +78,7 @@ class Preparation:
         device = device_of(roles.policy)
 
         def compute(batch: PackedBatch) -> dict[str, torch.Tensor]:
-            found = {"rollout_logp": batch.rollout_logprobs}
+            found: dict[str, torch.Tensor] = {}
             if self.recomputed or self.collision:
                 logits = batch.logits(roles.policy)
                 found["logp"] = batch.chosen(logits)[0]
@@ -94,6 +94,9 @@ class Preparation:
                 found["reward_model"] = roles.reward_model.rewards(batch)
             return found
 
+        beside = (roles.reference, roles.critic, roles.reward_model)
+        if not (self.recomputed or self.collision or any(role is not None for role in beside)):
+            return {}, {}
         tables = token_tables(samples, self.max_tokens, device, compute)
         if roles.process_reward is None:
             return tables, {}
@@ -111,7 +114,7 @@ class Preparation:
             bonus = tables["reward_model"]
             metrics["reward_model/mean"] = float(bonus[mask].mean())
         if roles.reference is not None and self.section.kl_in == "reward" and kl_coef > 0:
-            distance = kl(self.section.kl, tables.get("logp", tables["rollout_logp"]), tables["ref_logp"], mask)
+            distance = kl(self.section.kl, tables["logp"] if self.recomputed else _rollout_logprobs(rows), tables["ref_logp"], mask)
             metrics["actor/reward_kl"] = float(distance[mask].mean())
             bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
         return bonus, metrics
@@ -121,6 +124,14 @@ def _mask(rows: Sequence[Row]) -> torch.Tensor:
     """[S, T] bool"""
     lengths = torch.tensor([len(row.turns) for row in rows])
     return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def _rollout_logprobs(rows: Sequence[Row]) -> torch.Tensor:
+    """[S, T] float32"""
+    table = torch.zeros(_mask(rows).shape)
+    for index, row in enumerate(rows):
+        table[index, : len(row.turns)] = torch.tensor([x for x, m in zip(row.sample.logprobs, row.sample.loss_mask, strict=True) if m])
+    return table
 
 
 def _owners(rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
