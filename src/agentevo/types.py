@@ -102,6 +102,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[Turn] = []
     reward: float = 0.0
     """Of the whole attempt, penalties included: what the advantages are made from."""
+    reward_parts: dict[str, float] = {}
+    """What the reward is the sum of, by name (`environment`, `format`, ...). Empty where nobody took it apart."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None

@@ -34,7 +34,14 @@ class Asker:
             result = self._then(task, policy)
             if asyncio.iscoroutine(result):
                 await result
-        return Outcome(reward=1.5, success=True, turn_rewards={0: 0.5, 1: 1.0}, truncated=True, metrics={"num_actions": 2.0})
+        return Outcome(
+            reward=1.5,
+            reward_parts={"asked": 2.0, "late": -0.5},
+            success=True,
+            turn_rewards={0: 0.5, 1: 1.0},
+            truncated=True,
+            metrics={"num_actions": 2.0},
+        )
 
 
 @pytest.fixture
@@ -75,6 +82,7 @@ def test_every_attempt_of_every_task_in_order(sample):
         assert (trajectory.reward, trajectory.success, trajectory.truncated, trajectory.status) == (1.5, True, True, "completed")
         assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
         assert trajectory.metrics == {"num_actions": 2.0}
+        assert trajectory.reward_parts == {"asked": 2.0, "late": -0.5}
     assert sorted(engine.released) == sorted(t.id for t in found)
     by_id = {one.trajectory.id: one for one in stored}
     assert {(one.split, one.step, one.state) for one in stored} == {("train", 3, "ready")}
