@@ -102,7 +102,7 @@ def find(kind: Kind, pieces: Mapping[str, Piece], name: str) -> Piece:
 
 def is_trainable(piece: Piece) -> bool:
     """Whether the trainer has all that the piece needs: it has no critic and no second set of log-probs."""
-    return set(piece.needs) <= {"turn_ids"}
+    return set(piece.needs) <= {"turn_ids", "baseline_rewards", "reward_parts"}
 
 
 def by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:
