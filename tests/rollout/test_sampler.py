@@ -107,6 +107,26 @@ def test_seeds_follow_run_task_attempt_step_and_pass(sample):
     assert len(set().union(seeds(), *others)) == 32
 
 
+def test_a_greedy_attempt_beside_each_group(sample):
+    found, stored, engine, counts = sample(Asker(), ["left"] * 12, baseline=True)
+    assert [(t.task_id, t.attempt, t.group_id) for t in found] == [
+        ("one", 0, "one/train@3"),
+        ("one", 1, "one/train@3"),
+        ("one", 0, "one/baseline@3"),
+        ("two", 0, "two/train@3"),
+        ("two", 1, "two/train@3"),
+        ("two", 0, "two/baseline@3"),
+    ]
+    by_attempt = {session: sampling.temperature for _, sampling, session in engine.requests}
+    assert by_attempt == {t.id: 0.0 if "baseline" in t.id else 0.8 for t in found}
+    assert [session for *_, session in engine.requests[:6]] == [t.id for t in found], "all start together"
+    assert {one.trajectory.id for one in stored} == {t.id for t in found}
+    assert counts["tasks/completed"] == 2
+    alone = sample(Asker(), ["left"] * 8, step=9)[2]
+    beside = sample(Asker(), ["left"] * 12, step=9, label="again", baseline=True)[2]
+    assert len(beside.requests) == len(alone.requests) + 4
+
+
 def failing(attempt: int, error):
     """Raises in one attempt of task `one` only."""
 
