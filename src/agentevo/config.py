@@ -28,6 +28,7 @@ from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
 from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
 from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, settle
+from agentevo.config_collect import CollectKeys, collect_contradictions
 from agentevo.config_keys import ConfigKeys
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
@@ -236,15 +237,15 @@ class AlgorithmKeys(Section):
 
 if TYPE_CHECKING:
 
-    class AlgorithmSection(AlgorithmKeys):
-        """AlgorithmKeys, and below them every hyper-parameter of any piece; None is the default of the chosen one."""
+    class AlgorithmSection(CollectKeys, AlgorithmKeys):
+        """AlgorithmKeys, CollectKeys, and below them every hyper-parameter of any piece; None is the default of the chosen one."""
 
         def __init__(self, **keys: Any) -> None: ...
 
 else:
     AlgorithmSection = pydantic.create_model(
         "AlgorithmSection",
-        __base__=AlgorithmKeys,
+        __base__=(CollectKeys, AlgorithmKeys),  # in the order of inheritance, so that `name` stays the first key
         __doc__=AlgorithmKeys.__doc__,
         **{name: (kind | None, Field(default=None, description=meaning)) for name, (kind, meaning) in hyper_parameters().items()},
     )
@@ -435,6 +436,11 @@ class RunConfig(Section):
         by_agent = self.agent.max_turns * self.agent.actions_per_turn
         return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
 
+    @property
+    def length_max(self) -> int:
+        """Trained tokens at which an attempt counts as too long."""
+        return self.algorithm.length_max or self.sampling.max_new_tokens * self.agent.max_turns
+
 
 def _contradictions(config: RunConfig) -> list[str]:
     """Values that are each right but can't hold together, as 'what: remedy'."""
@@ -452,6 +458,7 @@ def _contradictions(config: RunConfig) -> list[str]:
             )
         elif config.algorithm.keep_groups < 1:
             found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
+    found += collect_contradictions(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
     if trainer.minibatches > trainer.groups_per_step:

@@ -103,7 +103,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     reward: float = 0.0
     """Of the whole attempt, penalties included: what the advantages are made from."""
     reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name; empty where it comes whole."""
+    """What the reward is the sum of, by name (`environment`, `format`, ...). Empty where nobody took it apart."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None

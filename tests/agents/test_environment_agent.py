@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.agents import EnvironmentAgent, Policy
+from agentevo.agents import Outcome as Attempt
 from agentevo.agents.environment_agent import answer_instructions, demonstrate, format_answer, parse_answer
 from agentevo.config import AgentSection
 from agentevo.environments.environment import EnvironmentConfig
@@ -175,6 +176,8 @@ def test_what_each_turn_earns(says, turn_rewards, counts, play):
     assert list(outcome.turn_rewards.values()) == pytest.approx(turn_rewards)
     assert list(outcome.turn_rewards) == [turn.index for turn in policy.turns]
     assert outcome.reward == pytest.approx(sum(turn_rewards))
+    broken_turns = sum(not float(4 * reward).is_integer() for reward in turn_rewards)  # the world pays quarters
+    assert outcome.reward_parts == pytest.approx({"environment": sum(turn_rewards) + 0.1 * broken_turns, "format": -0.1 * broken_turns})
     assert (outcome.success, outcome.truncated) == (True, False)
     names = ("num_actions", "num_invalid_actions", "num_format_errors", "num_effective_actions")
     assert tuple(outcome.metrics[name] for name in names) == counts
@@ -183,6 +186,13 @@ def test_what_each_turn_earns(says, turn_rewards, counts, play):
 def test_without_a_penalty_bad_form_is_free(play):
     outcome, _ = play(AgentSection(format="answer", format_penalty=0.0), ["Right", "<answer>Jump</answer>", GOOD], seed=2)
     assert outcome.reward == 2.0
+    assert outcome.reward_parts == {"environment": 2.0, "format": 0.0}
+
+
+def test_parts_that_do_not_sum_to_the_reward_are_refused():
+    with pytest.raises(ValueError, match=r"reward_parts .* sum to 1\.5, but reward is 1: give parts that sum to the reward, or none"):
+        Attempt(reward=1.0, success=True, reward_parts={"answer": 1.0, "style": 0.5})
+    assert Attempt(reward=0.3, success=True, reward_parts={"answer": 0.1, "style": 0.2}).reward == 0.3
 
 
 def test_the_world_may_end_badly(play):

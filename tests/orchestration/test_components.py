@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,27 @@ def test_tasks_of_an_environment_are_new_in_every_step():
     assert ids == [f"train-{n}" for n in range(9)]
     assert [task.id for task in tasks.held_out()] == [f"eval-{n}" for n in range(5)]
     assert {task.environment for task in tasks.held_out()} == {"coins"}
+
+
+def test_refills_are_nobody_elses_tasks():
+    config = build_config({"environment": {"type": "coins"}, "trainer": {"groups_per_step": 3}, "evaluation": {"tasks": 50}})
+    tasks = TaskSource(config, None)
+    refills = [task for step in range(1, 12) for task in islice(tasks.refill(step), 20)]
+    others = tasks.held_out() + [task for step in range(1, 200) for task in tasks.train(step)]
+    assert len({task.id for task in refills} | {task.id for task in others}) == len(refills) + len(others)
+    assert len({task.seed for task in refills} | {task.seed for task in others}) == len(refills) + len(others)
+    assert {task.seed % 4 for task in refills} == {0}, "apart from held-out worlds and demonstrations by their seeds"
+    assert list(islice(tasks.refill(3), 5)) == list(islice(tasks.refill(3), 5)) == [task for task in refills if "-3+" in task.id][:5]
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
+def test_given_tasks_refill_a_step_with_all_others_once(num_tasks, per_step, held_out, seed):
+    tasks = source(num_tasks, per_step, held_out, seed)
+    for step in range(1, 5):
+        ids = [task.id for task in (*tasks.train(step), *tasks.refill(step))]
+        assert sorted(ids) == sorted({f"t{n}" for n in range(num_tasks)} - {task.id for task in tasks.held_out()})
+        assert list(tasks.refill(step)) == list(source(num_tasks, per_step, held_out, seed).refill(step))
 
 
 @pytest.mark.parametrize("num_tasks", [0, 1])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from agentevo.orchestration.step_metrics import performance_metrics, rollout_metrics
+from agentevo.orchestration.step_metrics import collection_metrics, performance_metrics, rollout_metrics
 from agentevo.types import Trajectory, Turn
 
 
@@ -66,6 +67,23 @@ def test_a_step_in_which_everything_failed_still_counts_what_came():
     found = rollout_metrics([attempt("e", "h", 0.0, [], status="failed")], {"e": "failed"})
     assert found == {"rollout/in": 1.0, "rollout/dropped": 1.0, "rollout/dropped/failed": 1.0}
     assert rollout_metrics([], {}) == {"rollout/in": 0.0, "rollout/dropped": 0.0}
+
+
+def test_parts_of_the_reward():
+    parts = [{"environment": 1.0, "format": -0.1}, {"environment": 0.0}, {"environment": 5.0}]
+    attempts = [msgspec.structs.replace(t, reward_parts=found) for t, found in zip([*ATTEMPTS[:2], ATTEMPTS[4]], parts, strict=True)]
+    found = rollout_metrics(attempts, {})
+    assert found["reward_parts/environment/mean"] == 0.5, "failed attempts have earned nothing that counts"
+    assert found["reward_parts/format/mean"] == -0.05
+
+
+def test_what_can_be_trained_on():
+    assert collection_metrics(group_sizes=[1, 3, 1, 8], length_parts=[], baseline_rewards=[]) == {"group/of_one": 2}
+    assert collection_metrics(group_sizes=[], length_parts=[-0.5, 0.0], baseline_rewards=[1.0, 2.0]) == {
+        "group/of_one": 0,
+        "reward_parts/length/mean": -0.25,
+        "rollout/baseline_reward": 1.5,
+    }
 
 
 def test_speeds():

@@ -33,7 +33,14 @@ class Asker:
             result = self._then(task, policy)
             if asyncio.iscoroutine(result):
                 await result
-        return Outcome(reward=1.5, success=True, turn_rewards={0: 0.5, 1: 1.0}, truncated=True, metrics={"num_actions": 2.0})
+        return Outcome(
+            reward=1.5,
+            reward_parts={"asked": 2.0, "late": -0.5},
+            success=True,
+            turn_rewards={0: 0.5, 1: 1.0},
+            truncated=True,
+            metrics={"num_actions": 2.0},
+        )
 
 
 @pytest.fixture
@@ -74,6 +81,7 @@ def test_every_attempt_of_every_task_in_order(sample):
         assert (trajectory.reward, trajectory.success, trajectory.truncated, trajectory.status) == (1.5, True, True, "completed")
         assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
         assert trajectory.metrics == {"num_actions": 2.0}
+        assert trajectory.reward_parts == {"asked": 2.0, "late": -0.5}
     assert sorted(engine.released) == sorted(t.id for t in found)
     by_id = {one.trajectory.id: one for one in stored}
     assert {(one.split, one.step, one.state) for one in stored} == {("train", 3, "ready")}
@@ -96,6 +104,26 @@ def test_seeds_follow_run_task_attempt_step_and_pass(sample):
     assert seeds() == seeds()
     others = [seeds(step=4), seeds(label="greedy"), seeds(step=5, label="greedy")]
     assert len(set().union(seeds(), *others)) == 32
+
+
+def test_a_greedy_attempt_beside_each_group(sample):
+    found, stored, engine, counts = sample(Asker(), ["left"] * 12, baseline=True)
+    assert [(t.task_id, t.attempt, t.group_id) for t in found] == [
+        ("one", 0, "one/train@3"),
+        ("one", 1, "one/train@3"),
+        ("one", 0, "one/baseline@3"),
+        ("two", 0, "two/train@3"),
+        ("two", 1, "two/train@3"),
+        ("two", 0, "two/baseline@3"),
+    ]
+    by_attempt = {session: sampling.temperature for _, sampling, session in engine.requests}
+    assert by_attempt == {t.id: 0.0 if "baseline" in t.id else 0.8 for t in found}
+    assert [session for *_, session in engine.requests[:6]] == [t.id for t in found], "all start together"
+    assert {one.trajectory.id for one in stored} == {t.id for t in found}
+    assert counts["tasks/completed"] == 2
+    alone = sample(Asker(), ["left"] * 8, step=9)[2]
+    beside = sample(Asker(), ["left"] * 12, step=9, label="again", baseline=True)[2]
+    assert len(beside.requests) == len(alone.requests) + 4
 
 
 def failing(attempt: int, error):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from agentevo.rollout.tasks import environment_tasks, world_seed
+from itertools import islice
+
+from agentevo.rollout.tasks import environment_tasks, refill_tasks, world_seed
 
 
 def test_purposes_never_share_a_seed():
@@ -23,3 +25,10 @@ def test_tasks_of_an_environment():
     assert [task.seed for task in tasks] == [world_seed(7, "train", 3), world_seed(7, "train", 4)]
     assert {task.environment for task in tasks} == {"coins"}
     assert environment_tasks("coins", 7, "train", 3, 2) == tasks
+
+
+def test_refills_have_ids_and_seeds_of_their_step():
+    tasks = list(islice(refill_tasks("coins", 7, 3), 2))
+    assert [task.id for task in tasks] == ["train-3+0", "train-3+1"]
+    assert [task.seed for task in tasks] == [world_seed(7, "train", "3+0"), world_seed(7, "train", "3+1")]
+    assert world_seed(7, "train", "3") != world_seed(7, "train", 3)

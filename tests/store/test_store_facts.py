@@ -58,6 +58,7 @@ trajectories = st.builds(
     attempt=st.integers(0, 2**40),
     turns=turn_lists(),
     reward=finite,
+    reward_parts=st.dictionaries(st.text(), finite, max_size=3),
     success=st.booleans(),
     status=st.sampled_from(["completed", "failed"]),
     error=st.none() | st.text(),
@@ -125,6 +126,7 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_tr
             turned = msgspec.structs.replace(a.turns[1], completion_ids=[7, 9])
             for other, split, step in [
                 (msgspec.structs.replace(a, reward=0.5), "train", 1),
+                (msgspec.structs.replace(a, reward_parts={"environment": 1.0}), "train", 1),
                 (msgspec.structs.replace(a, turns=[a.turns[0], turned]), "train", 1),
                 (a, "eval", 1),
                 (a, "train", 2),
@@ -142,6 +144,8 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_tr
     [
         ({"reward": math.nan}, "reward is nan"),
         ({"metrics": {"num_actions": math.inf}}, "num_actions is inf"),
+        ({"reward_parts": {"format": math.inf}}, "reward_parts/format is inf"),
+        ({"metrics": {"reward_parts/format": 1.0}}, "the metric 'reward_parts/format' has a name that parts of the reward have"),
         ({"status": "lost"}, "status 'lost' is unknown"),
         ({"error": "\ud800"}, "surrogates"),
         ({"turns": [{"index": 1}]}, "position 0 has index 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import msgspec
@@ -17,11 +18,21 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     """Of the whole attempt, penalties included."""
     success: bool
+    reward_parts: dict[str, float] = {}
+    """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the sum is another."""
     turn_rewards: dict[int, float] = {}
     """Turn index -> what that turn earned."""
     truncated: bool = False
     """A limit ended it."""
     metrics: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        total = sum(self.reward_parts.values())
+        if self.reward_parts and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
+            raise ValueError(
+                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is {self.reward:g}: "
+                "give parts that sum to the reward, or none"
+            )
 
 
 class Agent(Protocol):

@@ -90,6 +90,9 @@ class _Episode:
     """What has happened so far."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
+    earned: float = 0.0
+    """What the world has paid."""
+    penalties: float = 0.0
     num_actions: int = 0
     num_invalid: int = 0
     num_format_errors: int = 0
@@ -133,6 +136,7 @@ class EnvironmentAgent:
         return Outcome(
             reward=sum(episode.turn_rewards.values()),
             success=episode.success,
+            reward_parts={"environment": episode.earned, "format": 0.0 - episode.penalties},
             turn_rewards=episode.turn_rewards,
             truncated=episode.truncated,
             metrics={
@@ -161,7 +165,10 @@ class EnvironmentAgent:
             if terminated or truncated:
                 episode.over = True
                 break
-        episode.turn_rewards[turn] = reward - (self._section.format_penalty if broken else 0.0)
+        penalty = self._section.format_penalty if broken else 0.0
+        episode.turn_rewards[turn] = reward - penalty
+        episode.earned += reward
+        episode.penalties += penalty
 
 
 @dataclass(frozen=True)

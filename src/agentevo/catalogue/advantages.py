@@ -182,9 +182,7 @@ ADVANTAGES = by_name(
             source="PRIME, arXiv 2502.01456, section 3.2; its code whitens",
             hyper=(_GAMMA, Hyper("process_coef", 1.0, "weight of the process rewards beside the outcome", low=0.0), _WHITEN),
             needs=("process_rewards",),
-            peers={
-                "verl": "recipe/prime: reward_dpo_coef 5, reward_gt_coef 5 (1 : 1); process rewards scaled by their largest sum"
-            },
+            peers={"verl": "recipe/prime: reward_dpo_coef 5, reward_gt_coef 5 (1 : 1); process rewards scaled by their largest sum"},
         ),
         Piece(
             name="otb",

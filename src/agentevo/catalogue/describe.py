@@ -37,6 +37,7 @@ def _preset(preset: Preset) -> str:
         ("aggregation", parts.aggregation, parts.aggregation_hyper),
     ):
         lines.append(f"  {kind:<12} {name}{_settings(hyper)}")
+    lines += [f"  besides      {key}={_show(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
@@ -69,14 +70,16 @@ def markdown() -> str:
         "",
         "## Presets",
         "",
-        "A preset is a combination of an advantage, a policy loss and an aggregation, each of which can be chosen otherwise in a recipe.",
+        "A preset is a combination of an advantage, a policy loss, an aggregation and other keys of the recipe's algorithm section, each",
+        "of which can be chosen otherwise in a recipe.",
         "",
-        "| `algorithm.name` | advantage | policy loss | aggregation | source |",
-        "|---|---|---|---|---|",
+        "| `algorithm.name` | advantage | policy loss | aggregation | besides | source |",
+        "|---|---|---|---|---|---|",
     ]
     for preset in PRESETS.values():
         parts = settle(preset.name, {})
-        cells = (preset.name, parts.advantage + _settings(preset.hyper), parts.policy_loss, parts.aggregation, preset.source)
+        besides = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
+        cells = (preset.name, parts.advantage + _settings(preset.hyper), parts.policy_loss, parts.aggregation, besides, preset.source)
         lines.append(f"| {' | '.join(cells)} |")
     for kind, pieces in PIECES.items():
         lines += ["", f"## {kind}", ""]

@@ -62,10 +62,12 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "dapo",
-            "GRPO with more room above than below (Clip-Higher) and a mean over tokens",
+            "GRPO with more room above than below (Clip-Higher), a mean over tokens, and sampling until the batch is full; the paper has "
+            "length_shaping=soft_overlong besides, for answers of one turn whose length_max is known",
             "arXiv 2503.14476",
             "grpo",
             hyper={"clip_high": 0.28},
+            keys={"dynamic_sampling": 10},
         ),
         Preset("gspo", "GRPO with one ratio per sequence", "arXiv 2507.18071", "grpo", "gspo", "seq-mean-token-mean"),
         Preset(
@@ -97,6 +99,14 @@ PRESETS: Mapping[str, Preset] = {
             "rloo",
             aggregation="seq-mean-token-sum",
         ),
+        Preset(
+            "remax",
+            "each attempt against a greedy one at the same task, plain policy gradient, mean over sequences of token sums",
+            "arXiv 2310.10505",
+            "remax",
+            "reinforce",
+            "seq-mean-token-sum",
+        ),
         Preset("reinforce_pp", "return-to-go whitened over the batch, clipped ratios", "arXiv 2501.03262", "reinforce_pp"),
         Preset(
             "reinforce_pp_baseline", "scores against the group's mean, whitened over the batch", "arXiv 2501.03262", "reinforce_pp_baseline"
@@ -113,6 +123,25 @@ PRESETS: Mapping[str, Preset] = {
             "arXiv 2504.20073, eq. 4",
             "grpo",
             aggregation="per-trajectory-token-mean",
+        ),
+        Preset(
+            "starpo_s",
+            "StarPO made stable: only the quarter of the groups whose rewards differ most, Clip-Higher, no KL; the paper's PPO form has a "
+            "critic besides",
+            "arXiv 2504.20073",
+            "grpo",
+            aggregation="per-trajectory-token-mean",
+            hyper={"clip_high": 0.28},
+            keys={"keep_groups": 0.25, "kl_coef": 0.0},
+        ),
+        Preset(
+            "rlpr",
+            "GRPO without the groups whose rewards differ less than usual, and a little more room above than below; the paper's "
+            "reward, the probability of the reference answer, is no part of it: the environment or the agent function gives the reward",
+            "arXiv 2506.18254",
+            "grpo",
+            hyper={"clip_high": 0.27},
+            keys={"rlpr_beta": 0.5},
         ),
         Preset(
             "turn_grpo",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import load_model
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.tasks import Purpose, environment_tasks, world_seed
+from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks, world_seed
 from agentevo.seeds import derive_seed
 from agentevo.store.store import Store, open_store
 from agentevo.types import Task
@@ -88,14 +88,25 @@ class TaskSource:
         pool = self._given[: -self._held_out]
         count = min(count, len(pool))
         round_, place = divmod(step - 1, len(pool) // count)
-        return [pool[index] for index in self._shuffled(round_, len(pool))[place * count : (place + 1) * count]]
+        return [pool[index] for index in self._shuffled("order", round_, len(pool))[place * count : (place + 1) * count]]
+
+    def refill(self, step: int) -> Iterator[Task]:
+        """More tasks for a step that could not fill its batch, always the same ones: endless new ones of an environment; of given tasks
+        all others that are not held out, each once, in an order of the step's own."""
+        if self._given is None:
+            assert self._config.environment is not None
+            yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
+            return
+        pool = self._given[: -self._held_out]
+        taken = {task.id for task in self.train(step)}
+        yield from (pool[index] for index in self._shuffled("refill", step, len(pool)) if pool[index].id not in taken)
 
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""
         return self._environment("eval", 0, self._held_out) if self._given is None else self._given[-self._held_out :]
 
-    def _shuffled(self, round_: int, size: int) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, "order", round_))
+    def _shuffled(self, purpose: str, number: int, size: int) -> list[int]:
+        generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, purpose, number))
         return torch.randperm(size, generator=generator).tolist()
 
 

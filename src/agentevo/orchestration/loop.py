@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
+from agentevo.orchestration.collect import Collector
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import evaluate, headline
-from agentevo.orchestration.step_metrics import performance_metrics, rollout_metrics
+from agentevo.orchestration.step_metrics import performance_metrics
+from agentevo.rollout.sampler import BASELINE
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.types import Baselines
 
@@ -57,6 +58,7 @@ class Loop:
     ) -> None:
         self.parts, self.trainer, self.checkpoints, self.log, self.view = parts, trainer, checkpoints, log, view
         self.players, self.stop = players, stop
+        self.collector = Collector(parts.config, parts.sampler, parts.tasks)
         self.monitor = CollapseMonitor()
         self.progress = Progress()
         self._clock = time.perf_counter()
@@ -80,21 +82,13 @@ class Loop:
         counters = parts.engine.stats()
         self.view.phase("sampling", f"step {step}")
         parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together: resuming is bit for bit
-        trajectories = await parts.sampler.sample(
-            parts.tasks.train(step),
-            attempts=parts.config.trainer.group_size,
-            temperature=parts.config.sampling.temperature,
-            split="train",
-            step=step,
-            label="train",
-        )
+        collected = await self.collector.collect(step)
         sampled = time.perf_counter()
 
-        kept, dropped = select(trajectories, parts.config.algorithm)
-        made = self.trainer.prepare(kept)
-        for reason in sorted(set(dropped.values())):
-            await parts.store.drop([t.id for t in trajectories if dropped.get(t.id) == reason], reason)
-        trained_ids = [t.id for t in trajectories if t.id not in dropped]
+        made = self.trainer.prepare(collected.kept, collected.baselines)
+        for reason in sorted(set(collected.dropped.values())):
+            await parts.store.drop([t.id for t in collected.trajectories if collected.dropped.get(t.id) == reason], reason)
+        trained_ids = [t.id for t in collected.kept]
         await parts.store.reserve(trained_ids, step)
         prepared = time.perf_counter()
 
@@ -106,7 +100,7 @@ class Loop:
         now = time.perf_counter()
         timings = {"gen": sampled - started, "adv": prepared - sampled, "update_actor": updated - prepared, "update_weights": now - updated}
         grown = {key: value - counters.get(key, 0.0) for key, value in parts.engine.stats().items()}
-        metrics = {"training/global_step": float(step), **rollout_metrics(trajectories, dropped), **trained}
+        metrics = {"training/global_step": float(step), **collected.metrics, **trained}
         metrics |= performance_metrics(timings | {"step": now - started}, grown, trained)
         await parts.store.commit_step(step, {"metrics": metrics}, ids=trained_ids)
         self.progress.step = step
@@ -115,7 +109,9 @@ class Loop:
         self.log.log(step, metrics)
         for warning in self.monitor.observe(step, metrics):
             self.warn(f"step {warning.step}: {warning.message}")
-        self.view.step(step, parts.config.trainer.steps, metrics, Counter(dropped.values()))
+        self.view.step(
+            step, parts.config.trainer.steps, metrics, Counter(reason for reason in collected.dropped.values() if reason != BASELINE)
+        )
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts. `label` tells two of one step apart."""
@@ -138,12 +134,14 @@ class Loop:
         self.progress.wall_s += time.perf_counter() - self._clock
         self._clock = time.perf_counter()
         state: dict[str, Any] = {"progress": msgspec.to_builtins(self.progress), "monitor": self.monitor.state_dict()}
+        state["collector"] = self.collector.state_dict()
         self.checkpoints.save(self.progress.step, self.parts.model, self.parts.tokenizer, self.trainer.state_dict(), state, value)
 
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""
         self.progress = msgspec.convert(run_state["progress"], Progress)
         self.monitor.load_state_dict(run_state["monitor"])
+        self.collector.load_state_dict(run_state.get("collector", {}))  # checkpoints from before it had a state have none
         self.parts.engine.set_version(self.progress.step)
         self._clock = time.perf_counter()
 

@@ -31,6 +31,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, st
         metrics["train/success"] = fmean(t.success for t in done)
         for key in sorted({key for t in done for key in t.metrics}):
             metrics[f"agent/{key}"] = fmean(t.metrics.get(key, 0.0) for t in done)
+        for name in sorted({name for t in done for name in t.reward_parts}):
+            metrics[f"reward_parts/{name}/mean"] = fmean(t.reward_parts.get(name, 0.0) for t in done)
     groups: dict[str, list[float]] = {}
     for t in done:
         groups.setdefault(t.group_id, []).append(t.reward)
@@ -41,6 +43,16 @@ def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, st
             "group/reward_std/mean": fmean(spreads),
             "group/zero_std_ratio": fmean(spread == 0 for spread in spreads),
         }
+    return metrics
+
+
+def collection_metrics(*, group_sizes: Sequence[int], length_parts: Sequence[float], baseline_rewards: Sequence[float]) -> dict[str, float]:
+    """Of what can be trained on: members of each group, what the length has changed of each kept reward, rewards of greedy attempts."""
+    metrics = {"group/of_one": float(sum(size == 1 for size in group_sizes))}
+    if length_parts:
+        metrics["reward_parts/length/mean"] = fmean(length_parts)
+    if baseline_rewards:
+        metrics["rollout/baseline_reward"] = fmean(baseline_rewards)
     return metrics
 
 

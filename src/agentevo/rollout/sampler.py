@@ -21,8 +21,15 @@ from agentevo.seeds import derive_seed
 from agentevo.store.store import Lease, Split, Store
 from agentevo.types import SamplingParams, Task, Trajectory
 
+BASELINE = "baseline"
+"""Label of the greedy attempt beside a group."""
 LEASE_MARGIN_S = 60.0
 """A lease outlives the longest episode by this much: time to write it down."""
+
+
+def group_name(task_id: str, label: str, step: int) -> str:
+    """Id of the group that a pass makes of a task."""
+    return f"{task_id}/{label}@{step}"
 
 
 class Sampler:
@@ -47,19 +54,22 @@ class Sampler:
         )
 
     async def sample(
-        self, tasks: Sequence[Task], *, attempts: int, temperature: float, split: Split, step: int, label: str
+        self, tasks: Sequence[Task], *, attempts: int, temperature: float, split: Split, step: int, label: str, baseline: bool = False
     ) -> list[Trajectory]:
         """`attempts` trajectories of each task, in the order of tasks and attempts, written to the store as `split` of `step`.
 
-        `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is part of ids and seeds.
+        `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is part of ids and seeds. With `baseline`
+        each group is followed by a greedy attempt at its task, at the same time but in a group of its own (label BASELINE).
         """
         await self._store.add_tasks(tasks)
         while (lease := await self._store.lease_task("sampler", lease_s=self._config.agent.timeout_s + LEASE_MARGIN_S)) is not None:
             self._leases[lease.task.id] = lease
-        sampling = self.sampling(temperature)
+        sampling, greedy = self.sampling(temperature), self.sampling(0.0)
 
         async def group(task: Task) -> list[Trajectory]:
-            members = await asyncio.gather(*(self._attempt(task, k, sampling, f"{task.id}/{label}@{step}") for k in range(attempts)))
+            started = [self._attempt(task, k, sampling, group_name(task.id, label, step)) for k in range(attempts)]
+            started += [self._attempt(task, 0, greedy, group_name(task.id, BASELINE, step))] if baseline else []
+            members = await asyncio.gather(*started)
             await self._store.write_trajectories(members, split=split, step=step, lease=self._leases.pop(task.id, None))
             return members
 
@@ -98,6 +108,7 @@ class Sampler:
             attempt=attempt,
             turns=turns,
             reward=outcome.reward,
+            reward_parts=outcome.reward_parts,
             success=outcome.success,
             status="failed" if error else "completed",
             error=error,

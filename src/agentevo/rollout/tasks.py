@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count as count_from
 from typing import Literal
 
 from agentevo.seeds import derive_seed
@@ -11,8 +13,8 @@ Purpose = Literal["train", "eval", "demonstration"]
 _REMAINDER: dict[Purpose, int] = {"train": 0, "eval": 1, "demonstration": 2}
 
 
-def world_seed(run_seed: int, purpose: Purpose, index: int) -> int:
-    """Seed number `index` for a purpose. Seeds of different purposes differ modulo 4, so no world is ever in two of them by its seed."""
+def world_seed(run_seed: int, purpose: Purpose, index: int | str) -> int:
+    """The seed that is number, or name, `index` of a purpose. Seeds of different purposes differ modulo 4: no world is in two of them."""
     return derive_seed(run_seed, purpose, index) // 4 * 4 + _REMAINDER[purpose]
 
 
@@ -22,3 +24,10 @@ def environment_tasks(environment: str, run_seed: int, purpose: Purpose, first: 
         Task(id=f"{purpose}-{index}", environment=environment, seed=world_seed(run_seed, purpose, index))
         for index in range(first, first + count)
     ]
+
+
+def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
+    """Endless further training tasks for one step, in ids and seeds apart from those of `environment_tasks` and of other steps."""
+    for place in count_from():
+        index = f"{step}+{place}"
+        yield Task(id=f"train-{index}", environment=environment, seed=world_seed(run_seed, "train", index))

@@ -25,6 +25,8 @@ _MSGPACK = msgspec.msgpack.Encoder(order="deterministic")
 _MESSAGES = msgspec.json.Decoder(list[Message])
 _METRICS = msgspec.json.Decoder(dict[str, float])
 _TASK = msgspec.json.Decoder(Task)
+_PART = "reward_parts/"
+"""In the column `metrics`, the parts of the reward stand beside the metrics under names that begin like this."""
 
 _UNSTORABLE = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)  # ValueError covers lone surrogates in text
 
@@ -110,7 +112,11 @@ def encode_trajectories(trajectories: Iterable[Trajectory], split: Split, step: 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
     if trajectory.status not in get_args(Status):
         raise ValueError(f"status {trajectory.status!r} is unknown: use one of {', '.join(get_args(Status))}")
-    numbers = {"reward": trajectory.reward, "started_at": trajectory.started_at, "duration_s": trajectory.duration_s, **trajectory.metrics}
+    for name in trajectory.metrics:
+        if name.startswith(_PART):
+            raise ValueError(f"the metric {name!r} has a name that parts of the reward have: choose another, or give it as a part")
+    measured = trajectory.metrics | {f"{_PART}{name}": value for name, value in trajectory.reward_parts.items()}
+    numbers = {"reward": trajectory.reward, "started_at": trajectory.started_at, "duration_s": trajectory.duration_s, **measured}
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}: record the trajectory as failed, with the reason as its error")
@@ -127,7 +133,7 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "success": bool(trajectory.success),
         "error": trajectory.error,
         "truncated": bool(trajectory.truncated),
-        "metrics": JSON.encode({name: float(value) for name, value in trajectory.metrics.items()}).decode(),
+        "metrics": JSON.encode({name: float(value) for name, value in measured.items()}).decode(),
     }
     digest = blake2b(_MSGPACK.encode((facts, turns)), digest_size=16).digest()
     row = facts | {
@@ -190,6 +196,7 @@ def decode_turn(row: Row[Any]) -> Turn:
 
 
 def decode_stored(row: Row[Any], turns: list[Turn]) -> StoredTrajectory:
+    measured = _METRICS.decode(row.metrics)
     trajectory = Trajectory(
         id=row.id,
         task_id=row.task_id,
@@ -197,11 +204,12 @@ def decode_stored(row: Row[Any], turns: list[Turn]) -> StoredTrajectory:
         attempt=row.attempt,
         turns=turns,
         reward=row.reward,
+        reward_parts={name.removeprefix(_PART): value for name, value in measured.items() if name.startswith(_PART)},
         success=row.success,
         status=row.status,
         error=row.error,
         truncated=row.truncated,
-        metrics=_METRICS.decode(row.metrics),
+        metrics={name: value for name, value in measured.items() if not name.startswith(_PART)},
         started_at=row.started_at,
         duration_s=row.duration_s,
     )

@@ -71,6 +71,7 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     truncated: bool
     metrics: dict[str, float]
+    """With the reward's parts, as `reward_parts/NAME`."""
     num_turns: int
     num_completion_tokens: int
     started_at: float

@@ -1,0 +1,155 @@
+"""What a step trains on: sample -> leave out the unusable -> filters, on the rewards as earned -> length shaping.
+
+With dynamic sampling the first two are repeated, on further tasks, while groups whose rewards differ are missing. Tasks and seeds of every
+round follow from the step, so a resumed run collects the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from agentevo.algorithms.filters import RLPRStd
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.config import AlgorithmSection, RunConfig
+from agentevo.orchestration.components import TaskSource
+from agentevo.orchestration.step_metrics import collection_metrics, rollout_metrics
+from agentevo.rollout.sampler import BASELINE, Sampler, group_name
+from agentevo.training.selection import rewards_by_group, select, usable
+from agentevo.training.shaping import shape_by_length
+from agentevo.types import Task, Trajectory
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a step has sampled and what of it is trained on."""
+
+    trajectories: list[Trajectory]
+    """Everything that was sampled and is in the store, greedy attempts included, with rewards as they were earned."""
+    kept: list[Trajectory]
+    """To train on, in order, with their final rewards."""
+    dropped: dict[str, str]
+    """Id of each other trajectory -> why it is not trained on."""
+    baselines: dict[str, float]
+    """Task id -> final reward of the greedy attempt; empty unless the advantage needs it."""
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Gathered:
+    """Of a step, round by round."""
+
+    sampled: list[Trajectory] = field(default_factory=list)
+    greedy: list[Trajectory] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """What was decided on at the round's end, of those sampled."""
+
+
+class Collector:
+    """Collects one step after the other; what it remembers between them is in `state_dict`."""
+
+    def __init__(self, config: RunConfig, sampler: Sampler, tasks: TaskSource) -> None:
+        self._config, self._sampler, self._tasks = config, sampler, tasks
+        self._needs_baseline = "baseline_rewards" in ADVANTAGES[config.algorithm.settled().advantage].needs
+        self._rlpr = _rlpr_filter(config.algorithm)
+
+    async def collect(self, step: int) -> Collected:
+        """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as it needs and may have."""
+        algorithm = self._config.algorithm
+        tasks, refill = self._tasks.train(step), self._tasks.refill(step)
+        wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None
+        gathered, rounds = _Gathered(), 0
+        while tasks:
+            await self._round(step, tasks, gathered)
+            rounds += 1
+            kept, dropped = select(gathered.sampled, algorithm, before=gathered.dropped, wanted=wanted)
+            informative = len({t.group_id for t in kept})
+            num_groups = len({t.group_id for t in gathered.sampled})
+            tasks = []
+            if wanted is not None and rounds < algorithm.dynamic_sampling:
+                tasks = list(islice(refill, next_round(wanted, informative, num_groups)))
+        if self._rlpr is not None:
+            self._rlpr.end_step()
+        return self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; JSON."""
+        return {"rlpr": self._rlpr.state_dict()} if self._rlpr is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` gave; a filter that was off until now begins anew."""
+        if self._rlpr is not None and "rlpr" in state:
+            self._rlpr.load_state_dict(state["rlpr"])
+
+    async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> None:
+        """Samples the groups of these tasks and decides what has to be decided once only."""
+        found = await self._sampler.sample(
+            tasks,
+            attempts=self._config.trainer.group_size,
+            temperature=self._config.sampling.temperature,
+            split="train",
+            step=step,
+            label="train",
+            baseline=self._needs_baseline,
+        )
+        greedy = [t for t in found if t.group_id == group_name(t.task_id, BASELINE, step)]
+        greedy_ids = {t.id for t in greedy}
+        sampled = [t for t in found if t.id not in greedy_ids]
+        kept, _ = usable(sampled, self._config.algorithm)
+        if self._needs_baseline:
+            measured = {t.task_id for t in greedy if t.status == "completed"}
+            gathered.dropped |= {t.id: "no-baseline" for t in kept if t.task_id not in measured}
+            kept = [t for t in kept if t.task_id in measured]
+        if self._rlpr is not None:
+            filtered = self._rlpr.filter([t.reward for t in kept], [t.group_id for t in kept])
+            gathered.dropped |= {kept[position].id: "below-usual-spread" for position in filtered.dropped}
+        gathered.sampled += sampled
+        gathered.greedy += greedy
+
+    def _collected(self, gathered: _Gathered, kept: list[Trajectory], dropped: dict[str, str], rounds: int | None) -> Collected:
+        algorithm, length_max = self._config.algorithm, self._config.length_max
+        shaped = shape_by_length(kept, algorithm, length_max)
+        measured = [t for t in gathered.greedy if t.status == "completed"]
+        baselines = {t.task_id: t.reward for t in shape_by_length(measured, algorithm, length_max)}
+        trainable, _ = usable(gathered.sampled, algorithm)
+        metrics = rollout_metrics(gathered.sampled, dropped)
+        metrics |= collection_metrics(
+            group_sizes=[len(rewards) for rewards in rewards_by_group(trainable).values()],
+            length_parts=[after.reward - before.reward for before, after in zip(kept, shaped, strict=True)]
+            if algorithm.length_shaping != "none"
+            else [],
+            baseline_rewards=[t.reward for t in measured],
+        )
+        if rounds is not None:
+            surplus = {t.group_id for t in gathered.sampled if dropped.get(t.id) == "surplus"}
+            informative = len(surplus | {t.group_id for t in kept})
+            metrics["rollout/rounds"] = float(rounds)
+            metrics["rollout/informative_share"] = informative / max(len({t.group_id for t in gathered.sampled}), 1)
+        return Collected(
+            trajectories=[*gathered.sampled, *gathered.greedy],
+            kept=shaped,
+            dropped=dropped | {t.id: BASELINE for t in gathered.greedy},
+            baselines=baselines,
+            metrics=metrics,
+        )
+
+
+def next_round(wanted: int, informative: int, sampled: int) -> int:
+    """Groups to sample next: so many that those that are missing are to be expected, by the share that was informative so far.
+
+    At most `wanted`, and as many if nothing was informative; 0 when the batch is full.
+    """
+    missing = wanted - informative
+    if missing <= 0:
+        return 0
+    return min(wanted, math.ceil(missing * sampled / informative)) if informative else wanted
+
+
+def _rlpr_filter(section: AlgorithmSection) -> RLPRStd | None:
+    if section.rlpr_beta is None:
+        return None
+    given: dict[str, Any] = {"decay": section.rlpr_decay, "record_from": section.rlpr_record_from, "start": section.rlpr_start}
+    return RLPRStd(beta=section.rlpr_beta, **{name: value for name, value in given.items() if value is not None})
