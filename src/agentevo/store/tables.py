@@ -1,7 +1,8 @@
 """The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with every change of them.
 
 `seq` is the order of writing. Blobs are little-endian 4-byte numbers without a header: int32 token ids and versions, float32 log-probs
-(`numpy.frombuffer(blob, "<i4")` or `"<f4"`). `messages`, `metrics`, `record` and `task` are JSON text.
+(`numpy.frombuffer(blob, "<i4")` or `"<f4"`). `messages`, `metrics`, `record` and `task` are JSON text;
+`metrics` holds the reward's parts too, as `reward_parts/NAME`.
 """
 
 from __future__ import annotations
