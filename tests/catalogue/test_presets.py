@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from agentevo.catalogue.describe import PIECES, describe, markdown
+from agentevo.catalogue.kl import KL_CONTROLLERS
+from agentevo.catalogue.peers import DIFFERENCES, VERSIONS
+from agentevo.catalogue.policy_losses import IMPORTANCE
 from agentevo.catalogue.presets import PRESETS, hyper_parameters, settle
 from agentevo.config import AlgorithmSection, build_config
 from agentevo.errors import ConfigError
@@ -73,3 +78,15 @@ def test_every_piece_has_a_formula_and_a_source():
 def test_the_docs_are_those_of_the_catalogue():
     written = Path(__file__).parents[2].joinpath("docs", "algorithms.md").read_text(encoding="utf-8")
     assert written == markdown(), "run: python -m agentevo.catalogue > docs/algorithms.md"
+
+
+def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
+    folder = Path(__file__).parents[1] / "conformance"
+    tests = set(re.findall(r"^def (test_\w+)", (folder / "test_peers_differences.py").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {one.test for one in DIFFERENCES} == tests, "each test has a line in the table, and each line a test"
+    known = PIECES | {"kl controller": KL_CONTROLLERS, "importance": dict.fromkeys(IMPORTANCE[0].choices)}
+    for one in DIFFERENCES:
+        assert set(one.names) <= set(known[one.kind]), one
+    for peer, version in VERSIONS.items():
+        recorded = json.loads((folder / "peers" / f"{peer.lower()}.json").read_text(encoding="utf-8"))
+        assert recorded["versions"][peer.lower()] == version

@@ -29,10 +29,7 @@ ADVANTAGES = by_name(
             formula="A_i = (s_i - mean) / (std + epsilon), over the batch; a batch of one gives 0",
             source="BRPO in RAGEN's StarPO code, arXiv 2504.20073",
             hyper=(_EPSILON,),
-            peers={
-                "RAGEN": "reward_norm_type brpo, put before GAE; a batch of one keeps its raw reward",
-                "TRL": 'scale_rewards="batch" is another: group mean, batch std',
-            },
+            peers={"RAGEN": "reward_norm_type brpo, put before GAE; a batch of one keeps its raw reward"},
         ),
         Piece(
             name="grpo",
@@ -42,9 +39,8 @@ ADVANTAGES = by_name(
             source="DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783",
             hyper=(_SCALE, _EPSILON),
             peers={
-                "verl": "grpo, norm_adv_by_std_in_grpo; a group of one keeps its raw reward; of a session with several rows only the last "
-                "row's score counts",
-                "TRL": 'GRPO, scale_rewards="group" or "none", epsilon 1e-4',
+                "verl": "grpo, grpo_vectorized; scale_by_std is norm_adv_by_std_in_grpo",
+                "TRL": 'GRPOTrainer, scale_rewards="group" or "none"',
             },
         ),
         Piece(
@@ -54,7 +50,7 @@ ADVANTAGES = by_name(
             formula="A_best = (s_best - s_second) / (std_g + epsilon), all others 0; a tie for the best gives 0",
             source="arXiv 2503.19595 (policy optimisation for inference-time objectives)",
             hyper=(_SCALE, _EPSILON),
-            peers={"verl": "grpo_passk; refuses groups of one"},
+            peers={"verl": "grpo_passk"},
         ),
         Piece(
             name="rloo",
@@ -62,10 +58,7 @@ ADVANTAGES = by_name(
             meaning="score against the mean of the other trajectories of its group",
             formula="A_i = n / (n - 1) (s_i - mu_g) = s_i - mean of the others",
             source="Back to basics, arXiv 2402.14740; Kool et al. 2019",
-            peers={
-                "verl": "rloo (a group of one keeps its raw reward), rloo_vectorized (0, as here)",
-                "TRL": "RLOOTrainer; normalize_advantages divides besides",
-            },
+            peers={"verl": "rloo, rloo_vectorized", "TRL": "RLOOTrainer"},
         ),
         Piece(
             name="opo",
@@ -73,7 +66,7 @@ ADVANTAGES = by_name(
             meaning="score against the mean of its group weighted by length, near the baseline of least variance",
             formula="A_i = s_i - sum_j(l_j s_j) / sum_j(l_j), l_j = trained tokens of trajectory j",
             source="OPO, arXiv 2505.23585",
-            peers={"verl": "opo; a group of one keeps its raw reward"},
+            peers={"verl": "opo"},
         ),
         Piece(
             name="gpg",
@@ -81,7 +74,7 @@ ADVANTAGES = by_name(
             meaning="score against the mean of its group, scaled up for the groups that teach nothing",
             formula="A_i = alpha (s_i - mu_g), alpha = trajectories / trajectories in groups whose scores differ",
             source="GPG, arXiv 2504.02546",
-            peers={"verl": "gpg; its alpha = rows / rows with a score other than 0, and a group of one keeps its raw reward"},
+            peers={"verl": "gpg"},
         ),
         Piece(
             name="maxrl",
@@ -90,7 +83,7 @@ ADVANTAGES = by_name(
             formula="A_i = (s_i - mu_g) / (mu_g + epsilon), scores of at least 0; 0 where mu_g is 0",
             source="Maximum likelihood reinforcement learning, arXiv 2602.02710",
             hyper=(_EPSILON,),
-            peers={"TRL": "MaxRLTrainer", "prime-rl": "max_rl"},
+            peers={"prime-rl": "max_rl"},
         ),
         Piece(
             name="gdpo",
@@ -101,8 +94,8 @@ ADVANTAGES = by_name(
             hyper=(_EPSILON, _WHITEN),
             needs=("reward_parts",),
             peers={
-                "verl": "gdpo (gdpo_reward_keys, gdpo_reward_weights); groups of one enter raw",
-                "TRL": 'multi_objective_aggregation="normalize_then_sum", epsilon 1e-4, whitened over rows',
+                "verl": "gdpo, with gdpo_reward_keys and gdpo_reward_weights",
+                "TRL": 'multi_objective_aggregation="normalize_then_sum"',
             },
         ),
         Piece(
@@ -119,7 +112,7 @@ ADVANTAGES = by_name(
             meaning="score against the mean of its group, whitened over the batch instead of the group",
             formula="A_i = whiten(s_i - mu_g), over the batch's trained tokens; groups of one are left out and get 0",
             source="REINFORCE++, arXiv 2501.03262, baseline variant",
-            peers={"verl": "reinforce_plus_plus_baseline; groups of one enter with their raw reward"},
+            peers={"verl": "reinforce_plus_plus_baseline"},
         ),
         Piece(
             name="remax",
@@ -128,7 +121,7 @@ ADVANTAGES = by_name(
             source="ReMax, arXiv 2310.10505",
             hyper=(_GAMMA,),
             needs=("baseline_rewards",),
-            peers={"verl": "remax, without discount"},
+            peers={"verl": "remax"},
         ),
         Piece(
             name="gae",
@@ -190,12 +183,12 @@ ADVANTAGES = by_name(
             meaning="return-to-go against the baseline of least variance for its group and time (optimal token baseline)",
             formula="w_t = 1 - 2 pi_t + sum_v pi_v^2; W_t = w_1 + ... + w_t; B_t = sum_i G_t W_t / sum_i W_t over the group's rows that "
             "reach t; A_t = G_t - B_t; returns G",
-            source="optimal token baseline, verl/trainer/ppo/core_algos.py (TIR form)",
+            source="The optimal token baseline, arXiv 2602.07078; verl/trainer/ppo/core_algos.py (TIR form)",
             hyper=(
                 Hyper("handle_zero_tail", True, "no baseline where only one trajectory of the group is left; it would be its own return"),
             ),
             needs=("logp", "sum_pi_squared"),
-            peers={"verl": "optimal_token_baseline, tir_optimal_token_baseline; a group of one keeps its raw return"},
+            peers={"verl": "tir_optimal_token_baseline; optimal_token_baseline where masks have no holes"},
         ),
     ]
 )

@@ -11,21 +11,21 @@ AGGREGATIONS = by_name(
             meaning="every trained token counts the same, so long sequences weigh more",
             formula="sum_{i,t} m_it l_it / sum_{i,t} m_it",
             source="DAPO, arXiv 2503.14476, eq. 12",
-            peers={"verl": "token-mean", "TRL": "loss_type dapo (bnpo: the same per micro-batch)"},
+            peers={"verl": "token-mean", "TRL": "loss_type dapo (bnpo: per micro-batch)"},
         ),
         Piece(
             name="seq-mean-token-sum",
             meaning="mean over sequences of the sum over their tokens: the plain policy gradient",
             formula="1/N sum_i sum_t m_it l_it, N = sequences with trained tokens",
             source="REINFORCE; Dr.GRPO before its constant divisor, arXiv 2503.20783",
-            peers={"verl": "seq-mean-token-sum, which divides by the configured batch size (empty rows count)"},
+            peers={"verl": "seq-mean-token-sum", "TRL": "loss_type luspo"},
         ),
         Piece(
             name="seq-mean-token-mean",
             meaning="every sequence counts the same, so tokens of long sequences weigh less",
             formula="1/N sum_i (sum_t m_it l_it / sum_t m_it), N = sequences with trained tokens",
             source="GRPO, arXiv 2402.03300, eq. 3",
-            peers={"verl": "seq-mean-token-mean, which divides by the configured batch size (empty rows count)", "TRL": "loss_type grpo"},
+            peers={"verl": "seq-mean-token-mean", "TRL": "loss_type grpo"},
         ),
         Piece(
             name="seq-mean-token-sum-norm",
@@ -42,8 +42,8 @@ AGGREGATIONS = by_name(
                 ),
             ),
             peers={
-                "verl": "seq-mean-token-sum-norm, divisor by default the micro-batch's padded width (before 0.9: no 1/N)",
-                "TRL": "loss_type dr_grpo, divisor max_completion_length",
+                "verl": "seq-mean-token-sum-norm with loss_scale_factor (before 0.9: no 1/N)",
+                "TRL": "loss_type dr_grpo, norm = max_completion_length",
             },
         ),
         Piece(

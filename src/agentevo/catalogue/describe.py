@@ -8,6 +8,7 @@ from agentevo.catalogue import Piece, Value
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
+from agentevo.catalogue.peers import DIFFERENCES, VERSIONS, differences_of
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
 from agentevo.catalogue.presets import PRESETS, Preset, settle
@@ -49,6 +50,7 @@ def _piece(kind: str, piece: Piece) -> str:
     if piece.needs:
         lines.append(f"  needs        {', '.join(piece.needs)}")
     lines += [f"  {peer:<12} {text}" for peer, text in piece.peers.items()]
+    lines += [f"  differs      {one.peer}: {one.theirs}. Here: {one.ours}" for one in differences_of(kind, piece.name)]
     return "\n".join(lines)
 
 
@@ -92,4 +94,25 @@ def markdown() -> str:
                 ]
                 lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
             lines += [f"- {peer}: {text}" for peer, text in piece.peers.items()]
+    lines += _differences()
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _differences() -> list[str]:
+    """The table of all differences."""
+    peers = " and ".join(f"{peer} {version}" for peer, version in VERSIONS.items())
+    lines = [
+        "",
+        "## Where peers' numbers differ",
+        "",
+        f"{peers} were run on fixed inputs: tests/conformance/peers/. On the same inputs ours agree with theirs to 1e-6, in values and in",
+        "gradients (tests/conformance/test_peers_numbers.py), except where this table says so. Each line is shown on their numbers by the",
+        "test that it names, in tests/conformance/test_peers_differences.py.",
+        "",
+        "| ours | peer | theirs | what ours does, and why | shown by |",
+        "|---|---|---|---|---|",
+    ]
+    for one in DIFFERENCES:
+        cells = (f"{one.kind} {', '.join(one.names)}", one.peer, one.theirs, one.ours, f"`{one.test}`")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -22,7 +22,7 @@ KL = by_name(
             "unbiased and never negative",
             "exp(-d) - 1 + d",
             f"{_SCHULMAN}, k3; GRPO, arXiv 2402.03300, eq. 4",
-            peers={"verl": "low_var_kl or k3, value cut at 10", "TRL": "the only one of GRPOTrainer, unbounded"},
+            peers={"verl": "low_var_kl or k3", "TRL": "the only one of GRPOTrainer (RLOOTrainer: k1 in the reward)"},
         ),
         Piece("abs", "absolute log-ratio", "|d|", "verl", peers={"verl": "abs"}),
         Piece("k1+", f"k1: {_THROUGH}", "sg(d) + d^2/2 - sg(d^2/2)", "verl; arXiv 2510.01555", peers={"verl": "k1+"}),
@@ -47,7 +47,7 @@ KL_CONTROLLERS = by_name(
                 Hyper("target", 0.1, "KL that is wanted", 0.0, low_allowed=False),
                 Hyper("horizon", 10000, "number of sequences over which a deviation of 20% or more changes the coefficient by 20%", 1),
             ),
-            peers={"verl": "kl_ctrl.type adaptive, with n/horizon unbounded and a state that is not checkpointed"},
+            peers={"verl": "kl_ctrl.type adaptive, whose state is not checkpointed"},
         ),
     ]
 )

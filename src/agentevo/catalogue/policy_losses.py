@@ -68,7 +68,7 @@ POLICY_LOSSES = by_name(
             "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, -A c)",
             "PPO, arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476, eq. 10; dual clip: arXiv 1912.09729, eq. 5",
             (*_clip(0.2, 0.2), Switch("dual_clip", 0.0, "largest ratio that counts where A < 0", low=1.0, low_allowed=False)),
-            peers={"verl": "vanilla, with clip_ratio_c=3.0 always on", "TRL": "loss_type grpo/dapo/..., epsilon, epsilon_high, delta"},
+            peers={"verl": "vanilla; dual_clip is clip_ratio_c", "TRL": "loss_type grpo, bnpo, dr_grpo, dapo, luspo; dual_clip is delta"},
         ),
         Piece(
             "gspo",
@@ -76,10 +76,7 @@ POLICY_LOSSES = by_name(
             "per sequence: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s = exp(mean_t (l - o)), A = mean_t A_t",
             "GSPO, arXiv 2507.18071, eq. 5 and 7",
             _clip(3e-4, 4e-4),
-            peers={
-                "verl": "gspo is our gspo_token, with any aggregation and 0.2 as bounds unless set",
-                "TRL": "importance_sampling_level=sequence",
-            },
+            peers={"verl": "gspo, where a row has one advantage", "TRL": "importance_sampling_level=sequence with loss_type grpo"},
         ),
         Piece(
             "gspo_token",
@@ -87,7 +84,7 @@ POLICY_LOSSES = by_name(
             "max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)), s_t = sg(s) exp(l - sg(l)), s = exp(mean_t (l - o))",
             "GSPO, arXiv 2507.18071, eq. 13 and 14",
             _clip(3e-4, 4e-4),
-            peers={"verl": "gspo", "TRL": "importance_sampling_level=sequence_token"},
+            peers={"verl": "gspo", "TRL": "importance_sampling_level=sequence with loss_type dapo (no per-token advantages)"},
         ),
         Piece(
             "gmpo",
@@ -98,7 +95,7 @@ POLICY_LOSSES = by_name(
                 Hyper("clip_low", 0.4, "a token's log-ratio counts from -clip_low on", low=0.0),
                 Hyper("clip_high", 0.4, "a token's log-ratio counts up to clip_high", low=0.0),
             ),
-            peers={"verl": "geo_mean; averages over the micro-batch and ignores the aggregation", "TRL": "experimental GMPO"},
+            peers={"verl": "geo_mean, bounds 0.2 unless set", "TRL": "trl.experimental.gmpo"},
         ),
         Piece(
             "cispo",
@@ -107,7 +104,7 @@ POLICY_LOSSES = by_name(
             "CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4 and 5 (no lower bound: clip_low = 1)",
             _clip(1.0, 4.0),
             peers={
-                "verl": "cispo, both bounds 0.2 unless set",
+                "verl": "cispo",
                 "TRL": "loss_type cispo: no lower bound, epsilon_high is the largest ratio (5.0 is our 4.0)",
             },
         ),
@@ -120,7 +117,7 @@ POLICY_LOSSES = by_name(
                 Hyper("tau_pos", 1.0, "steepness of the gate where A > 0", low=0.0, low_allowed=False),
                 Hyper("tau_neg", 1.05, "steepness of the gate elsewhere", low=0.0, low_allowed=False),
             ),
-            peers={"verl": "sapo; always aggregates by seq-mean-token-mean", "TRL": "loss_type sapo"},
+            peers={"verl": "sapo", "TRL": "loss_type sapo"},
         ),
         Piece(
             "dppo_tv",
@@ -129,7 +126,7 @@ POLICY_LOSSES = by_name(
             "DPPO, arXiv 2602.04879 (binary total variation)",
             _thresholds("change of the token's probability", 0.15),
             peers={
-                "verl": "dppo_tv; its cap is clip_ratio_c = 3.0, not the intended 20",
+                "verl": "dppo_tv; cap is clip_ratio_c",
                 "prime-rl": "its default loss, 0.2 on both sides",
             },
         ),
@@ -140,7 +137,7 @@ POLICY_LOSSES = by_name(
             " KL = P (o - l) + (1 - P) log((1 - P) / (1 - e^l)), P = e^o",
             "DPPO, arXiv 2602.04879 (binary KL)",
             _thresholds("KL divergence of the token's probability", 0.05),
-            peers={"verl": "dppo_kl; its cap is clip_ratio_c = 3.0, not the intended 20"},
+            peers={"verl": "dppo_kl; cap is clip_ratio_c"},
         ),
         Piece(
             "dro",
@@ -176,7 +173,7 @@ POLICY_LOSSES = by_name(
                 Hyper("low", 1.0, "tokens above this covariance are candidates"),
                 Hyper("high", 5.0, "tokens below this covariance are candidates"),
             ),
-            peers={"verl": "clip_cov, a random choice per micro-batch"},
+            peers={"verl": "clip_cov"},
         ),
         Piece(
             "kl_cov",
@@ -184,7 +181,7 @@ POLICY_LOSSES = by_name(
             "-A r + coef |l - o| for the max(1, fraction N) tokens of largest cov = (A - mean A) (l - mean l), -A r elsewhere",
             "KL-Cov, arXiv 2505.22617, eq. 13 and 14",
             (_FRACTION, Hyper("coef", 1.0, "strength of the pull", low=0.0)),
-            peers={"verl": "kl_cov, choice per micro-batch, ppo_kl_coef=0.1 unless set"},
+            peers={"verl": "kl_cov; coef is ppo_kl_coef"},
         ),
         Piece(
             "minirl",

@@ -28,7 +28,7 @@ PREFERENCE_LOSSES = by_name(
             source="arXiv 2310.12036, eq. 17 (its tau is beta)",
             hyper=(Hyper("beta", 0.1, "strength of the pull to the reference: 1/(2 beta) is the wanted gain", 0.0, low_allowed=False),),
             needs=(*_PAIRS, *_REFERENCE),
-            peers={"TRL": "DPOTrainer loss_type ipo, on mean log-probs per token: divide all four inputs by their lengths for that"},
+            peers={"TRL": "DPOTrainer loss_type ipo"},
         ),
         Piece(
             name="kto",
