@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advantage
 
+from agentevo.algorithms import blocks
 from agentevo.algorithms.estimators import RECURSIONS, SCORES, advantage
 from agentevo.catalogue.advantages import ADVANTAGES
 
@@ -355,6 +356,14 @@ GOOD = {"token_rewards": torch.zeros(2, 3), "mask": torch.ones(2, 3), "group_ids
 def test_refusals_say_what_where_and_how(name: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         advantage(name, **(GOOD | change))
+
+
+def test_a_refusal_names_the_row_of_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 7)  # two rows a block
+    values = torch.zeros(6, 3)
+    values[5, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"values: nan at \[5, 1\]"):
+        advantage("gae", token_rewards=torch.zeros(6, 3), mask=torch.ones(6, 3), group_ids=[0] * 6, values=values)
 
 
 def test_reward_parts_as_one_tensor() -> None:

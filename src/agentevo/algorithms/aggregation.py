@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from agentevo.algorithms.blocks import row_lengths
 from agentevo.catalogue import Value, resolve
 from agentevo.catalogue.aggregations import AGGREGATIONS
 
@@ -78,7 +79,7 @@ def row_weights(
         trajectories = torch.arange(rows, device=mask.device)
     else:
         trajectories, _ = integer_ids("trajectory_ids", trajectory_ids, rows, mask.device)
-    return ROW_WEIGHTS[name](trained.sum(dim=1).double(), trajectories, **settings)[:, None]
+    return ROW_WEIGHTS[name](row_lengths(trained), trajectories, **settings)[:, None]
 
 
 def aggregation_weights(

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import torch
 
+from agentevo.algorithms.blocks import row_blocks
+
 Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """What a loss returns: token losses, and statistics per token whose mean over trained tokens is the metric of that name."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are bounded to +- this before exp: no ratio overflows (e^20 = 4.9e8), and beyond it a ratio has no gradient."""
-BLOCK_TOKENS = 2**18
-"""Tokens, trained or not, of a block of rows."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,10 @@ class LossTables:
     def _given(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
 
-    @property
-    def block_rows(self) -> int:
-        """How many rows make a block, at least 1."""
-        return max(1, BLOCK_TOKENS // max(1, self.logp.shape[1]))
-
     def blocks(self) -> list[LossTables]:
-        """All rows in order, `block_rows` at a time; views. At least one block, if only an empty one."""
-        columns = {name: torch.split(tensor, self.block_rows) for name, tensor in self._given().items()}
-        return [LossTables(self.piece, **dict(zip(columns, parts, strict=True))) for parts in zip(*columns.values(), strict=True)]
+        """All rows in order, a block at a time."""
+        given = self._given()
+        return [LossTables(self.piece, **dict(zip(given, parts, strict=True))) for parts in row_blocks(*given.values())]
 
     def cleaned(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
         """Untrained places cleaned, all but `logp` detached, numbers narrower than float32 widened to it."""

@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from agentevo.algorithms.aggregation import check_weights, row_weights, weighted_sum
+from agentevo.algorithms.blocks import row_blocks
 from agentevo.algorithms.clipped import decoupled_ppo, gmpo, gspo, gspo_token, ppo_clip, sapo
 from agentevo.algorithms.covariance import clip_cov, clip_cov_statistics, kl_cov, kl_cov_statistics
 from agentevo.algorithms.importance import check_importance, correction, effective_share
@@ -125,9 +126,9 @@ def policy_loss(
         weights = row_weights(aggregation, mask, trajectory_ids=trajectory_ids, **(aggregation_hyper or {}))
     else:
         check_weights(weights, logp.shape)
-    blocks = tables.blocks()
+    blocks = list(zip(tables.blocks(), (part for _, part in row_blocks(logp, weights)), strict=True))
     run = chosen.sums if len(blocks) == 1 else partial(checkpoint, chosen.sums, use_reentrant=False, preserve_rng_state=False)
-    found = [run(block, part) for block, part in zip(blocks, torch.split(weights, tables.block_rows), strict=True)]
+    found = [run(*block) for block in blocks]
     sums = {key: torch.stack([part[key] for _, part in found]).sum() for key in found[0][1]}
     return torch.stack([loss for loss, _ in found]).sum().to(logp.dtype), _metrics(sums, mask.count_nonzero())
 
