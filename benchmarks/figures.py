@@ -1,4 +1,4 @@
-"""What a benchmark yields: a ratio against a peer (higher is better for us), with the raw numbers behind it."""
+"""What a benchmark yields: a ratio against a peer (higher is better for us) or a share (lower is better), with its raw numbers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One line of the table: `value` is ours over the best peer's, from medians of `raw`."""
+    """One line of the table: `value` is ours over the best peer's, or a part over its whole, from medians of `raw`."""
 
     name: str
     value: float
     meaning: str
     raw: dict[str, Any]
 
+    @property
+    def text(self) -> str:
+        """Three decimals, or three digits where that would leave less than one."""
+        return f"{self.value:.3f}" if self.value >= 0.1 else f"{self.value:.3g}"
+
     def line(self) -> str:
-        return f"ratio {self.name} {self.value:.3f}"
+        return f"ratio {self.name} {self.text}"
 
 
 def machine() -> dict[str, Any]:
@@ -60,7 +65,7 @@ def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[s
         "machine": {**before, "load_average_after": os.getloadavg()},
         "ours": {"agentevo": agentevo.__version__, **{name: version(name) for name in ("torch", "transformers")}},
         "peers": peers,
-        "ratios": {figure.name: round(figure.value, 4) for figure in figures},
+        "ratios": {figure.name: float(f"{figure.value:.5g}") for figure in figures},
         "failures": failures,
         "figures": [dataclasses.asdict(figure) for figure in figures],
     }

@@ -1,6 +1,6 @@
-"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us).
+"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us, but for shares).
 
-    .venv/bin/python benchmarks/run.py [--only grpo,generate,prefix,turns] [--repeats 3] [--model NAME_OR_FOLDER]
+    .venv/bin/python benchmarks/run.py [--only algorithms,turns,generate,prefix,grpo] [--repeats 3] [--model NAME_OR_FOLDER]
 
 A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures
 only: they are named on stderr and the exit code is 1.
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,38 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # everybody on the CPU
 import torch
 
 import peers
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.load import LoadedModel
+from algorithms import share_of_forward
 from figures import Figure, machine, write_results
 from generate import concurrent, shared_prefix
 from grpo_step import GrpoStep, against_trl, chat_prompts
 from ours import MODEL, load, make_engine, model_folder
 from turns import flatness
 
-GROUPS = ("turns", "generate", "prefix", "grpo")
+GROUPS = ("algorithms", "turns", "generate", "prefix", "grpo")
 
 
 class Bench:
     """One run: our model, the peers that were started, and what was found."""
 
-    def __init__(self, folder: Path, threads: int, repeats: int) -> None:
-        self.folder, self.threads, self.repeats = folder, threads, repeats
-        self.loaded = load(folder)
-        self.engine = make_engine(self.loaded)
+    def __init__(self, model: str, threads: int, repeats: int) -> None:
+        self.model, self.threads, self.repeats = model, threads, repeats
         self.figures: list[Figure] = []
         self.failures: dict[str, str] = {}
         self.peers: dict[str, Any] = {}
+
+    @cached_property
+    def folder(self) -> Path:
+        return model_folder(self.model)
+
+    @cached_property
+    def loaded(self) -> LoadedModel:
+        return load(self.folder)
+
+    @cached_property
+    def engine(self) -> TorchEngine:
+        return make_engine(self.loaded)
 
     def add(self, name: str, measure: Callable[[], list[Figure]]) -> None:
         """Measures and prints the figures of one case; a peer's failure is recorded under `name`."""
@@ -121,7 +135,9 @@ def main() -> int:
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     before = machine()
-    bench = Bench(model_folder(args.model), threads, args.repeats)
+    bench = Bench(args.model, threads, args.repeats)
+    if "algorithms" in only:
+        bench.add("algorithms_share_of_forward", lambda: share_of_forward(args.repeats))
     if "turns" in only:
         for episodes in (1, 8):
             bench.add("turn_flatness", lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)])  # type: ignore[misc]

@@ -32,6 +32,7 @@ class Batch:
     logp: np.ndarray
     squares: np.ndarray
     process: np.ndarray
+    parents: np.ndarray | None
 
 
 def slow_advantage(name: str, batch: Batch, hyper: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
@@ -329,4 +330,35 @@ def prime(batch: Batch, gamma: float, process_coef: float, whiten: bool) -> tupl
     return white, advantages
 
 
-PER_TOKEN = {function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb, prime)}
+def tree_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[PerToken, PerToken]:
+    def going_on_from(at: int, own: list[list[Token]]) -> list[int]:
+        """Turns whose parent is turn `at`; one without a parent among the earlier turns goes on from the one before it."""
+        numbers = [int(batch.turns[turn[0]]) for turn in own]
+        found = []
+        for later in range(at + 1, len(own)):
+            parent = int(batch.parents[own[later][0]])
+            if parent == numbers[at] if parent in numbers[:later] else at == later - 1:
+                found.append(later)
+        return found
+
+    def to_come(at: int, own: list[list[Token]]) -> float:
+        return math.fsum(batch.rewards[token] for token in own[at]) + gamma * math.fsum(to_come(one, own) for one in going_on_from(at, own))
+
+    advantages: PerToken = {}
+    returns: PerToken = {}
+    for group in by_group(batch):
+        turns, numbers = [], []
+        for owner in group:
+            own = turns_of(batch, owned(batch)[owner])
+            turns += own
+            numbers += [to_come(at, own) for at in range(len(own))]
+        given = [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
+        for turn, number, advantage in zip(turns, numbers, given, strict=True):
+            returns.update(dict.fromkeys(turn, number))
+            advantages.update(dict.fromkeys(turn, advantage))
+    return advantages, returns
+
+
+PER_TOKEN = {
+    function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb, tree_returns, prime)
+}

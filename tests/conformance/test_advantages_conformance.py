@@ -11,12 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advantage
 
+from agentevo.algorithms import blocks
 from agentevo.algorithms.estimators import RECURSIONS, SCORES, advantage
 from agentevo.catalogue.advantages import ADVANTAGES
 
 NAMES = list(ADVANTAGES)
-NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns")
-AGAINST_GROUP = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "maxrl", "gdpo", "reinforce_pp_baseline", "turn_returns", "otb", "prime")
+NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns", "tree_returns")
+AGAINST_GROUP = (
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "maxrl",
+    "gdpo",
+    "reinforce_pp_baseline",
+    "turn_returns",
+    "otb",
+    "tree_returns",
+    "prime",
+)
 each_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -53,7 +67,10 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
         logp=-random.exponential(size=shape),
         squares=np.zeros(shape),
         process=random.normal(size=shape),
+        parents=None,
     )
+    if batch.turns is not None:  # some name an earlier turn, some none, some one that is not there
+        batch = replace(batch, parents=np.where(random.random(shape) < 0.5, random.choice([-1, 7, *batch.turns.reshape(-1)], shape), -1))
     batch.squares[...] = np.exp(2 * batch.logp) + (1 - np.exp(batch.logp)) ** 2 / 10
     for tokens in owned(batch).values():  # one reward for all, or a solved-or-not at the end
         if kind in ("equal", "last"):
@@ -93,6 +110,7 @@ def ours(name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper
         mask=torch.tensor(batch.mask),
         group_ids=batch.groups,
         turn_ids=None if batch.turns is None else torch.tensor(batch.turns),
+        turn_parents=torch.tensor(batch.parents) if name == "tree_returns" else None,
         trajectory_ids=batch.trajectories,
         reward_weights=batch.weights if name == "gdpo" else None,
         **{key: given[key] for key in ADVANTAGES[name].needs if key in given},
@@ -155,7 +173,7 @@ def test_masked_places_padding_order_and_names_of_groups_do_not_matter(name: str
     order = np.array(data.draw(st.permutations(range(len(batch.groups)))), dtype=np.int64)
     moved = {
         key: None if getattr(batch, key) is None else getattr(batch, key)[order]
-        for key in ("rewards", "mask", "turns", "values", "baseline", "logp", "squares", "process")
+        for key in ("rewards", "mask", "turns", "values", "baseline", "logp", "squares", "process", "parents")
     }
     shuffled = replace(
         batch,
@@ -169,7 +187,7 @@ def test_masked_places_padding_order_and_names_of_groups_do_not_matter(name: str
     at = data.draw(st.integers(0, batch.mask.shape[1]))
     wider = {
         key: None if getattr(batch, key) is None else np.insert(getattr(batch, key), [at, at], 9, axis=1)
-        for key in ("rewards", "turns", "values", "logp", "squares", "process")
+        for key in ("rewards", "turns", "values", "logp", "squares", "process", "parents")
     }
     padded = replace(batch, **wider, mask=np.insert(batch.mask, [at, at], False, axis=1))
     same(ours(name, padded, **hyper), (np.insert(advantages, [at, at], 0, axis=1), np.insert(returns, [at, at], 0, axis=1)))
@@ -181,13 +199,15 @@ def test_masked_places_padding_order_and_names_of_groups_do_not_matter(name: str
 def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> None:
     """One row per turn gives what one row per trajectory gives."""
     batch, hyper = drawn(data, name)
-    whole = replace(batch, turns=np.sort(np.random.default_rng(0).integers(0, 4, batch.mask.shape), axis=1), trajectories=None)
+    random = np.random.default_rng(0)
+    turns = np.sort(random.integers(0, 4, batch.mask.shape), axis=1)
+    whole = replace(batch, turns=turns, parents=random.integers(-1, 3, batch.mask.shape), trajectories=None)
     pieces = [(row, turn) for turn in (2, 0, 3, 1) for row in range(len(batch.groups))]
     rows = np.array([row for row, _ in pieces], dtype=np.int64)
     shape = (len(pieces), batch.mask.shape[1])
     cut = replace(
         whole,
-        **{key: getattr(whole, key)[rows] for key in ("rewards", "turns", "values", "baseline", "logp", "squares", "process")},
+        **{key: getattr(whole, key)[rows] for key in ("rewards", "turns", "values", "baseline", "logp", "squares", "process", "parents")},
         mask=np.array([whole.mask[row] & (whole.turns[row] == turn) for row, turn in pieces], dtype=bool).reshape(shape),
         groups=[batch.groups[row] for row in rows],
         trajectories=rows.tolist(),
@@ -243,7 +263,9 @@ def test_a_group_of_one_has_advantage_0(name: str, data: st.DataObject) -> None:
     assert not ours(name, alone, **hyper)[0].any()
 
 
-@pytest.mark.parametrize("name", [*(name for name in AGAINST_GROUP if name not in ("turn_returns", "prime")), "batch_norm", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in AGAINST_GROUP if name not in ("turn_returns", "tree_returns", "prime")), "batch_norm", "reinforce_pp"]
+)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7, 1e6 / 3])
 def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
     random = np.random.default_rng(3)
@@ -265,6 +287,7 @@ def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
         logp=-random.exponential(size=mask.shape),
         squares=np.full(mask.shape, 0.5),
         process=np.full(mask.shape, 0.3),
+        parents=None,
     )
     hyper = {"handle_zero_tail": False} if name == "otb" else {}
     assert not ours(name, batch, **hyper)[0].any()
@@ -359,6 +382,14 @@ def test_refusals_say_what_where_and_how(name: str, change: dict[str, object], m
         advantage(name, **(GOOD | change))
 
 
+def test_a_refusal_names_the_row_of_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 7)  # two rows a block
+    values = torch.zeros(6, 3)
+    values[5, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"values: nan at \[5, 1\]"):
+        advantage("gae", token_rewards=torch.zeros(6, 3), mask=torch.ones(6, 3), group_ids=[0] * 6, values=values)
+
+
 def test_reward_parts_as_one_tensor() -> None:
     parts = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.1, 0.5, 0.2, 0.1]])
     common = {"token_rewards": torch.zeros(4, 3), "mask": torch.ones(4, 3), "group_ids": torch.tensor([1, 1, 5, 5])}
@@ -372,6 +403,7 @@ def test_what_can_be_trained_gets_no_gradient(name: str) -> None:
     ones = torch.ones(2, 3, requires_grad=True)
     more = {"values": ones, "logp": -ones, "sum_pi_squared": ones, "turn_ids": torch.zeros(2, 3).long()}
     more |= {"baseline_rewards": torch.zeros(2), "reward_parts": {"a": torch.zeros(2)}}
+    more |= {"process_rewards": ones, "turn_parents": -torch.ones(2, 3).long()}
     needed = {key: more[key] for key in ADVANTAGES[name].needs}
     found = advantage(name, token_rewards=ones * 2, mask=torch.ones(2, 3), group_ids=[0, 0], **needed)
     assert not found[0].requires_grad

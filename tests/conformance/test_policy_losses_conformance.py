@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentevo.algorithms import blocks
 from agentevo.algorithms.aggregation import aggregation_weights
 from agentevo.algorithms.losses import LOSSES, STATISTICS, batch_statistics, policy_loss, policy_loss_terms
 from agentevo.catalogue import resolve
@@ -197,6 +199,30 @@ def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
             return chosen[0].sum()
 
     assert torch.autograd.gradcheck(loss, (inputs["logp"].clone().requires_grad_(),), eps=1e-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("importance", ["none", "sequence_tis"])
+@each_case
+def test_blocks_of_rows_change_nothing(name: str, hyper: dict[str, float | bool], importance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "decoupled_ppo" and importance != "none":
+        pytest.skip("weighs by itself")
+    inputs = batch(11, (7, 5))
+    aggregation = required_aggregation(name, resolve("policy loss", POLICY_LOSSES, name, hyper)) or "seq-mean-token-sum"
+    found = []
+    for tokens in (blocks.BLOCK_TOKENS, 11):  # all rows at once, then 2, 2, 2 and 1
+        monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
+        logp = inputs["logp"].clone().requires_grad_()
+        loss, metrics = policy_loss(name, **{**inputs, "logp": logp}, aggregation=aggregation, importance=importance, **hyper)
+        found.append((loss.detach(), torch.autograd.grad(loss, logp)[0], metrics))
+        assert policy_loss(name, **inputs, aggregation=aggregation, importance=importance, **hyper)[0] == loss  # without a gradient
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+
+
+def test_terms_take_the_keywords_of_the_loss() -> None:
+    whole = dict(inspect.signature(policy_loss).parameters)
+    for aggregating in ("weights", "trajectory_ids", "aggregation_hyper"):
+        del whole[aggregating]
+    assert dict(inspect.signature(policy_loss_terms).parameters) == whole
 
 
 def test_metrics_are_means_over_trained_tokens() -> None:

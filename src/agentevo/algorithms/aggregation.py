@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from agentevo.algorithms.blocks import row_lengths
 from agentevo.catalogue import Value, resolve
 from agentevo.catalogue.aggregations import AGGREGATIONS
 
@@ -67,6 +68,20 @@ ROW_WEIGHTS: dict[str, Callable[..., torch.Tensor]] = {
 """Each takes the trained lengths [S] float64 and the trajectory of each row [S] int64, and gives the weight of a token of each row [S]."""
 
 
+def row_weights(
+    name: str, mask: torch.Tensor, *, trajectory_ids: Sequence[Hashable] | torch.Tensor | None = None, **hyper: Value
+) -> torch.Tensor:
+    """The weight of each row's trained tokens, [S, 1] float64. Arguments and errors as of `aggregation_weights`."""
+    settings = resolve("aggregation", AGGREGATIONS, name, hyper)
+    trained = trained_tokens(mask)
+    rows = trained.shape[0]
+    if trajectory_ids is None:
+        trajectories = torch.arange(rows, device=mask.device)
+    else:
+        trajectories, _ = integer_ids("trajectory_ids", trajectory_ids, rows, mask.device)
+    return ROW_WEIGHTS[name](row_lengths(trained), trajectories, **settings)[:, None]
+
+
 def aggregation_weights(
     name: str,
     mask: torch.Tensor,
@@ -80,16 +95,13 @@ def aggregation_weights(
     mask [S, T] bool or 0/1. `trajectory_ids` (S hashables or int tensor [S]; None: each row is its own trajectory) matters for
     per-trajectory-token-mean only. Computed in float64, given in `dtype`. Raises ValueError for unknown names, hyper-parameters and shapes.
     """
-    settings = resolve("aggregation", AGGREGATIONS, name, hyper)
-    trained = trained_tokens(mask)
-    rows = trained.shape[0]
-    if trajectory_ids is None:
-        trajectories = torch.arange(rows, device=mask.device)
-    else:
-        trajectories, _ = integer_ids("trajectory_ids", trajectory_ids, rows, mask.device)
-    lengths = trained.sum(dim=1, dtype=torch.float64)
-    row_weights = ROW_WEIGHTS[name](lengths, trajectories, **settings).to(dtype)
-    return torch.where(trained, row_weights[:, None], row_weights.new_zeros(()))
+    return torch.where(trained_tokens(mask), row_weights(name, mask, trajectory_ids=trajectory_ids, **hyper).to(dtype), 0.0)
+
+
+def check_weights(weights: torch.Tensor, shape: torch.Size) -> None:
+    """Raises ValueError unless there is one weight per token."""
+    if weights.shape != shape:
+        raise ValueError(f"weights have shape {list(weights.shape)}, values {list(shape)}: give one weight per token")
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -98,8 +110,7 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor
     values, weights, mask [S, T]. Half-precision values are summed in float32.
     """
     trained = trained_tokens(mask, values.shape)
-    if weights.shape != values.shape:
-        raise ValueError(f"weights have shape {list(weights.shape)}, values {list(values.shape)}: give one weight per token")
+    check_weights(weights, values.shape)
     terms = torch.where(trained, values, values.new_zeros(())) * torch.where(trained, weights, weights.new_zeros(()))
     return terms.sum().to(values.dtype)
 

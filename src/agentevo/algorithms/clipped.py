@@ -16,8 +16,8 @@ def clip_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where the second is larger (no gradient there)."""
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    push = -advantages
+    plain, clipped = push * ratio, push * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(plain, clipped), clipped > plain
 
 

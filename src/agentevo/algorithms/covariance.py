@@ -10,12 +10,12 @@ tokens. Covariances are float64. Source: arXiv 2505.22617.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from agentevo.algorithms.clipped import clip_surrogate
-from agentevo.algorithms.loss_inputs import LossInputs, Terms, bounded_exp, masked_mean
+from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_exp
 
 
 def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float, fraction: float, low: float, high: float) -> Terms:
@@ -24,43 +24,50 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float, fraction:
     A token that PPO clips has no gradient to take away, so it is no candidate (as in the paper's code).
     """
     loss, clipped = clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)
-    found = inputs.statistics or _statistics(inputs, ~clipped, fraction, low, high)
-    chosen = _candidates(inputs, ~clipped, found, low, high)[1]
+    chosen = _candidates(inputs, ~clipped, inputs.statistics, low, high)[1]
     return torch.where(chosen, 0.0, loss), {"pg_clipfrac": clipped, "cov_clipfrac": chosen}
 
 
 def kl_cov(inputs: LossInputs, *, fraction: float, coef: float) -> Terms:
     """-A r, plus coef |logp - old_logp| for the chosen among all trained tokens. Source: eq. 13 and 14."""
-    anywhere = inputs.mask
-    found = inputs.statistics or _statistics(inputs, anywhere, fraction, -math.inf, math.inf)
-    chosen = _candidates(inputs, anywhere, found, -math.inf, math.inf)[1]
+    chosen = _candidates(inputs, inputs.mask, inputs.statistics, -math.inf, math.inf)[1]
     pull = torch.where(chosen, coef * inputs.log_ratio.abs(), 0.0)
     return -inputs.advantages * bounded_exp(inputs.log_ratio) + pull, {"cov_klfrac": chosen}
 
 
-def clip_cov_statistics(inputs: LossInputs, hyper: Mapping[str, object]) -> dict[str, float]:
+def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
     """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
     clip_low, clip_high, fraction, low, high = (float(hyper[name]) for name in ("clip_low", "clip_high", "fraction", "low", "high"))  # type: ignore[arg-type]
-    clipped = clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)[1]
-    return _statistics(inputs, ~clipped, fraction, low, high)
+
+    def unclipped(inputs: LossInputs) -> torch.Tensor:
+        return ~clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)[1]
+
+    return _statistics(tables, unclipped, fraction, low, high)
 
 
-def kl_cov_statistics(inputs: LossInputs, hyper: Mapping[str, object]) -> dict[str, float]:
+def kl_cov_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
     """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
-    return _statistics(inputs, inputs.mask, float(hyper["fraction"]), -math.inf, math.inf)  # type: ignore[arg-type]
+    return _statistics(tables, lambda inputs: inputs.mask, float(hyper["fraction"]), -math.inf, math.inf)  # type: ignore[arg-type]
 
 
-def _statistics(inputs: LossInputs, eligible: torch.Tensor, fraction: float, low: float, high: float) -> dict[str, float]:
-    found = {
-        "mean_advantage": float(masked_mean(inputs.advantages, inputs.mask)),
-        "mean_logp": float(masked_mean(inputs.logp.detach(), inputs.mask)),
-        "threshold": -math.inf,
-    }
-    covariance, candidates = _candidates(inputs, eligible, found, low, high)
-    values = covariance[candidates]
-    count = min(max(1, int(fraction * int(inputs.mask.sum()))), len(values))
-    last = float(values.topk(count).values[-1]) if count else math.inf
-    found["threshold"] = last - 1e-12 * abs(last) if count else last
+def _statistics(
+    tables: LossTables, eligible: Callable[[LossInputs], torch.Tensor], fraction: float, low: float, high: float
+) -> dict[str, float]:
+    sums = [
+        torch.stack([inputs.mask.sum().double(), inputs.advantages.sum(dtype=torch.float64), inputs.logp.sum(dtype=torch.float64)])
+        for inputs in tables.cleaned_blocks()
+    ]
+    trained, advantages, logp = torch.stack(sums).sum(0).tolist()
+    found = {"mean_advantage": advantages / max(trained, 1.0), "mean_logp": logp / max(trained, 1.0), "threshold": -math.inf}
+    wanted = max(1, int(fraction * trained))
+    largest = []
+    for inputs in tables.cleaned_blocks():
+        covariance, candidates = _candidates(inputs, eligible(inputs), found, low, high)
+        values = covariance[candidates]
+        largest.append(values.topk(min(wanted, len(values))).values)
+    values = torch.cat(largest)
+    last = float(values.topk(min(wanted, len(values))).values[-1]) if len(values) else math.inf
+    found["threshold"] = last - 1e-12 * abs(last) if len(values) else last
     return found
 
 

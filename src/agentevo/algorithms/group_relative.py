@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from agentevo.algorithms.estimators import Inputs
+    from agentevo.algorithms.advantage_inputs import Inputs
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance in `whiten`, as in verl and TRL."""
+BOUND = 1e100
+"""Magnitude at which inputs are cut off, so that squares and sums of them are finite in float64."""
 EQUAL = 1e-12
 """Largest difference, as a share of the largest magnitude, at which numbers count as equal."""
 
@@ -89,11 +91,11 @@ def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
 
     Equal values, and fewer than two tokens, give exactly 0. Values of weight 0 enter no statistic.
     """
-    weights = torch.ones_like(values) if weights is None else weights
-    counted = values[weights > 0.0]
-    total = float(weights.sum())
+    counted = values if weights is None else values[weights > 0.0]
+    total = float(values.numel() if weights is None else weights.sum())
     if total < 2.0 or not bool(counted.max() - counted.min() > EQUAL * counted.abs().max()):
         return torch.zeros_like(values)
+    weights = values.new_ones(()) if weights is None else weights
     centred = values - (weights * values).sum() / total
     return centred * torch.rsqrt((weights * centred.square()).sum() / (total - 1.0) + WHITEN_EPSILON)
 

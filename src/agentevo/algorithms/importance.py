@@ -54,5 +54,10 @@ def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Te
     none does. A scalar tensor. `weights` must be 0 where mask is False.
     """
     wide = weights.to(torch.float64)
-    squares = wide.square().sum() * mask.sum()
-    return torch.where(squares > 0, wide.sum().square() / squares.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    return effective_share(wide.sum(), wide.square().sum(), mask.sum())
+
+
+def effective_share(total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """`effective_sample_size` from the sums of the weights and of their squares, float64, over `count` tokens. Scalar tensors."""
+    spread = squares * count
+    return torch.where(spread > 0, total.square() / spread.clamp(min=torch.finfo(torch.float64).tiny), 0.0)

@@ -1,15 +1,19 @@
 """What every policy loss reads: checked tensors, free of whatever stood at untrained places.
 
-Invariant: wherever `mask` is False every tensor is 0, so NaN or garbage there reaches neither a loss nor a gradient. Only `logp` carries a
-gradient.
+Invariant: wherever `mask` is False every tensor of `LossInputs` is 0, so NaN or garbage there reaches neither a loss nor a gradient. Only
+`logp` carries a gradient. Rows are independent of one another, so a large table is worked on in blocks of rows, whose intermediates fit the
+processor's caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+
+from agentevo.algorithms.blocks import row_blocks
 
 Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """What a loss returns: token losses, and statistics per token whose mean over trained tokens is the metric of that name."""
@@ -33,10 +37,11 @@ class LossInputs:
     """As sampled by the engine."""
     proximal_logp: torch.Tensor | None = None
     """Under the policy that the update must stay near."""
+    entropy: torch.Tensor | None = None
     statistics: Mapping[str, float] = field(default_factory=dict)
     """What the loss needs to know of the whole minibatch; empty for most losses."""
 
-    @property
+    @cached_property
     def log_ratio(self) -> torch.Tensor:
         """logp - old_logp. [S, T]"""
         return self.logp - self.old_logp
@@ -49,41 +54,51 @@ class LossInputs:
         return tensor
 
 
-def loss_inputs(
-    piece: str,
-    *,
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    rollout_logp: torch.Tensor | None = None,
-    proximal_logp: torch.Tensor | None = None,
-    statistics: Mapping[str, float] | None = None,
-) -> LossInputs:
-    """Checks shapes, cleans untrained places, detaches all but `logp`; numbers narrower than float32 are widened to it."""
-    if not logp.is_floating_point():
-        raise ValueError(f"{piece}: logp is {logp.dtype}: give a floating-point tensor")
-    if logp.dim() != 2:
-        raise ValueError(f"{piece}: logp has shape {list(logp.shape)}: give [sequences, tokens]")
-    dtype = torch.promote_types(logp.dtype, torch.float32)
-    trained = as_mask(piece, mask, logp)
+@dataclass(frozen=True)
+class LossTables:
+    """What the caller gave: tensors [S, T] with anything at untrained places. Raises ValueError where they don't go together."""
 
-    def clean(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        _check_shape(piece, name, tensor, logp)
-        return torch.where(trained, tensor.to(dtype), 0.0)
+    piece: str
+    """For messages."""
+    logp: torch.Tensor
+    old_logp: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    """bool or 0/1."""
+    rollout_logp: torch.Tensor | None = None
+    proximal_logp: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
-    def optional(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else clean(name, tensor.detach())
+    def __post_init__(self) -> None:
+        if not self.logp.is_floating_point():
+            raise ValueError(f"{self.piece}: logp is {self.logp.dtype}: give a floating-point tensor")
+        if self.logp.dim() != 2:
+            raise ValueError(f"{self.piece}: logp has shape {list(self.logp.shape)}: give [sequences, tokens]")
+        for name, tensor in self._given().items():
+            _check_shape(self.piece, name, tensor, self.logp)
 
-    return LossInputs(
-        logp=clean("logp", logp),
-        old_logp=clean("old_logp", old_logp.detach()),
-        advantages=clean("advantages", advantages.detach()),
-        mask=trained,
-        rollout_logp=optional("rollout_logp", rollout_logp),
-        proximal_logp=optional("proximal_logp", proximal_logp),
-        statistics=dict(statistics or {}),
-    )
+    def _given(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+
+    def blocks(self) -> list[LossTables]:
+        """All rows in order, a block at a time."""
+        given = self._given()
+        return [LossTables(self.piece, **dict(zip(given, parts, strict=True))) for parts in row_blocks(*given.values())]
+
+    def cleaned(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
+        """Untrained places cleaned, all but `logp` detached, numbers narrower than float32 widened to it."""
+        dtype = torch.promote_types(self.logp.dtype, torch.float32)
+        trained = as_mask(self.piece, self.mask, self.logp)
+        clean = {
+            name: torch.where(trained, (tensor if name == "logp" else tensor.detach()).to(dtype), 0.0)
+            for name, tensor in self._given().items()
+            if name != "mask"
+        }
+        return LossInputs(mask=trained, statistics=dict(statistics or {}), **clean)
+
+    def cleaned_blocks(self) -> Iterator[LossInputs]:
+        """One cleaned block at a time."""
+        return (block.cleaned() for block in self.blocks())
 
 
 def as_mask(piece: str, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -112,8 +127,3 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean over a row's trained tokens, [S, 1]; 0 for an empty row. `values` must be 0 where mask is False."""
     return values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over all trained tokens, in float64; 0 if there are none. `values` must be 0 where mask is False. A scalar tensor."""
-    return values.sum(dtype=torch.float64) / mask.sum().clamp(min=1)

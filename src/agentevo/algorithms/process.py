@@ -12,7 +12,7 @@ from agentevo.algorithms.group_relative import whiten as whitened
 from agentevo.algorithms.returns import Stream, discounted
 
 if TYPE_CHECKING:
-    from agentevo.algorithms.estimators import Inputs
+    from agentevo.algorithms.advantage_inputs import Inputs
 
 
 def prime(inputs: Inputs, stream: Stream, *, gamma: float, process_coef: float, whiten: bool) -> tuple[Tensor, Tensor]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from agentevo.algorithms.group_relative import Members, divide
+from agentevo.algorithms.group_relative import BOUND, Members, divide
 from agentevo.algorithms.group_relative import whiten as whitened
 
 if TYPE_CHECKING:
-    from agentevo.algorithms.estimators import Inputs
+    from agentevo.algorithms.advantage_inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Stream:
 
     index: Tensor
     """[M] where each token stands in the flattened [S * T]."""
-    row: Tensor
-    """[M] the row of each token."""
+    width: int
+    """T, at least 1."""
     lengths: Tensor
     """Tokens of each stream."""
     turn_lengths: Tensor | None
@@ -39,8 +39,13 @@ class Stream:
     """Turns of each stream; None without turn ids."""
 
     def at(self, values: Tensor) -> Tensor:
-        """Values [S, T] of the tokens. [M]"""
-        return values.reshape(-1)[self.index]
+        """Values [S, T] of the tokens. [M] float64, within +-BOUND"""
+        return values.reshape(-1)[self.index].double().clamp_(-BOUND, BOUND)
+
+    @property
+    def row(self) -> Tensor:
+        """The row of each token. [M]"""
+        return self.index // self.width
 
     @cached_property
     def turn_of(self) -> Tensor:
@@ -62,17 +67,18 @@ class Stream:
 
 def make_stream(inputs: Inputs) -> Stream:
     """Raises ValueError if two rows of a trajectory train the same turn."""
-    width = inputs.mask.shape[1]
+    width = max(inputs.mask.shape[1], 1)
     index = inputs.mask.reshape(-1).nonzero()[:, 0]
-    row = index // max(width, 1)
     if inputs.turn_ids is None:
-        return Stream(index, row, torch.unique_consecutive(row, return_counts=True)[1], None, None)
-    owner, turn = inputs.trajectory[row], inputs.turn_ids.reshape(-1)[index]
+        return Stream(index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None)
+    owner, turn = inputs.trajectory[index // width], inputs.turn_ids.reshape(-1)[index]
     if bool(((owner[1:] < owner[:-1]) | ((owner[1:] == owner[:-1]) & (turn[1:] < turn[:-1]))).any()):
         order = turn.argsort(stable=True)
         order = order[owner[order].argsort(stable=True)]
-        index, row, owner, turn = index[order], row[order], owner[order], turn[order]
-    same = (owner[1:] == owner[:-1]) & (turn[1:] == turn[:-1])
+        index, owner, turn = index[order], owner[order], turn[order]
+    same_owner = owner[1:] == owner[:-1]
+    same = same_owner & (turn[1:] == turn[:-1])
+    row = index // width
     twice = (same & (row[1:] != row[:-1])).nonzero()
     if len(twice):
         at = int(twice[0, 0])
@@ -80,11 +86,15 @@ def make_stream(inputs: Inputs) -> Stream:
             f"turn_ids: turn {int(turn[at])} of one trajectory is trained in rows {int(row[at])} and {int(row[at + 1])}: mask it in all "
             "rows but one, or give the rows different trajectory ids"
         )
-    starts = torch.cat([same.new_ones(min(len(index), 1)), ~same])
-    turn_lengths = torch.unique_consecutive(starts.long().cumsum(0), return_counts=True)[1]
-    lengths = torch.unique_consecutive(owner, return_counts=True)[1]
-    turns = torch.unique_consecutive(owner[starts], return_counts=True)[1]
-    return Stream(index, row, lengths, turn_lengths, turns)
+    turn_lengths = _segments(same, len(index))
+    turns = torch.unique_consecutive(owner[turn_lengths.cumsum(0) - turn_lengths], return_counts=True)[1]
+    return Stream(index, width, _segments(same_owner, len(index)), turn_lengths, turns)
+
+
+def _segments(continues: Tensor, count: int) -> Tensor:
+    """Lengths of the segments of `count` places, from whether each place but the first goes on with the segment before it."""
+    starts = torch.cat([continues.new_ones(min(count, 1)), ~continues]).nonzero()[:, 0]
+    return starts.diff(append=starts.new_tensor([count]))
 
 
 def spread(values: Tensor, lengths: Tensor) -> Tensor:

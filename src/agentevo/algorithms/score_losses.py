@@ -6,10 +6,11 @@ Their value means little (its gradient is the policy gradient); each says in its
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from agentevo.algorithms.loss_inputs import LossInputs, Terms, bounded_exp
+from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_exp
 
 
 def reinforce(inputs: LossInputs) -> Terms:
@@ -71,7 +72,7 @@ def minirl(
     keeps = minirl_keeps(inputs, strict_in_bound=strict_in_bound, clip_low=clip_low, clip_high=clip_high, cap_ratio=cap_ratio)
     loss = torch.where(keeps, -bounded_exp(inputs.log_ratio.detach()) * inputs.advantages * inputs.logp, 0.0)
     if token_level_loss:
-        share = inputs.statistics["kept_share"] if inputs.statistics else _kept_share(keeps, inputs.mask)
+        share = inputs.statistics["kept_share"]
         loss = loss / share if share else loss
     elif not skip_length_normalization:
         trained, kept = (places.sum(1, keepdim=True).to(loss.dtype) for places in (inputs.mask, keeps))
@@ -91,16 +92,14 @@ def minirl_keeps(inputs: LossInputs, *, strict_in_bound: bool, clip_low: float, 
     return inputs.mask & ~left_up & ~left_down
 
 
-def minirl_statistics(inputs: LossInputs, hyper: Mapping[str, object]) -> dict[str, float]:
+def minirl_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
     """The share of the minibatch's trained tokens that stays, where the loss needs it (token_level_loss)."""
     if not hyper["token_level_loss"]:
         return {}
-    band = {name: hyper[name] for name in ("strict_in_bound", "clip_low", "clip_high", "cap_ratio")}
-    return {"kept_share": _kept_share(minirl_keeps(inputs, **band), inputs.mask)}  # type: ignore[arg-type]
-
-
-def _kept_share(keeps: torch.Tensor, mask: torch.Tensor) -> float:
-    return float(keeps.sum()) / max(float(mask.sum()), 1.0)
+    band: dict[str, Any] = {name: hyper[name] for name in ("strict_in_bound", "clip_low", "clip_high", "cap_ratio")}
+    counts = [torch.stack([minirl_keeps(inputs, **band).sum(), inputs.mask.sum()]) for inputs in tables.cleaned_blocks()]
+    kept, trained = torch.stack(counts).sum(0).tolist()
+    return {"kept_share": kept / max(trained, 1)}
 
 
 def _probability(logp: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,16 @@ ADVANTAGES = by_name(
             needs=("turn_ids",),
         ),
         Piece(
+            name="tree_returns",
+            within_group=True,
+            meaning="return-to-go of each turn along the tree of turns, against all turns of the group",
+            formula="R_k = r_k + gamma sum of R over the turns that go on from k; A_k = (R_k - mean) / (std + epsilon), mean and std over "
+            "the turns of the group; returns R",
+            source="as turn_returns, on trajectories that branch",
+            hyper=(Hyper("gamma", 1.0, "discount per turn", low=0.0, high=1.0), _SCALE, _EPSILON),
+            needs=("turn_ids", "turn_parents"),
+        ),
+        Piece(
             name="prime",
             within_group=True,
             meaning="outcomes and process rewards, each against the mean of the others of its group (PRIME)",

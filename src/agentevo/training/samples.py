@@ -63,6 +63,8 @@ def advantages_of(
     if "reward_parts" in needs:
         parts = _reward_parts(rows)
         inputs |= {"reward_parts": parts, "reward_weights": {name: weights.get(name, 1.0) for name in parts}}
+    if "turn_parents" in needs:
+        inputs["turn_parents"] = _parent_table(rows, turn_ids)
     hyper = dict(algorithm.advantage_hyper)
     if monte_carlo:
         hyper |= {key: 1.0 for key in ("lam", "turn_lam") if key in hyper}
@@ -108,6 +110,16 @@ def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor,
             paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
             rewards[index, len(turns) - 1] += trajectory.reward - paid
     return rewards, turn_ids
+
+
+def _parent_table(rows: Sequence[Row], turn_ids: torch.Tensor) -> torch.Tensor:
+    """[S, T] int64: the turn from which that of each trained token goes on, -1 for a root."""
+    table = torch.full_like(turn_ids, -1)
+    for index, (trajectory, _, turns) in enumerate(rows):
+        for place, turn in enumerate(turns):
+            parent = trajectory.turns[turn].parent
+            table[index, place] = -1 if parent is None else parent
+    return table
 
 
 def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:

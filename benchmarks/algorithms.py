@@ -1,0 +1,193 @@
+"""What the maths costs: advantages and losses of 1,024 sequences x 4,096 tokens, as a share of the forward pass of a 0.5B model.
+
+Each advantage and each policy loss (to the gradient in logp) is timed on the whole table through the public functions; so is each preset,
+advantage and loss together. Rows are ragged, with several turns each, in groups of 8.
+
+The forward pass is that of Qwen2.5-0.5B's shape with random weights, plain transformers, on the same threads. The whole of it would take
+hours on a few cores, so one sequence is timed and multiplied by 1,024. Everything else is counted so that the share comes out large:
+the sequence has the rows' mean length (attention costs more than that on rows of different length), no output layer (none of the logits
+that log-probs need), no autograd; float32 or bfloat16, whichever is faster here.
+
+Memory is the peak of resident memory over what the process held before, in tables of [1024, 4096] float32; it counts what is handed back
+(two tables for an advantage, one for a gradient). Linux with glibc only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2Model
+
+from agentevo.algorithms import PRESETS, Algorithm, advantage, policy_loss, settle
+from agentevo.catalogue import find, resolve
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
+from figures import Figure
+
+NUM_SEQUENCES, NUM_TOKENS, GROUP_SIZE = 1024, 4096, 8
+NUM_TURNS = 6
+LIMIT = 0.02
+"""What the share may be at most."""
+FORWARD = "forward of one sequence"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The inputs, [S, T] float32 unless said otherwise."""
+
+    mask: torch.Tensor
+    """bool: the second half of each turn is trained."""
+    turn_ids: torch.Tensor
+    """int64."""
+    group_ids: list[str]
+    floats: Mapping[str, torch.Tensor]
+    """By the name of the argument; baseline_rewards [S], reward_parts [2, S]."""
+    mean_length: int
+    """Tokens of a row without its padding."""
+
+
+def make_table(seed: int = 0) -> Table:
+    rng = torch.Generator().manual_seed(seed)
+    shape = (NUM_SEQUENCES, NUM_TOKENS)
+    lengths = torch.randint(NUM_TOKENS // 2, NUM_TOKENS + 1, (NUM_SEQUENCES, 1), generator=rng)
+    place = torch.arange(NUM_TOKENS)
+    cuts = (torch.rand(NUM_SEQUENCES, NUM_TURNS - 1, generator=rng) * lengths).sort().values
+    turn_ids = torch.searchsorted(cuts, place.expand(shape).float().contiguous())
+    starts = torch.cat([torch.zeros(NUM_SEQUENCES, 1), cuts], 1).gather(1, turn_ids)
+    ends = torch.cat([cuts, lengths.float()], 1).gather(1, turn_ids)
+    mask = (place >= (starts + ends) / 2) & (place < lengths)
+    logp = -torch.rand(shape, generator=rng).mul_(3.0)
+    return Table(
+        mask,
+        turn_ids,
+        [f"task-{row // GROUP_SIZE}" for row in range(NUM_SEQUENCES)],
+        {
+            "token_rewards": torch.zeros(shape).scatter_(1, lengths - 1, torch.randint(0, 2, (NUM_SEQUENCES, 1), generator=rng).float()),
+            "values": torch.rand(shape, generator=rng),
+            "baseline_rewards": torch.rand(NUM_SEQUENCES, generator=rng),
+            "reward_parts": torch.rand(2, NUM_SEQUENCES, generator=rng),
+            "sum_pi_squared": torch.rand(shape, generator=rng),
+            "logp": logp,
+            "old_logp": logp + 0.1 * torch.randn(shape, generator=rng),
+            "rollout_logp": logp + 0.1 * torch.randn(shape, generator=rng),
+            "proximal_logp": logp + 0.1 * torch.randn(shape, generator=rng),
+            "advantages": torch.randn(NUM_SEQUENCES, 1, generator=rng).expand(shape).contiguous(),
+        },
+        int(lengths.float().mean()),
+    )
+
+
+def run_advantage(table: Table, name: str, hyper: Mapping[str, Any]) -> torch.Tensor:
+    needs = find("advantage", ADVANTAGES, name).needs
+    turn_ids = table.turn_ids if "turn_ids" in needs else None
+    given = {key: table.floats[key] for key in ("token_rewards", *needs) if key != "turn_ids"}
+    return advantage(name, mask=table.mask, group_ids=table.group_ids, turn_ids=turn_ids, **given, **hyper)[0]
+
+
+def run_loss(table: Table, name: str, hyper: Mapping[str, Any], advantages: torch.Tensor, **aggregation: Any) -> None:
+    """To the gradient in logp, which is then dropped."""
+    given = {key: table.floats[key] for key in ("old_logp", *find("policy loss", POLICY_LOSSES, name).needs)}
+    logp = table.floats["logp"].detach().requires_grad_()
+    loss, _ = policy_loss(name, logp=logp, advantages=advantages, mask=table.mask, **given, **hyper, **aggregation)
+    loss.backward()
+
+
+def run_loss_alone(table: Table, name: str) -> None:
+    required = {one.name: 1.0 for one in find("policy loss", POLICY_LOSSES, name).hyper if one.default is None}
+    hyper = resolve("policy loss", POLICY_LOSSES, name, required)
+    run_loss(table, name, hyper, table.floats["advantages"], aggregation=required_aggregation(name, hyper) or "token-mean")
+
+
+def run_algorithm(table: Table, algorithm: Algorithm) -> None:
+    advantages = run_advantage(table, algorithm.advantage, algorithm.advantage_hyper)
+    aggregation = {"aggregation": algorithm.aggregation, "aggregation_hyper": algorithm.aggregation_hyper}
+    run_loss(table, algorithm.policy_loss, algorithm.loss_hyper, advantages, **aggregation)
+
+
+def make_forward(length: int, dtype: torch.dtype) -> Callable[[], object]:
+    config = Qwen2Config(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=151936,
+        max_position_embeddings=NUM_TOKENS,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2Model(config).to(dtype).eval()
+    ids = torch.randint(0, config.vocab_size, (1, length))
+
+    @torch.inference_mode()
+    def forward() -> None:
+        model(input_ids=ids, use_cache=False)
+
+    return forward
+
+
+def make_parts(table: Table) -> dict[str, Callable[[], object]]:
+    return {
+        **{f"advantage_{name}": partial(run_advantage, table, name, {}) for name in ADVANTAGES},
+        **{f"policy_loss_{name}": partial(run_loss_alone, table, name) for name in POLICY_LOSSES},
+        **{f"preset_{name}": partial(run_algorithm, table, settle(name, {})) for name in PRESETS},
+    }
+
+
+def resident_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def peak_tables(part: Callable[[], object]) -> float:
+    """Peak of resident memory during `part` above what was there before, in tables."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+    before = resident_bytes("VmRSS")
+    part()
+    return (resident_bytes("VmHWM") - before) / (4 * NUM_SEQUENCES * NUM_TOKENS)
+
+
+def timed(part: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    part()
+    return time.perf_counter() - started
+
+
+def share_of_forward(repeats: int) -> list[Figure]:
+    """The headline (GRPO: advantages, loss, gradient), then every preset, advantage and loss. The parts take turns."""
+    table = make_table()
+    parts = make_parts(table)
+    memory = {name: peak_tables(part) for name, part in parts.items()}  # this round also warms up
+    forwards = {f"{FORWARD}, {str(dtype)[6:]}": make_forward(table.mean_length, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for forward in forwards.values():
+        forward()
+    rounds = [{name: timed(part) for name, part in {**parts, **forwards}.items()} for _ in range(repeats)]
+    medians = {name: median(taken[name] for taken in rounds) for name in rounds[0]}
+    fastest = min(forwards, key=lambda name: medians[name])
+    whole = NUM_SEQUENCES * medians[fastest]
+    print(f"    {table.mean_length} tokens, {fastest}: {medians[fastest]:.3f} s, so {whole:.0f} s for {NUM_SEQUENCES}", file=sys.stderr)
+    for name in parts:
+        line = f"{1e3 * medians[name]:6.0f} ms {medians[name] / whole:8.4%} of the forward pass, {memory[name]:4.1f} tables"
+        print(f"    {name:35s} {line}", file=sys.stderr)
+
+    def figure(name: str, part: str) -> Figure:
+        meaning = f"seconds of {part} over those of the forward pass; at most {LIMIT}"
+        raw = {
+            "unit": "s",
+            "medians": {part: medians[part], "forward": whole},
+            "repeats": [taken[part] for taken in rounds],
+            "peak_tables": memory[part],
+        }
+        return Figure(name, medians[part] / whole, meaning, raw)
+
+    return [figure("algorithms_share_of_forward", "preset_grpo"), *(figure(f"{name}_share_of_forward", name) for name in parts)]

@@ -1,0 +1,54 @@
+"""Returns along the tree of a trajectory's turns: a turn is credited with what came of it, not with what a sibling branch earned later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from agentevo.algorithms.group_relative import Members
+from agentevo.algorithms.returns import Stream, spread, turn_rewards
+
+if TYPE_CHECKING:
+    from agentevo.algorithms.advantage_inputs import Inputs
+
+
+def tree_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[Tensor, Tensor]:
+    """R_k = r_k + gamma sum of R over the turns that go on from k, against mean and unbiased std of R over all turns of the group.
+
+    `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained turn of the trajectory goes on from the
+    turn before it. Without branches this is `returns.turn_returns`. A group of one trajectory gives 0. Returns R.
+    """
+    returns = along_tree(turn_rewards(inputs, stream), parents(inputs, stream), gamma)
+    owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
+    turns = Members(inputs.members.group[owner], torch.ones_like(owner, dtype=torch.bool))
+    advantages = turns.normalised(returns, scale_by_std=scale_by_std, epsilon=epsilon)
+    advantages = torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
+    return spread(advantages, stream.turn), spread(returns, stream.turn)
+
+
+def along_tree(rewards: Tensor, parent: list[int], gamma: float) -> Tensor:
+    """x_k = rewards_k + gamma times the sum of x over the k' with parent_k' = k. rewards [K]; parent_k < k, or -1. [K]"""
+    found = rewards.tolist()
+    for turn in range(len(found) - 1, -1, -1):
+        if parent[turn] >= 0:
+            found[parent[turn]] += gamma * found[turn]
+    return rewards.new_tensor(found)
+
+
+def parents(inputs: Inputs, stream: Stream) -> list[int]:
+    """Of each turn 0..K-1 in the order of the stream the turn that it goes on from; -1 for the first of a trajectory."""
+    assert inputs.turn_ids is not None and inputs.turn_parents is not None  # the dispatcher checks `needs`
+    first = stream.turn.cumsum(0) - stream.turn
+    at = stream.index[first]
+    names = inputs.turn_ids.reshape(-1)[at].tolist()
+    wanted = inputs.turn_parents.reshape(-1)[at].tolist()
+    owners = inputs.trajectory[stream.row[first]].tolist()
+    known: dict[tuple[int, int], int] = {}
+    found = []
+    for turn, (owner, name, parent) in enumerate(zip(owners, names, wanted, strict=True)):
+        before = turn - 1 if turn and owners[turn - 1] == owner else -1
+        found.append(known.get((owner, parent), before))
+        known[owner, name] = turn
+    return found
