@@ -274,6 +274,9 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
         ("actor/pg_clipfrac", "clipped tokens", "share of tokens", ORANGE),
         ("group/reward_std/mean", "reward spread inside groups", "standard deviation", GREEN),
         ("group/zero_std_ratio", "groups without spread", "share of groups", GREY),
+        ("critic/vf_explained_var", "returns that the critic foresees", "share of variance", PURPLE),
+        ("process_reward/accuracy", "outcomes that the process reward tells", "share of attempts", PURPLE),
+        ("preference/rewards/accuracies", "pairs in the right order", "share of pairs", PURPLE),
     ]
     shown = [panel for panel in shown if _has_numbers(series(rows, panel[0])[1])]
     if not shown:

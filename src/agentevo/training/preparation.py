@@ -70,6 +70,8 @@ class Preparation:
         )
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
+        if roles.critic is not None:
+            found["critic/vf_explained_var"] = explained_variance(samples)
         return Prepared(samples, metrics | found)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
@@ -118,6 +120,14 @@ class Preparation:
             metrics["actor/reward_kl"] = float(distance[mask].mean())
             bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
         return bonus, metrics
+
+
+def explained_variance(samples: Sequence[Sample]) -> float:
+    """1 - var(returns - values) / var(returns) over trained tokens: 1 for a critic that foresees everything, 0 where all returns agree."""
+    returns = torch.tensor([x for s in samples for x in s.columns["returns"]], dtype=torch.float64)
+    values = torch.tensor([x for s in samples for x in s.columns["values"]], dtype=torch.float64)
+    spread = float(returns.var(correction=0))
+    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
 
 
 def _mask(rows: Sequence[Row]) -> torch.Tensor:
