@@ -23,6 +23,7 @@ from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     from agentevo.config_keys import Explanation
+    from agentevo.config_sweep import Sweep
     from agentevo.orchestration.verdicts import Verdict
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
@@ -91,9 +92,14 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint of the run's folder.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved configuration and create nothing.")] = False,
 ) -> None:
-    """Train an agent: evaluate, train, evaluate again, report."""
+    """Train an agent: evaluate, train, evaluate again, report. A recipe with a `sweep` is several runs, and ends with a table of them."""
     from agentevo.config import load_config, to_yaml
+    from agentevo.config_sweep import load_sweep
 
+    sweep = load_sweep(recipe, overrides or [])
+    if sweep is not None:
+        _train_sweep(sweep, resume, dry_run)
+        return
     config = load_config(recipe, overrides or [])
     if resume and config.run.overwrite:
         raise ConfigError("--resume goes on with the run in the folder and run.overwrite deletes it: give only one of the two")
@@ -104,6 +110,39 @@ def train(
     from agentevo.orchestration.run import train as train_run
 
     train_run(config, resume=resume, view=LiveView(config.run.name))
+
+
+def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
+    if resume and sweep.overwrite:
+        raise ConfigError("--resume goes on with the sweep in the folder and run.overwrite deletes it: give only one of the two")
+    if dry_run:
+        print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
+        _print_table((one.name, ", ".join(f"{key}={value}" for key, value in one.changes.items())) for one in sweep.members)
+        return
+    from agentevo.observability.sweep_view import SweepView
+    from agentevo.orchestration.sweep import run_sweep
+
+    run_sweep(sweep, resume=resume, view=SweepView(sweep.name))
+
+
+@app.command()
+def table(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of finished runs, or of sweeps.")],
+    each: Annotated[bool, typer.Option("--each", help="A row for each run, instead of one for all seeds of a setting.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also put it into this Markdown file, between `<!-- table -->` and `<!-- /table -->`."),
+    ] = None,
+) -> None:
+    """Print what runs reached as a Markdown table."""
+    from agentevo.result_table import check_page, make_rows, markdown, read_results, write_table
+
+    if out is not None:
+        check_page(out)
+    text = markdown(make_rows(read_results(folders), each=each))
+    print(text, end="")
+    if out is not None:
+        write_table(out, text)
 
 
 @app.command("eval")
@@ -235,9 +274,9 @@ def explain(
 ) -> None:
     """Say what a key means: type, range, default, unit. `algorithm.NAME` explains a preset, advantage, policy loss, KL or aggregation."""
     from agentevo.catalogue.describe import describe
-    from agentevo.config import config_keys
+    from agentevo.config_sweep import recipe_keys
 
-    keys = config_keys()
+    keys = recipe_keys()
     if not key:
         _print_table((section.key, section.meaning) for section in keys.sections())
         return

@@ -29,7 +29,7 @@ from agentevo.catalogue.kl import KL
 from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
 from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, settle
 from agentevo.config_collect import CollectKeys, collect_contradictions
-from agentevo.config_keys import ConfigKeys
+from agentevo.config_keys import ConfigKeys, Variants
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
@@ -516,6 +516,11 @@ def build_config(
     """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the default of `run.name`."""
     keys = config_keys()
     plain = config_sources.merge(dict(tree), overrides, where=where, is_text=keys.is_text)
+    if plain.pop("sweep", None) is not None:
+        raise ConfigError(
+            f"{config_sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, which only `agentevo train` takes "
+            "(--dry-run lists them): add sweep=null for the recipe without its variants"
+        )
     run = plain.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
@@ -541,7 +546,12 @@ def build_config(
 
 def config_keys() -> ConfigKeys:
     """Every key of `RunConfig` with every registered environment's options, explained."""
-    return ConfigKeys(RunConfig, {"environment": {name: environments.get(name).Config for name in environments.names()}})
+    return ConfigKeys(RunConfig, environment_variants())
+
+
+def environment_variants() -> Variants:
+    """The models of the polymorphic section `environment`."""
+    return {"environment": {name: environments.get(name).Config for name in environments.names()}}
 
 
 def _chosen_type(environment: object) -> dict[str, str]:

@@ -101,6 +101,14 @@ def overlay(tree: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
         raise ConfigError(f"{error.full_key or 'options'}: {str(error).splitlines()[0]}") from error
 
 
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Every single value of a nested mapping by its dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def written_in(line: str, overrides: Sequence[str], where: str) -> str:
     """`override` if the key that a problem line begins with was set by one, else `where`."""
     key = line.partition(":")[0].partition("[")[0]

@@ -40,13 +40,16 @@ def models() -> list[Row]:
 
 
 def recipes() -> list[Row]:
-    """Packaged recipes; the line is the first comment of each file."""
+    """Packaged recipes; the line is the first comment of each file, and how many runs it is if it is a sweep."""
     from agentevo.config_sources import PACKAGED_RECIPES, recipe_names
+    from agentevo.config_sweep import load_sweep
 
     rows = []
     for name in recipe_names():
         first = (PACKAGED_RECIPES / f"{name}.yaml").read_text(encoding="utf-8").lstrip().splitlines()[:1]
-        rows.append((name, first[0].lstrip("# ") if first and first[0].startswith("#") else ""))
+        about = first[0].lstrip("# ") if first and first[0].startswith("#") else ""
+        sweep = load_sweep(name)
+        rows.append((name, about if sweep is None else f"{about} (a sweep of {len(sweep.members)} runs)".lstrip()))
     return rows
 
 

@@ -2,12 +2,15 @@
 
     config.yaml  metrics.jsonl  summary.json  report.html  plots/  checkpoints/  store.sqlite
 
+The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of what they reached.
+
 Nothing here writes. A run may be under way, interrupted, or moved to another place since it was made.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +26,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SWEEP_FILE = "sweep.yaml"
+
 
 def is_run_folder(path: Path) -> bool:
     return (path / "config.yaml").is_file()
+
+
+def is_sweep_folder(path: Path) -> bool:
+    return (path / SWEEP_FILE).is_file()
+
+
+def finished_summary(path: Path) -> dict[str, Any] | None:
+    """summary.json of a run that came to its last step and was evaluated there; None of one that did not (yet)."""
+    file = path / "summary.json"
+    if not is_run_folder(path) or not file.is_file():
+        return None
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    from agentevo.config import TrainerSection
+
+    planned = _section(path, "trainer").get("steps", TrainerSection().steps)
+    return summary if summary["steps"] >= planned and summary["eval"]["after"] is not None else None
 
 
 def check_run_folder(path: Path) -> Path:

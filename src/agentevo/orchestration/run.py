@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 import yaml
 
+from agentevo import config_sources
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.attention import prepare
@@ -127,7 +128,7 @@ def train(
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
     view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
-    _check_parts(config, tasks, resume)
+    check_parts(config, tasks, resume)
     if resume:
         for key, (was, now) in _check_resume(config, checkpoints).items():
             view.note(f"from here on with {key}={now!r}, which was {was!r}")
@@ -160,7 +161,7 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     return found[0]
 
 
-def _check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -> None:
+def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -> None:
     """Tells before anything is created or deleted what would otherwise fail while the parts are built: a missing package or option of the
     environment, too few tasks, a model that can't be had (a known one is downloaded here)."""
     if tasks is None:
@@ -179,14 +180,14 @@ def _check_resume(config: RunConfig, checkpoints: Checkpoints) -> dict[str, tupl
         raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
     if not checkpoints.steps():
         raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
-    changes = _changes(config)
-    for key, (was, now) in changes.items():
+    changed = changes(config)
+    for key, (was, now) in changed.items():
         if key == "run.seed" or key.partition(".")[0] in FIXED_SECTIONS:
             raise ConfigError(
                 f"{folder} was started with {key}={was!r} and not {now!r}: resume it with the same recipe and overrides, "
                 "or give another run.dir"
             )
-    return changes
+    return changed
 
 
 def _prepare_folder(config: RunConfig) -> None:
@@ -203,19 +204,12 @@ def _prepare_folder(config: RunConfig) -> None:
         shutil.rmtree(folder)
 
 
-def _changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
+def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Where `config` differs from the configuration that its folder was last run with: key -> (was, now)."""
-    before = _leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
-    now = _leaves(config.model_dump(mode="json"))
+    before = config_sources.leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    now = config_sources.leaves(config.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS]
     return {key: (before.get(key), now.get(key)) for key in keys}
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""What a person sees while a sweep goes on.
+
+On a terminal: a table of the runs under way, each with the last line of its log, below the lines of those that have ended. Anywhere else:
+one plain line for each run that starts and each that ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+from agentevo.observability.live import format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+
+class SweepView:
+    """Context manager; methods are called from the sweep's own thread. `plain=None` decides by whether `stream` is a terminal."""
+
+    def __init__(
+        self, title: str, *, stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.title = title
+        self._stream = sys.stdout if stream is None else stream
+        self._clock, self._began = clock, clock()
+        self._ended, self._total = 0, 0
+        self._spent: list[float] = []
+        self._console: Console | None = None
+        self._live: Live | None = None
+        if not (not self._stream.isatty() if plain is None else plain):
+            from rich.console import Console
+
+            console = Console(file=self._stream)
+            self._console = None if console.is_dumb_terminal else console
+
+    def __enter__(self) -> Self:
+        if self._console is not None:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def plan(self, total: int, finished: int) -> None:
+        """`total` runs in all, of which `finished` need not run any more."""
+        self._total, self._ended = total, finished
+        self.note(f"{self.title}: {total} runs" + (f", {finished} of them finished already" if finished else ""))
+
+    def started(self, name: str, how: str) -> None:
+        """A run begins; `how` is such as `started` or `resumed`."""
+        if self._console is None:
+            self.note(f"{name}: {how}")
+
+    def ended(self, name: str, outcome: str, seconds: float, *, ok: bool) -> None:
+        """A run is over, well or not."""
+        self._ended += 1
+        if ok:
+            self._spent.append(seconds)
+        self.note(f"{name}: {outcome}, {format_duration(seconds)} ({self._ended} of {self._total})", style="" if ok else "bold red")
+
+    def running(self, runs: Mapping[str, tuple[float, str]]) -> None:
+        """The runs under way: name -> (seconds so far, last line of its log). Cheap enough to call several times a second."""
+        if self._live is not None:
+            self._live.update(self._draw(runs))
+
+    def note(self, text: str, *, style: str = "") -> None:
+        """A line for the record."""
+        if self._console is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            from rich.text import Text
+
+            self._console.print(Text(text, style))
+
+    def _draw(self, runs: Mapping[str, tuple[float, str]]) -> RenderableType:
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, justify="right")
+        table.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
+        for name, (seconds, line) in runs.items():
+            table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
+        left = self._time_left(runs)
+        heading = f"{self.title}  {self._ended} of {self._total} ended" + ("" if left is None else f", about {format_duration(left)} left")
+        return Panel(
+            table, title=heading, title_align="left", subtitle=format_duration(self._clock() - self._began), subtitle_align="right"
+        )
+
+    def _time_left(self, runs: Mapping[str, tuple[float, str]]) -> float | None:
+        """By the mean time of the runs that ended well here, as many at once as are under way now."""
+        if not self._spent or not runs:
+            return None
+        mean = sum(self._spent) / len(self._spent)
+        waiting = self._total - self._ended - len(runs)
+        return (waiting * mean + sum(max(mean - seconds, 0) for seconds, _ in runs.values())) / len(runs)

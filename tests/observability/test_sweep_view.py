@@ -1,0 +1,69 @@
+"""What a sweep shows: lines for a log, and a table with the time left for a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from agentevo.observability.sweep_view import SweepView
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_has_a_line_for_each_beginning_and_end():
+    stream = io.StringIO()
+    with SweepView("zoo", stream=stream) as view:
+        view.plan(3, 1)
+        view.started("ppo-0", "resumed")
+        view.running({"ppo-0": (3.0, "step 1/4")})
+        view.ended("ppo-0", "success 10.0% -> 60.0%", 31.0, ok=True)
+    assert stream.getvalue().splitlines() == [
+        "zoo: 3 runs, 1 of them finished already",
+        "ppo-0: resumed",
+        "ppo-0: success 10.0% -> 60.0%, 31.0s (2 of 3)",
+    ]
+
+
+def drawn(view: SweepView, runs: dict[str, tuple[float, str]]) -> str:
+    page = io.StringIO()
+    Console(file=page, width=100).print(view._draw(runs))
+    return page.getvalue()
+
+
+def test_a_terminal_shows_the_runs_under_way_and_the_time_left(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    clock, stream = Clock(), Terminal()
+    with SweepView("zoo", stream=stream, clock=clock) as view:
+        view.plan(6, 0)
+        assert "left" not in drawn(view, {"a-0": (1.0, "step 1/4")})
+        view.ended("a-0", "success", 20.0, ok=True)
+        view.ended("a-1", "failed", 999.0, ok=False)
+        clock.now = 65.0
+        shown = drawn(view, {"b-0": (5.0, "step 3/4 | reward 0.5"), "b-1": (15.0, "-- evaluating")})
+    assert "zoo  2 of 6 ended" in shown
+    assert "step 3/4 | reward 0.5" in shown
+    assert "1m05s" in shown
+    assert "about 30.0s left" in shown  # 2 waiting x 20 s + 15 s + 5 s, two at a time
+    assert "a-1: failed, 16m39s (2 of 6)" in stream.getvalue()
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_text_that_looks_like_markup_is_shown_as_it_is(monkeypatch, term):
+    monkeypatch.setenv("TERM", term)
+    stream = Terminal()
+    with SweepView("zoo", stream=stream) as view:
+        view.note("error: [bold]: sweep.seeds[0]")
+    assert "[bold]: sweep.seeds[0]" in stream.getvalue()
+    assert "[bold] line" in drawn(view, {"a": (1.0, "[bold] line")})
