@@ -19,9 +19,9 @@ from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import evaluate, headline
 from agentevo.orchestration.step_metrics import performance_metrics, rollout_metrics
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.learner import Learner
 from agentevo.training.selection import select
-from agentevo.training.trainer import Trainer
-from agentevo.types import Baselines
+from agentevo.types import Baselines, Trajectory
 
 
 class Progress(msgspec.Struct):
@@ -48,7 +48,7 @@ class Loop:
     def __init__(
         self,
         parts: Components,
-        trainer: Trainer,
+        trainer: Learner,
         checkpoints: Checkpoints,
         log: MetricsLog,
         view: LiveView,
@@ -80,18 +80,12 @@ class Loop:
         counters = parts.engine.stats()
         self.view.phase("sampling", f"step {step}")
         parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together: resuming is bit for bit
-        trajectories = await parts.sampler.sample(
-            parts.tasks.train(step),
-            attempts=parts.config.trainer.group_size,
-            temperature=parts.config.sampling.temperature,
-            split="train",
-            step=step,
-            label="train",
-        )
+        trajectories = await self._sample(step)
         sampled = time.perf_counter()
 
         kept, dropped = select(trajectories, parts.config.algorithm)
         made = self.trainer.prepare(kept)
+        dropped |= made.dropped
         for reason in sorted(set(dropped.values())):
             await parts.store.drop([t.id for t in trajectories if dropped.get(t.id) == reason], reason)
         trained_ids = [t.id for t in trajectories if t.id not in dropped]
@@ -116,6 +110,20 @@ class Loop:
         for warning in self.monitor.observe(step, metrics):
             self.warn(f"step {warning.step}: {warning.message}")
         self.view.step(step, parts.config.trainer.steps, metrics, Counter(dropped.values()))
+
+    async def _sample(self, step: int) -> list[Trajectory]:
+        """The step's attempts; none where the recipe gives what is trained on."""
+        parts = self.parts
+        if parts.config.data.given:
+            return []
+        return await parts.sampler.sample(
+            parts.tasks.train(step),
+            attempts=parts.config.trainer.group_size,
+            temperature=parts.config.sampling.temperature,
+            split="train",
+            step=step,
+            label="train",
+        )
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts. `label` tells two of one step apart."""

@@ -22,3 +22,11 @@ def environment_tasks(environment: str, run_seed: int, purpose: Purpose, first: 
         Task(id=f"{purpose}-{index}", environment=environment, seed=world_seed(run_seed, purpose, index))
         for index in range(first, first + count)
     ]
+
+
+def seed_of_task(run_seed: int, task_id: str) -> int:
+    """The world of an environment's task, by the id that `environment_tasks` gave it."""
+    purpose, _, index = task_id.rpartition("-")
+    if purpose not in _REMAINDER or not index.isdigit():
+        raise ValueError(f"{task_id!r} is not the id of an environment's task, such as train-7: given tasks have no world of their own")
+    return world_seed(run_seed, purpose, int(index))
