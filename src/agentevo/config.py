@@ -27,9 +27,12 @@ from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
 from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
+from agentevo.catalogue.preference import PREFERENCE_LOSSES
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm, settle_preference
 from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, settle
 from agentevo.config_collect import CollectKeys, collect_contradictions
 from agentevo.config_keys import ConfigKeys, Variants
+from agentevo.config_preference import check_preference_keys, preference_contradictions
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
@@ -43,13 +46,15 @@ if TYPE_CHECKING:
     AggregationName: TypeAlias = str
     KLName: TypeAlias = str
     ImportanceName: TypeAlias = str
+    PreferenceLossName: TypeAlias = str
 else:
-    PresetName = Literal[tuple(PRESETS)]
+    PresetName = Literal[(*PRESETS, *PREFERENCE_PRESETS)]
     AdvantageName = Literal[tuple(ADVANTAGES)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
     AggregationName = Literal[tuple(AGGREGATIONS)]
     KLName = Literal[tuple(KL)]
     ImportanceName = Literal[IMPORTANCE[0].choices]
+    PreferenceLossName = Literal[tuple(PREFERENCE_LOSSES)]
 
 
 class Section(pydantic.BaseModel):
@@ -166,10 +171,10 @@ class SamplingSection(Section):
 
 
 class AlgorithmKeys(Section):
-    """Advantages, policy loss, KL and aggregation: a preset, and what is chosen otherwise."""
+    """Advantages, policy loss, KL and aggregation, or a preference loss: a preset, and what is chosen otherwise."""
 
     name: PresetName = "grpo"
-    """A preset: a named combination of advantage, policy_loss, aggregation and their hyper-parameters."""
+    """A preset: a named combination of advantage, policy_loss, aggregation and their hyper-parameters; or of a preference loss and its."""
     advantage: AdvantageName | None = None
     """How much better an attempt was than expected. Default: the preset's."""
     policy_loss: PolicyLossName | None = None
@@ -217,22 +222,56 @@ class AlgorithmKeys(Section):
     keep_groups: float = Field(default=1.0, gt=0, le=1)
     """Share of a step's groups that is trained on: those with the largest spread of rewards (StarPO-S, arXiv 2504.20073, uses 0.25)."""
 
+    preference_loss: PreferenceLossName | None = None
+    """The loss on chosen and rejected answers, with a preset that trains by one. Default: the preset's."""
+    pairs: Literal["best_worst", "all", "demonstrations"] | None = None
+    """What a group's pairs are: its best attempts against its worst, every two attempts with different rewards, or what the environment's
+    solver would have done against each attempt. Default: demonstrations with spin, best_worst with other losses of pairs."""
+    pairs_per_group: int | None = Field(default=None, ge=1)
+    """Most pairs of one group (with rft: answers), those with the largest difference of rewards first. Default: 1; as many as there are
+    with pairs=all and pairs=demonstrations."""
+    pair_margin: float = Field(default=0.0, ge=0)
+    """Least difference of the two rewards of a pair, which must differ in any case."""
+
     @model_validator(mode="before")
     @classmethod
     def _of_the_preset(cls, given: Any) -> Any:
         """What the preset says of keys that are not given."""
-        preset = PRESETS.get(str(given.get("name", "grpo"))) if isinstance(given, dict) else None
+        name = str(given.get("name", "grpo")) if isinstance(given, dict) else ""
+        preset = PRESETS.get(name) or PREFERENCE_PRESETS.get(name)
         return {**preset.keys, **given} if preset is not None else given
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
-        check_importance(self.settled().policy_loss, self.importance, self.importance_cap, self.importance_floor)
+        preference = self.preference()
+        check_preference_keys(self, preference)
+        if preference is None:
+            check_importance(self.settled().policy_loss, self.importance, self.importance_cap, self.importance_floor)
         return self
 
     def settled(self) -> Algorithm:
-        """Every piece by name, with all its hyper-parameters."""
-        given = {name: value for name in hyper_parameters() if (value := getattr(self, name)) is not None}
-        return settle(self.name, given, advantage=self.advantage, policy_loss=self.policy_loss, aggregation=self.aggregation)
+        """Every piece by name, with all its hyper-parameters; of an algorithm that is no preference algorithm."""
+        return settle(self.name, self._hyper(), advantage=self.advantage, policy_loss=self.policy_loss, aggregation=self.aggregation)
+
+    def preference(self) -> PreferenceAlgorithm | None:
+        """The preference loss and what it is fed with; None where advantages and a policy loss are what is trained by."""
+        if self.name not in PREFERENCE_PRESETS:
+            return None
+        return settle_preference(self.name, self._hyper(), preference_loss=self.preference_loss, pairs=self.pairs)
+
+    @property
+    def within_group(self) -> bool:
+        """Whether the members of a group are compared: then one alone, or several with the same reward, teach nothing."""
+        preference = self.preference()
+        return preference.within_group if preference is not None else ADVANTAGES[self.settled().advantage].within_group
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the advantage can't do without (`Piece.needs`); nothing where answers are compared."""
+        return ADVANTAGES[self.settled().advantage].needs if self.preference() is None else ()
+
+    def _hyper(self) -> dict[str, Any]:
+        return {name: value for name in hyper_parameters() if (value := getattr(self, name)) is not None}
 
 
 if TYPE_CHECKING:
@@ -315,6 +354,29 @@ class RewardModelSection(Section):
     """What its output is multiplied by."""
     at: Literal["all", "last"] = "all"
     """Every trained token, or the last one of each sample."""
+
+
+class DataSection(Section):
+    """Answers to train on by a preference loss (algorithm.name=dpo and its like) in place of sampled ones: nothing is sampled but in
+    evaluations. Each step takes trainer.groups_per_step lines or groups, in an order shuffled anew each time round. Off while both are
+    null."""
+
+    pairs: Path | None = None
+    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...} or {"prompt": [messages], "completion": ...,
+    "label": true}, an answer being a text or a list of messages."""
+    pairs_from: Path | None = None
+    """Folder of a run whose stored training groups are made to pairs."""
+
+    @field_validator("pairs", "pairs_from", mode="before")
+    @classmethod
+    def _expand_home(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("got an empty path; give a file or folder, or null")
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+
+    @property
+    def given(self) -> bool:
+        return self.pairs is not None or self.pairs_from is not None
 
 
 class ColdStartSection(Section):
@@ -409,6 +471,7 @@ class RunConfig(Section):
     critic: CriticSection = CriticSection()
     process_reward: ProcessRewardSection = ProcessRewardSection()
     reward_model: RewardModelSection = RewardModelSection()
+    data: DataSection = DataSection()
     cold_start: ColdStartSection = ColdStartSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
@@ -444,15 +507,18 @@ class RunConfig(Section):
 
 def _contradictions(config: RunConfig) -> list[str]:
     """Values that are each right but can't hold together, as 'what: remedy'."""
-    found = _algorithm_contradictions(config.algorithm)
+    preference = config.algorithm.preference()
+    found = preference_contradictions(config)
+    if preference is None:
+        found += _algorithm_contradictions(config.algorithm)
     sampling, trainer = config.sampling, config.trainer
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
         found.append(
             "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance ratio assumes whole: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
-    if trainer.steps > 0 and trainer.group_size == 1:
-        if ADVANTAGES[config.algorithm.settled().advantage].within_group:
+    if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
+        if config.algorithm.within_group:
             found.append(
                 f"algorithm.name={config.algorithm.name} compares the members of a group, but trainer.group_size is 1: set it to 2 or more"
             )

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Literal
 import pydantic
 from pydantic import Field
 
-from agentevo.catalogue.advantages import ADVANTAGES
-
 if TYPE_CHECKING:
     from agentevo.config import AlgorithmSection, RunConfig
 
@@ -120,7 +118,7 @@ def _length_problems(config: RunConfig) -> list[str]:
             f"algorithm.length_buffer={algorithm.length_buffer} is more than the {config.length_max} tokens of algorithm.length_max "
             "(default: sampling.max_new_tokens times agent.max_turns): lower length_buffer or raise length_max"
         )
-    if shaping == "relative" and "baseline_rewards" in ADVANTAGES[algorithm.settled().advantage].needs:
+    if shaping == "relative" and "baseline_rewards" in algorithm.needs:
         found.append(
             "algorithm.length_shaping=relative compares lengths within a group, to which the greedy attempt of "
             f"algorithm.advantage={algorithm.settled().advantage} does not belong: choose soft_overlong, linear or cosine"

@@ -17,14 +17,12 @@ def environments() -> list[Row]:
 def algorithms() -> list[Row]:
     """Presets, and below them the pieces that any of them can be made of."""
     from agentevo.catalogue.describe import PIECES
+    from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
     from agentevo.catalogue.presets import PRESETS
 
     rows = [(name, preset.meaning) for name, preset in PRESETS.items()]
-    for kind, pieces in PIECES.items():
-        note = "" if kind != "preference_loss" else " (a function of agentevo.algorithms; no recipe trains by it yet)"
-        for name, piece in pieces.items():
-            rows.append((f"{kind}={name}", f"{piece.meaning}{note}"))
-    return rows
+    rows += [(name, preference.meaning) for name, preference in PREFERENCE_PRESETS.items()]
+    return rows + [(f"{kind}={name}", piece.meaning) for kind, pieces in PIECES.items() for name, piece in pieces.items()]
 
 
 def models() -> list[Row]:

@@ -31,12 +31,11 @@ def kto(logp, ref, desirable, baseline, beta, desirable_weight, undesirable_weig
 
 
 def orpo(chosen, rejected, chosen_length, rejected_length, coef):
-    def odds(logp, length):
-        p = math.exp(min(logp / length, -1e-6))
-        return p / (1 - p)
+    def log_odds(logp, length):
+        mean = min(logp / length, -1e-6)
+        return mean - math.log(1 - math.exp(mean))  # of p/(1 - p), which underflows where p does
 
-    ratio = odds(chosen, chosen_length) / odds(rejected, rejected_length)
-    return -chosen / chosen_length - coef * log_sigmoid(math.log(ratio))
+    return -chosen / chosen_length - coef * log_sigmoid(log_odds(chosen, chosen_length) - log_odds(rejected, rejected_length))
 
 
 def spin(chosen, rejected, opponent_chosen, opponent_rejected, beta):
@@ -44,6 +43,11 @@ def spin(chosen, rejected, opponent_chosen, opponent_rejected, beta):
     return math.log1p(math.exp(-t)) if t > -30 else -t
 
 
-def sppo(chosen, rejected, ref_chosen, ref_rejected, beta, win=1.0):
+def sppo(chosen, rejected, ref_chosen, ref_rejected, beta, win=1.0, lose=None):
     eta = 1 / beta
-    return (chosen - ref_chosen - eta * (win - 0.5)) ** 2 + (rejected - ref_rejected - eta * ((1 - win) - 0.5)) ** 2
+    lose = 1 - win if lose is None else lose
+    return (chosen - ref_chosen - eta * (win - 0.5)) ** 2 + (rejected - ref_rejected - eta * (lose - 0.5)) ** 2
+
+
+def rft(chosen, length):
+    return -chosen / length

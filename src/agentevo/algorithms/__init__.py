@@ -10,13 +10,17 @@ from agentevo.algorithms.importance import importance_weights
 from agentevo.algorithms.losses import batch_statistics, policy_loss, policy_loss_terms
 from agentevo.algorithms.preference import preference_loss
 from agentevo.algorithms.value import value_loss
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm, PreferencePreset, settle_preference
 from agentevo.catalogue.presets import PRESETS, Algorithm, Preset, settle
 
 __all__ = [
+    "PREFERENCE_PRESETS",
     "PRESETS",
     "AdaptiveKL",
     "Algorithm",
     "FixedKL",
+    "PreferenceAlgorithm",
+    "PreferencePreset",
     "Preset",
     "advantage",
     "aggregate",
@@ -29,5 +33,6 @@ __all__ = [
     "policy_loss_terms",
     "preference_loss",
     "settle",
+    "settle_preference",
     "value_loss",
 ]

@@ -125,16 +125,32 @@ def sppo(
     ref_chosen_logp: torch.Tensor,
     ref_rejected_logp: torch.Tensor,
     chosen_win_prob: torch.Tensor | None = None,
+    rejected_win_prob: torch.Tensor | None = None,
     beta: float,
 ) -> PerPair:
-    """(a - (p - 1/2)/beta)^2 + (b - (1/2 - p)/beta)^2 with a, b the log-ratios of chosen and rejected, p = P(chosen beats rejected), 1 if
-    not given. Source: arXiv 2405.00675 with eta = 1/beta."""
+    """(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2 with a, b the log-ratios of chosen and rejected and p the chance that each beats
+    the opponent; p_c is 1 and p_r is 1 - p_c if not given. Source: arXiv 2405.00675 with eta = 1/beta."""
     chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
-    wanted = (0.5 if chosen_win_prob is None else chosen_win_prob.detach() - 0.5) / beta
-    return (chosen - wanted) ** 2 + (rejected + wanted) ** 2, _rewards(beta * chosen, beta * rejected)
+    winning = torch.ones_like(chosen_logp) if chosen_win_prob is None else chosen_win_prob.detach()
+    losing = 1.0 - winning if rejected_win_prob is None else rejected_win_prob.detach()
+    losses = (chosen - (winning - 0.5) / beta) ** 2 + (rejected - (losing - 0.5) / beta) ** 2
+    return losses, _rewards(beta * chosen, beta * rejected)
 
 
-LOSSES: dict[str, Callable[..., PerPair]] = {"dpo": dpo, "ipo": ipo, "kto": kto, "orpo": orpo, "spin": spin, "sppo": sppo}
+def rft(*, chosen_logp: torch.Tensor, chosen_lengths: torch.Tensor) -> PerPair:
+    """-chosen/n_c: the mean negative log-prob per token of each answer. Source: arXiv 2308.01825, 2304.06767, 2203.14465."""
+    return -chosen_logp / chosen_lengths, {}
+
+
+LOSSES: dict[str, Callable[..., PerPair]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "kto": kto,
+    "orpo": orpo,
+    "spin": spin,
+    "sppo": sppo,
+    "rft": rft,
+}
 
 
 def preference_loss(
@@ -147,6 +163,7 @@ def preference_loss(
     chosen_lengths: torch.Tensor | None = None,
     rejected_lengths: torch.Tensor | None = None,
     chosen_win_prob: torch.Tensor | None = None,
+    rejected_win_prob: torch.Tensor | None = None,
     logp: torch.Tensor | None = None,
     ref_logp: torch.Tensor | None = None,
     desirable: torch.Tensor | None = None,
@@ -154,11 +171,11 @@ def preference_loss(
     weights: torch.Tensor | None = None,
     **hyper: Value,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The named loss, a scalar of the log-probs' dtype, and means over the answers of accuracy, rewards and their margin.
+    """The named loss, a scalar of the log-probs' dtype, and means over the answers of accuracy, rewards and their margin (none with rft).
 
     Which inputs a loss needs: `PREFERENCE_LOSSES` in the catalogue; those it doesn't are left aside. All are [P]: summed log-probs of the
     policy (`*_logp`, `logp`) and of the reference (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
-    (`chosen_win_prob`). `kl_baseline` may be one number. `weights` [P]: entries of weight 0 play no part, whatever stands there.
+    (`*_win_prob`). `kl_baseline` may be one number. `weights` [P]: entries of weight 0 play no part, whatever stands there.
     Raises ValueError for what is missing, mis-shaped or unknown.
     """
     settings = resolve("preference loss", PREFERENCE_LOSSES, name, hyper)
@@ -183,8 +200,9 @@ def preference_loss(
         raise ValueError(f"preference loss {name}: {needs[0]} must be a tensor of shape [pairs], one summed log-prob per answer")
     used = torch.ones_like(policy, dtype=torch.bool) if weights is None else _pairs("weights", weights, policy) != 0
     inputs = {need: _clean(need, given[need], policy, used) for need in needs}
-    if name == "sppo" and chosen_win_prob is not None:
-        inputs["chosen_win_prob"] = _clean("chosen_win_prob", chosen_win_prob, policy, used)
+    if name == "sppo":
+        chances = {"chosen_win_prob": chosen_win_prob, "rejected_win_prob": rejected_win_prob}
+        inputs |= {key: _clean(key, value, policy, used) for key, value in chances.items() if value is not None}
 
     losses, reported = LOSSES[name](**inputs, **settings)
     if weights is None:
@@ -211,6 +229,6 @@ def _clean(what: str, value: torch.Tensor | float | None, policy: torch.Tensor, 
         return value.bool()
     if what.endswith("lengths") and bool((value < 1).any()):
         raise ValueError(f"{what} has a {value.min().item():g}: an answer without tokens has no log-prob; leave its pair out")
-    if what == "chosen_win_prob" and not bool(((value >= 0) & (value <= 1)).all()):
+    if what.endswith("win_prob") and not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(f"{what} must lie between 0 and 1")
     return value if what in ("chosen_logp", "rejected_logp", "logp") else value.detach().to(policy.dtype)

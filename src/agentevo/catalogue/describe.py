@@ -11,6 +11,7 @@ from agentevo.catalogue.kl import KL
 from agentevo.catalogue.peers import DIFFERENCES, VERSIONS, differences_of
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferencePreset, settle_preference
 from agentevo.catalogue.presets import PRESETS, Preset, settle
 
 PIECES: Mapping[str, Mapping[str, Piece]] = {
@@ -26,6 +27,7 @@ PIECES: Mapping[str, Mapping[str, Piece]] = {
 def describe(name: str) -> list[str]:
     """A text for the preset of that name and for each piece of that name; empty for an unknown name."""
     found = [_preset(PRESETS[name])] if name in PRESETS else []
+    found += [_preference_preset(PREFERENCE_PRESETS[name])] if name in PREFERENCE_PRESETS else []
     return found + [_piece(kind, pieces[name]) for kind, pieces in PIECES.items() if name in pieces]
 
 
@@ -39,6 +41,14 @@ def _preset(preset: Preset) -> str:
     ):
         lines.append(f"  {kind:<12} {name}{_settings(hyper)}")
     lines += [f"  besides      {key}={_show(value)}" for key, value in preset.keys.items()]
+    return "\n".join([*lines, f"  source       {preset.source}"])
+
+
+def _preference_preset(preset: PreferencePreset) -> str:
+    parts = settle_preference(preset.name, {})
+    lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}", f"  preference_loss {parts.loss}{_settings(parts.hyper)}"]
+    lines += [f"  {'pairs':<12} {parts.pairs}"] if parts.pairs is not None else []
+    lines += [f"  {key:<12} {_show(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
@@ -83,6 +93,19 @@ def markdown() -> str:
         besides = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
         cells = (preset.name, parts.advantage + _settings(preset.hyper), parts.policy_loss, parts.aggregation, besides, preset.source)
         lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "Presets that train by a preference loss, on pairs made from each step's groups or given (`data.pairs`, `data.pairs_from`):",
+        "",
+        "| `algorithm.name` | preference loss | pairs | other keys | source |",
+        "|---|---|---|---|---|",
+    ]
+    for one in PREFERENCE_PRESETS.values():
+        preferred = settle_preference(one.name, {})
+        keys = ", ".join(f"{key}={_show(value)}" for key, value in one.keys.items())
+        lines.append(
+            f"| {one.name} | {preferred.loss}{_settings(one.hyper)} | {preferred.pairs or 'single answers'} | {keys} | {one.source} |"
+        )
     for kind, pieces in PIECES.items():
         lines += ["", f"## {kind}", ""]
         for piece in pieces.values():

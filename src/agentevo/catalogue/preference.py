@@ -63,15 +63,24 @@ PREFERENCE_LOSSES = by_name(
         ),
         Piece(
             name="sppo",
-            meaning="self-play: each log-ratio should be the chance of winning (p = chosen_win_prob, else 1) less 1/2, over beta",
-            formula="(a - (p - 1/2)/beta)^2 + (b - (1/2 - p)/beta)^2, a = chosen - ref_chosen, b = rejected - ref_rejected",
-            source="arXiv 2405.00675, the pairwise objective of its comparison with DPO, IPO and KTO (its eta is 1/beta)",
+            meaning="self-play: each answer's log-ratio should be its chance of winning less 1/2, over beta",
+            formula="(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2, a = chosen - ref_chosen, b = rejected - ref_rejected, "
+            "p = chance to beat the opponent (p_c = chosen_win_prob, else 1; p_r = rejected_win_prob, else 1 - p_c)",
+            source="arXiv 2405.00675, its squared loss on the best and the worst of K samples (its eta is 1/beta)",
             hyper=(Hyper("beta", 0.001, "strength of the pull to the opponent; the paper's eta = 1000", 0.0, low_allowed=False),),
             needs=(*_PAIRS, *_REFERENCE),
             peers={
                 "TRL": "DPOTrainer loss_type sppo_hard (p = 1)",
                 "verl": "recipe/sppo: one sample at a time, rewards less their soft mean for p - 1/2",
             },
+        ),
+        Piece(
+            name="rft",
+            meaning="rejection-sampling fine-tuning: supervised loss on answers that were good; no rejected ones, no reference",
+            formula="-chosen/n_c",
+            source="arXiv 2308.01825 (RFT), 2304.06767 (RAFT), 2203.14465 (STaR): sample, keep the good, imitate them",
+            needs=("chosen_logp", "chosen_lengths"),
+            peers={"TRL": "SFTTrainer on the chosen answers, whose mean is over the batch's tokens and not over answers"},
         ),
     ]
 )

@@ -15,8 +15,12 @@ from agentevo.catalogue import Kind, Piece, Value, find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
+from agentevo.catalogue.preference import PREFERENCE_LOSSES
 
 KINDS: Mapping[Kind, Mapping[str, Piece]] = {"advantage": ADVANTAGES, "policy loss": POLICY_LOSSES, "aggregation": AGGREGATIONS}
+"""What a preset combines."""
+TUNABLE: Mapping[Kind, Mapping[str, Piece]] = {**KINDS, "preference loss": PREFERENCE_LOSSES}
+"""Kinds whose hyper-parameters are keys of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ def settle(
         if key not in used:
             owners = [
                 f"{kind} {piece.name}"
-                for kind, pieces in KINDS.items()
+                for kind, pieces in TUNABLE.items()
                 for piece in pieces.values()
                 if key in {h.name for h in piece.hyper}
             ]
@@ -203,7 +207,7 @@ def hyper_parameters() -> dict[str, tuple[Any, str]]:
     """Every hyper-parameter of an algorithm -> its type, and what it means with the pieces that have it."""
     texts: dict[str, dict[str, list[str]]] = {}
     types: dict[str, Any] = {}
-    for kind, pieces in KINDS.items():
+    for kind, pieces in TUNABLE.items():
         for piece in pieces.values():
             for one in piece.hyper:
                 types[one.name] = bool if isinstance(one.default, bool) else Literal[one.choices] if one.choices else float

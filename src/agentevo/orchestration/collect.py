@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 from agentevo.algorithms.filters import RLPRStd
-from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.config import AlgorithmSection, RunConfig
 from agentevo.orchestration.components import TaskSource
 from agentevo.orchestration.step_metrics import collection_metrics, rollout_metrics
@@ -53,11 +52,13 @@ class Collector:
 
     def __init__(self, config: RunConfig, sampler: Sampler, tasks: TaskSource) -> None:
         self._config, self._sampler, self._tasks = config, sampler, tasks
-        self._needs_baseline = "baseline_rewards" in ADVANTAGES[config.algorithm.settled().advantage].needs
+        self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
 
     async def collect(self, step: int) -> Collected:
         """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as it needs and may have."""
+        if self._config.data.given:  # the recipe gives what is trained on
+            return Collected([], [], {}, {}, {})
         algorithm = self._config.algorithm
         tasks, refill = self._tasks.train(step), self._tasks.refill(step)
         wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None

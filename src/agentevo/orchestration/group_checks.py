@@ -150,6 +150,7 @@ def memory_parts(model: PreTrainedModel, config: RunConfig, *, step_tokens: int,
         "activations": tokens * (shape.num_hidden_layers * layer + 2 * shape.vocab_size) * size,
         "key-value cache": cached_tokens * kv_bytes_per_token(model),
     }
-    if config.algorithm.kl_coef > 0:
+    preference = config.algorithm.preference()
+    if config.algorithm.kl_coef > 0 or (preference is not None and preference.needs_reference):
         parts["reference copy"] = numbers * size
     return {name: float(part) for name, part in parts.items()}

@@ -21,7 +21,7 @@ from agentevo.orchestration.evaluation import evaluate, headline
 from agentevo.orchestration.step_metrics import performance_metrics
 from agentevo.rollout.sampler import BASELINE
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.trainer import Trainer
+from agentevo.training.learner import Learner
 from agentevo.types import Baselines
 
 
@@ -49,7 +49,7 @@ class Loop:
     def __init__(
         self,
         parts: Components,
-        trainer: Trainer,
+        trainer: Learner,
         checkpoints: Checkpoints,
         log: MetricsLog,
         view: LiveView,
@@ -86,9 +86,10 @@ class Loop:
         sampled = time.perf_counter()
 
         made = self.trainer.prepare(collected.kept, collected.baselines)
-        for reason in sorted(set(collected.dropped.values())):
-            await parts.store.drop([t.id for t in collected.trajectories if collected.dropped.get(t.id) == reason], reason)
-        trained_ids = [t.id for t in collected.kept]
+        dropped = collected.dropped | made.dropped
+        for reason in sorted(set(dropped.values())):
+            await parts.store.drop([t.id for t in collected.trajectories if dropped.get(t.id) == reason], reason)
+        trained_ids = [t.id for t in collected.kept if t.id not in dropped]
         await parts.store.reserve(trained_ids, step)
         prepared = time.perf_counter()
 
@@ -109,9 +110,7 @@ class Loop:
         self.log.log(step, metrics)
         for warning in self.monitor.observe(step, metrics):
             self.warn(f"step {warning.step}: {warning.message}")
-        self.view.step(
-            step, parts.config.trainer.steps, metrics, Counter(reason for reason in collected.dropped.values() if reason != BASELINE)
-        )
+        self.view.step(step, parts.config.trainer.steps, metrics, Counter(reason for reason in dropped.values() if reason != BASELINE))
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts. `label` tells two of one step apart."""

@@ -27,6 +27,7 @@ from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import AgentFunction, Components, TaskSource, make_environment, open_components
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
 from agentevo.orchestration.loop import Loop
+from agentevo.orchestration.preference import check_preference, preference_trainer
 from agentevo.run_folder import read_store
 from agentevo.store.store import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
@@ -36,7 +37,7 @@ from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
 
-FIXED_SECTIONS = ("model", "environment", "agent", "cold_start")
+FIXED_SECTIONS = ("model", "environment", "agent", "cold_start", "data")
 """What a resumed run can't change: it would be another run."""
 UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite")
 """They say where a run is and not what it is; its folder may have been moved."""
@@ -167,6 +168,7 @@ def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -
     if tasks is None:
         make_environment(config).close()
     TaskSource(config, tasks)
+    check_preference(config)
     if config.model.name != "tiny" and not resume:
         resolve(config.model.name)
     if config.reward_model.name is not None:
@@ -250,7 +252,7 @@ async def _train(
         staging.write_text(to_yaml(config), encoding="utf-8")
         os.replace(staging, folder / "config.yaml")
         async with open_components(config, agent=agent, tasks=tasks, checkpoint=checkpoint) as parts:
-            trainer = Trainer(
+            trainer = preference_trainer(parts) or Trainer(
                 parts.model,
                 config.trainer,
                 config.algorithm,

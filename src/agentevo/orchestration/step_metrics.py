@@ -19,8 +19,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, st
     """Of all sampled trajectories of a step; rewards and lengths over the completed ones."""
     done = [t for t in trajectories if t.status == "completed"]
     turns = [turn for t in done for turn in t.turns]
-    metrics = {"rollout/in": float(len(trajectories)), "rollout/dropped": float(len(dropped))}
-    metrics |= {f"rollout/dropped/{reason}": float(count) for reason, count in Counter(dropped.values()).items()}
+    metrics = {"rollout/in": float(len(trajectories))} | drop_metrics(dropped)
     metrics |= _spread("critic/score", [t.reward for t in done])
     metrics |= _spread("response_length", [float(len(turn.completion_ids)) for turn in turns])
     metrics |= _spread("prompt_length", [float(len(t.turns[0].prompt_ids)) for t in done if t.turns])
@@ -44,6 +43,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, st
             "group/zero_std_ratio": fmean(spread == 0 for spread in spreads),
         }
     return metrics
+
+
+def drop_metrics(dropped: Mapping[str, str]) -> dict[str, float]:
+    """How many trajectories are not trained on, and why. dropped: id -> reason."""
+    metrics = {"rollout/dropped": float(len(dropped))}
+    return metrics | {f"rollout/dropped/{reason}": float(count) for reason, count in Counter(dropped.values()).items()}
 
 
 def collection_metrics(*, group_sizes: Sequence[int], length_parts: Sequence[float], baseline_rewards: Sequence[float]) -> dict[str, float]:

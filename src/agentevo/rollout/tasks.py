@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import count as count_from
 from typing import Literal
@@ -31,3 +32,11 @@ def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
     for place in count_from():
         index = f"{step}+{place}"
         yield Task(id=f"train-{index}", environment=environment, seed=world_seed(run_seed, "train", index))
+
+
+def seed_of_task(run_seed: int, task_id: str) -> int:
+    """The world of an environment's task, by the id that `environment_tasks` or `refill_tasks` gave it."""
+    purpose, _, index = task_id.rpartition("-")
+    if purpose not in _REMAINDER or not re.fullmatch(r"\d+(\+\d+)?", index):
+        raise ValueError(f"{task_id!r} is not the id of an environment's task, such as train-7: given tasks have no world of their own")
+    return world_seed(run_seed, purpose, int(index) if index.isdigit() else index)

@@ -44,6 +44,8 @@ class Prepared:
 
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Id of each trajectory that is left out after all -> why."""
 
 
 class Preparation:

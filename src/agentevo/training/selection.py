@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from agentevo.algorithms.filters import Kept, dynamic_sampling, is_informative, overlong, starpo_s
-from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 
@@ -43,7 +42,7 @@ def select(
     if section.keep_groups < 1:
         filtered = starpo_s([t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups)
         kept = _filtered(kept, filtered, "small-spread", dropped)
-    if ADVANTAGES[section.settled().advantage].within_group:
+    if section.within_group:
         kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
     return kept, dropped
 

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
-from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.config import AlgorithmSection, CriticSection, ProcessRewardSection, TrainerSection
 from agentevo.training.critic import Critic, Listener
 from agentevo.training.objective import Objective
@@ -65,7 +64,7 @@ class Trainer:
 
     def begin(self) -> None:
         """RL begins: the models that start as copies of the policy become what it is now. Only those that the algorithm needs."""
-        needs = ADVANTAGES[self.algorithm.settled().advantage].needs
+        needs = self.algorithm.needs
         if self.algorithm.kl_coef > 0 or "process_rewards" in needs:
             self.roles.reference = Reference(self.model, self.algorithm)
         if "values" in needs:

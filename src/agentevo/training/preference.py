@@ -1,0 +1,277 @@
+"""Training by comparing answers: pairs, or single answers, to one update of the policy and its metrics.
+
+    loss = sum over pairs of weight * l(log pi(chosen), log pi(rejected), log ref(chosen), log ref(rejected), ...)
+
+with sums of log-probs over whole answers, so no part of the loss belongs to one micro-batch; `backward_through_sums` makes loss and
+gradient the same for any split. Log-probs are those of the policy at the temperature that it is sampled with, of the solver's and given
+answers too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.algorithms.preference import preference_loss
+from agentevo.config import AlgorithmSection, TrainerSection
+from agentevo.seeds import derive_seed
+from agentevo.training.optimization import Optimization
+from agentevo.training.packing import PackedBatch
+from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
+from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
+from agentevo.training.reference import Reference
+from agentevo.types import Sample, Trajectory
+
+METRICS = {
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "reward_margin": "rewards/margins",
+    "accuracy": "rewards/accuracies",
+}
+"""Ours -> TRL's."""
+
+
+@dataclass
+class PreparedPairs:
+    """What a step trains on."""
+
+    samples: list[Pair]
+    metrics: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Id of each trajectory that is in no pair -> "no-pair"."""
+
+
+class PairData:
+    """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles anew each round. What does not fill a step
+    at a round's end waits: no step has a group twice."""
+
+    def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
+        self.groups, self.seed = groups, seed
+        self.per_step = min(per_step, len(groups))
+
+    def of_step(self, step: int) -> list[Pair]:
+        """Of step `step`, from 1."""
+        round_, place = divmod(step - 1, len(self.groups) // self.per_step)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "pairs", round_))
+        order = torch.randperm(len(self.groups), generator=generator).tolist()
+        return [pair for index in order[place * self.per_step : (place + 1) * self.per_step] for pair in self.groups[index]]
+
+
+class PreferenceTrainer:
+    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and the reference policy."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        trainer: TrainerSection,
+        section: AlgorithmSection,
+        *,
+        temperature: float = 1.0,
+        demonstrations: Demonstrations | None = None,
+        data: PairData | None = None,
+    ) -> None:
+        """data: pairs to train on in place of those that trajectories make."""
+        algorithm = section.preference()
+        if algorithm is None:
+            raise ValueError(f"algorithm.name={section.name} has no preference loss: choose dpo, say")
+        self.model, self.section, self.algorithm_section, self.algorithm = model, trainer, section, algorithm
+        self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
+        self.optimization = Optimization(model.parameters(), trainer)
+        self.reference: Reference | None = None
+        self.steps = 0
+        self.context_length = int(getattr(model.config, "max_position_embeddings", 1 << 30))
+
+    def begin(self) -> None:
+        """Training begins: the reference becomes what the policy is now, if the loss has one."""
+        if self.algorithm.needs_reference:
+            self.reference = Reference(self.model, self.algorithm_section)
+
+    def prepare(self, trajectories: Sequence[Trajectory], baselines: Mapping[str, float] = MappingProxyType({})) -> PreparedPairs:
+        """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for others."""
+        if self.data is not None:
+            pairs = self.data.of_step(self.steps + 1)
+        else:
+            pairs = make_pairs(trajectories, self.algorithm, self.algorithm_section, self.demonstrations)
+        used = {answer.name for pair in pairs for answer in pair.answers}
+        dropped = {t.id: "no-pair" for t in trajectories if t.id not in used}
+        return PreparedPairs(pairs, {"preference/num_pairs": float(len(pairs))}, dropped)
+
+    def step(self, samples: Sequence[Pair]) -> dict[str, float]:
+        """One update from a batch of pairs: `epochs` passes of `minibatches` optimizer steps; groups stay whole.
+
+        Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
+        """
+        reference = self._reference_sums(samples)
+        sums: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+        groups = sorted({pair.group_id for pair in samples})
+        for _ in range(self.section.epochs):
+            for part in range(min(self.section.minibatches, len(groups))):
+                chosen = set(groups[part :: self.section.minibatches])
+                for key, value in self._update([pair for pair in samples if pair.group_id in chosen], reference).items():
+                    sums[key] += value
+                    counts[key] += not key.startswith("trainer/")
+        self.steps += 1
+        if self.reference is not None:
+            self.reference.follow(self.model, self.steps)
+        return {key: value / max(1, counts[key]) for key, value in sums.items()}
+
+    def _update(self, pairs: Sequence[Pair], reference: Mapping[str, float]) -> dict[str, float]:
+        """One optimizer step."""
+        lr = self.optimization.begin()
+        answers = _answers(pairs)
+        rows, owners = self._rows(answers)
+        batches = micro_batches(rows, self.section.micro_batch_tokens, device_of(self.model))
+        comparison = _Comparison(pairs, answers, reference)
+        baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
+        found: dict[str, float] = {}
+
+        def loss_of(sums: torch.Tensor) -> torch.Tensor:
+            inputs = comparison.inputs(sums, self.algorithm.loss)
+            if baseline is not None:
+                inputs["kl_baseline"] = baseline
+            loss, metrics = preference_loss(self.algorithm.loss, **inputs, **self.algorithm.hyper)
+            found.update({METRICS[key]: float(value) for key, value in metrics.items() if key in METRICS})
+            return loss
+
+        loss, sums = backward_through_sums(self.model, batches, owners, loss_of, self.optimization.backward)
+        norm = self.optimization.finish()
+        found |= {"loss": float(loss)} | comparison.means(sums)
+        if baseline is not None:
+            found |= {"kl": baseline} | comparison.kto_rewards(sums, self.algorithm.hyper["beta"])
+        return {f"preference/{key}": value for key, value in found.items()} | {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "trainer/distinct_tokens": float(sum(batch.num_distinct for _, batch in batches)),
+            "trainer/logical_tokens": float(sum(batch.num_logical for _, batch in batches)),
+            "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
+        }
+
+    def _rows(self, answers: Sequence[Answer]) -> tuple[list[Sample], list[int]]:
+        """All rows, at one temperature, and the number of the answer that each is of."""
+        rows = [msgspec.structs.replace(row, temperature=self.temperature) for answer in answers for row in answer.rows]
+        return rows, [number for number, answer in enumerate(answers) for _ in answer.rows]
+
+    def _reference_sums(self, pairs: Sequence[Pair]) -> dict[str, float]:
+        """Answer's name -> its summed log-prob under the reference; empty without one."""
+        if self.reference is None:
+            return {}
+        reference, answers = self.reference, _answers(pairs)
+        rows, owners = self._rows(answers)
+        tables = token_tables(
+            rows, self.section.micro_batch_tokens, device_of(self.model), lambda batch: {"ref": reference.logprobs(batch)}
+        )
+        sums = torch.zeros(len(answers)).index_add(0, torch.tensor(owners), tables["ref"].sum(1))
+        return {answer.name: float(value) for answer, value in zip(answers, sums, strict=True)}
+
+    def _kl_baseline(self, answers: Sequence[Answer]) -> float:
+        """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after other tasks' prompts. 0 without any."""
+        others = [row for rows in mismatched(answers, self.context_length) for row in rows]
+        if not others or self.reference is None:
+            return 0.0
+        reference = self.reference
+        num_answers = len({row.trajectory_id for row in others})
+        rows = [msgspec.structs.replace(row, temperature=self.temperature) for row in others]
+
+        def log_ratio(batch: PackedBatch) -> dict[str, torch.Tensor]:
+            return {"ratio": batch.forward(self.model)[0] - reference.logprobs(batch)}
+
+        tables = token_tables(rows, self.section.micro_batch_tokens, device_of(self.model), log_ratio)
+        return float(tables["ratio"].sum()) / num_answers
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the model's weights."""
+        reference = {} if self.reference is None else self.reference.state_dict()
+        return {"optimization": self.optimization.state_dict(), "steps": self.steps, "reference": reference}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict, for a model whose weights are already loaded."""
+        self.begin()
+        self.optimization.load_state_dict(state["optimization"])
+        self.steps = state["steps"]
+        if self.reference is not None and state["reference"]:
+            self.reference.load_state_dict(state["reference"])
+
+
+def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Sample]]:
+    """For each answer the next one of another task after its own prompt, as rows; of one task alone, none.
+
+    What follows the other's first prompt stays as it is, its later observations included; what exceeds the context is cut off. The order of
+    answers does not matter. Source: arXiv 2402.01306, section 4.1.
+    """
+    ordered = sorted(answers, key=lambda answer: (answer.rows[0].group_id, answer.name))
+    found = []
+    for place, answer in enumerate(ordered):
+        group = answer.rows[0].group_id
+        others = (one for one in [*ordered[place + 1 :], *ordered[:place]] if one.rows[0].group_id != group)
+        other = next(others, None)
+        prompt = answer.rows[0].ids[: answer.rows[0].loss_mask.index(True)]
+        rows = [] if other is None else [_after(prompt, row, answer.name, context_length) for row in other.rows]
+        found.append([row for row in rows if any(row.loss_mask)])
+    return found
+
+
+def _after(prompt: list[int], row: Sample, name: str, context_length: int) -> Sample:
+    start = row.loss_mask.index(True)
+    ids = [*prompt, *row.ids[start:]][:context_length]
+    mask = [*[False] * len(prompt), *row.loss_mask[start:]][:context_length]
+    blank = [0.0] * len(ids)
+    return msgspec.structs.replace(
+        row, trajectory_id=name, ids=ids, loss_mask=mask, logprobs=blank, advantages=blank, versions=[0 if m else -1 for m in mask]
+    )
+
+
+def _answers(pairs: Sequence[Pair]) -> list[Answer]:
+    """Each once, in order of their names: sums do not depend on the order of pairs."""
+    found = {answer.name: answer for pair in pairs for answer in pair.answers}
+    return [found[name] for name in sorted(found)]
+
+
+class _Comparison:
+    """Which answers the pairs are made of: from sums of log-probs [N] to the inputs of the loss [P]."""
+
+    def __init__(self, pairs: Sequence[Pair], answers: Sequence[Answer], reference: Mapping[str, float]) -> None:
+        numbers = {answer.name: number for number, answer in enumerate(answers)}
+        self.pairs = sorted(pairs, key=lambda pair: [answer.name for answer in pair.answers])
+        self.lengths = torch.tensor([answer.num_tokens for answer in answers])
+        self.reference = torch.tensor([reference.get(answer.name, 0.0) for answer in answers])
+        self.chosen = torch.tensor([numbers[pair.chosen.name] for pair in self.pairs if pair.chosen is not None], dtype=torch.int64)
+        self.rejected = torch.tensor([numbers[pair.rejected.name] for pair in self.pairs if pair.rejected is not None], dtype=torch.int64)
+
+    def inputs(self, sums: torch.Tensor, loss: str) -> dict[str, Any]:
+        """All that the loss could need of sums [N]."""
+        reference, lengths = self.reference.to(sums), self.lengths.to(sums.device)
+        if loss == "kto":
+            alone = torch.cat([self.chosen, self.rejected]).to(sums.device)
+            desirable = torch.arange(len(alone), device=sums.device) < len(self.chosen)
+            return {"logp": sums[alone], "ref_logp": reference[alone], "desirable": desirable}
+        found: dict[str, Any] = {}
+        for side, places in (("chosen", self.chosen), ("rejected", self.rejected)):
+            at = places.to(sums.device)
+            found |= {f"{side}_logp": sums[at], f"ref_{side}_logp": reference[at], f"{side}_lengths": lengths[at]}
+        if loss == "sppo":
+            chances = torch.tensor([pair.win_probs for pair in self.pairs]).to(sums)
+            found |= {"chosen_win_prob": chances[:, 0], "rejected_win_prob": chances[:, 1]}
+        return found
+
+    def means(self, sums: torch.Tensor) -> dict[str, float]:
+        """Of the answers' log-probs."""
+        sides = (("logps/chosen", self.chosen), ("logps/rejected", self.rejected))
+        return {key: float(sums.cpu()[places].mean()) for key, places in sides if len(places)}
+
+    def kto_rewards(self, sums: torch.Tensor, beta: float) -> dict[str, float]:
+        """Mean rewards of desirable and of undesirable answers, and their difference."""
+        rewards = beta * (sums.cpu() - self.reference)
+        found = {
+            key: float(rewards[places].mean()) for key, places in (("chosen", self.chosen), ("rejected", self.rejected)) if len(places)
+        }
+        if len(found) == 2:
+            found["margins"] = found["chosen"] - found["rejected"]
+        return {f"rewards/{key}": value for key, value in found.items()}
