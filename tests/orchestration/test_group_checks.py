@@ -135,5 +135,8 @@ def test_memory_follows_the_shape_of_the_model(loaded):
         loaded.model, build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False), step_tokens=1000, cached_tokens=500
     )
     assert more["reference copy"] == weights
+    for name, kept in (("dpo", True), ("rft", False)):
+        preferred = build_config({"algorithm": {"name": name}}, needs_environment=False)
+        assert ("reference copy" in checks.memory_parts(loaded.model, preferred, step_tokens=1000, cached_tokens=500)) == kept
     assert more["activations"] == parts["activations"] * 1000 / 64
     assert next(loaded.model.parameters()).dtype == torch.float32

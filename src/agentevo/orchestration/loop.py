@@ -18,7 +18,7 @@ from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
 from agentevo.orchestration.collect import Collector
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import evaluate, headline
-from agentevo.orchestration.step_metrics import performance_metrics
+from agentevo.orchestration.step_metrics import drop_metrics, performance_metrics
 from agentevo.rollout.sampler import BASELINE
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
@@ -87,6 +87,7 @@ class Loop:
 
         made = self.trainer.prepare(collected.kept, collected.baselines)
         dropped = collected.dropped | made.dropped
+        told = {name: reason for name, reason in dropped.items() if reason != BASELINE}
         for reason in sorted(set(dropped.values())):
             await parts.store.drop([t.id for t in collected.trajectories if dropped.get(t.id) == reason], reason)
         trained_ids = [t.id for t in collected.kept if t.id not in dropped]
@@ -101,7 +102,7 @@ class Loop:
         now = time.perf_counter()
         timings = {"gen": sampled - started, "adv": prepared - sampled, "update_actor": updated - prepared, "update_weights": now - updated}
         grown = {key: value - counters.get(key, 0.0) for key, value in parts.engine.stats().items()}
-        metrics = {"training/global_step": float(step), **collected.metrics, **trained}
+        metrics = {"training/global_step": float(step), **collected.metrics, **drop_metrics(told), **trained}
         metrics |= performance_metrics(timings | {"step": now - started}, grown, trained)
         await parts.store.commit_step(step, {"metrics": metrics}, ids=trained_ids)
         self.progress.step = step
@@ -110,7 +111,7 @@ class Loop:
         self.log.log(step, metrics)
         for warning in self.monitor.observe(step, metrics):
             self.warn(f"step {warning.step}: {warning.message}")
-        self.view.step(step, parts.config.trainer.steps, metrics, Counter(reason for reason in dropped.values() if reason != BASELINE))
+        self.view.step(step, parts.config.trainer.steps, metrics, Counter(told.values()))
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts. `label` tells two of one step apart."""
