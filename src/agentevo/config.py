@@ -525,6 +525,11 @@ def _contradictions(config: RunConfig) -> list[str]:
         elif config.algorithm.keep_groups < 1:
             found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
     found += collect_contradictions(config)
+    if config.environment is not None and config.agent.format_penalty > 0 and "maxrl" in (config.algorithm.advantage, config.algorithm.name):
+        found.append(
+            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, but agent.format_penalty is "
+            f"{config.agent.format_penalty:g}: set it to 0"
+        )
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
     if trainer.minibatches > trainer.groups_per_step:

@@ -49,6 +49,7 @@ def advantages_of(
 
     tables: name -> [S, T], what passes over the rows found; bonus [S, T] is added to the environment's rewards; baselines: task id ->
     reward of its greedy attempt; weights of the reward parts (1 where none is given); monte_carlo: lambda 1, whatever the recipe says.
+    Raises TrainingError for rewards that the advantage can't be made from.
     """
     if not rows:
         return []
@@ -68,16 +69,19 @@ def advantages_of(
     hyper = dict(algorithm.advantage_hyper)
     if monte_carlo:
         hyper |= {key: 1.0 for key in ("lam", "turn_lam") if key in hyper}
-    advantages, returns = advantage(
-        algorithm.advantage,
-        token_rewards=rewards,
-        mask=mask,
-        group_ids=[row.trajectory.group_id for row in rows],
-        trajectory_ids=[row.trajectory.id for row in rows],
-        turn_ids=turn_ids,
-        **inputs,
-        **hyper,
-    )
+    try:
+        advantages, returns = advantage(
+            algorithm.advantage,
+            token_rewards=rewards,
+            mask=mask,
+            group_ids=[row.trajectory.group_id for row in rows],
+            trajectory_ids=[row.trajectory.id for row in rows],
+            turn_ids=turn_ids,
+            **inputs,
+            **hyper,
+        )
+    except ValueError as error:
+        raise TrainingError(f"{error} (of this step's attempts; the weights were not changed)") from error
     columns = {name: tables[name] for name in UPDATE_COLUMNS if name in tables} | ({"returns": returns} if "values" in tables else {})
     return [
         _finished(row.sample, advantages[index], {name: table[index] for name, table in columns.items()}) for index, row in enumerate(rows)
