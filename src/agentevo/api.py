@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgspec
 import pydantic
 
-from agentevo import config_sources
-from agentevo.config import RunConfig, build_config
+from agentevo.config import RunConfig, build_config, sources
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
@@ -83,7 +82,7 @@ def resolve(
     options = {key: _plain(value, named=key in named) for key, value in {**sections, **named}.items() if value is not None}
     tree, name, agent = _starting_point(agent_or_env)
     try:
-        tree = config_sources.overlay(tree, options)
+        tree = sources.overlay(tree, options)
     except ConfigError as error:
         raise ConfigError(f"agentevo.train: {error}") from error
     return build_config(tree, overrides, where="agentevo.train", name=name, needs_environment=agent is None), agent
@@ -118,10 +117,10 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
 
 def _named(name: str) -> tuple[dict[str, Any], str, None]:
     """A recipe, which has vetted settings, is preferred to an environment of the same name."""
-    recipes, worlds = config_sources.recipe_names(), environments.names()
+    recipes, worlds = sources.recipe_names(), environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
-        path = config_sources.find_recipe(name)
-        return config_sources.read_yaml(path), path.stem, None
+        path = sources.find_recipe(name)
+        return sources.read_yaml(path), path.stem, None
     if name in worlds:
         return {"environment": {"type": name}}, name, None
     guess = nearest(name, [*recipes, *worlds])

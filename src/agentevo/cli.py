@@ -22,8 +22,8 @@ from agentevo import __version__
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
-    from agentevo.config_keys import Explanation
-    from agentevo.config_sweep import Sweep
+    from agentevo.config.keys import Explanation
+    from agentevo.config.sweep import Sweep
     from agentevo.orchestration.verdicts import Verdict
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
@@ -94,7 +94,7 @@ def train(
 ) -> None:
     """Train an agent: evaluate, train, evaluate again, report. A recipe with a `sweep` is several runs, and ends with a table of them."""
     from agentevo.config import load_config, to_yaml
-    from agentevo.config_sweep import load_sweep
+    from agentevo.config.sweep import load_sweep
 
     sweep = load_sweep(recipe, overrides or [])
     if sweep is not None:
@@ -274,7 +274,7 @@ def explain(
 ) -> None:
     """Say what a key means: type, range, default, unit. `algorithm.NAME` explains a preset, advantage, policy loss, KL or aggregation."""
     from agentevo.catalogue.describe import describe
-    from agentevo.config_sweep import recipe_keys
+    from agentevo.config.sweep import recipe_keys
 
     keys = recipe_keys()
     if not key:

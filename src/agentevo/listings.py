@@ -39,8 +39,8 @@ def models() -> list[Row]:
 
 def recipes() -> list[Row]:
     """Packaged recipes; the line is the first comment of each file, and how many runs it is if it is a sweep."""
-    from agentevo.config_sources import PACKAGED_RECIPES, recipe_names
-    from agentevo.config_sweep import load_sweep
+    from agentevo.config.sources import PACKAGED_RECIPES, recipe_names
+    from agentevo.config.sweep import load_sweep
 
     rows = []
     for name in recipe_names():

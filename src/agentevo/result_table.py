@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentevo import config_sources
+from agentevo.config import sources
 from agentevo.errors import ConfigError
 from agentevo.run_folder import SWEEP_FILE, check_run_folder, finished_summary, is_sweep_folder
 
@@ -178,7 +178,7 @@ def _read_sweep(folder: Path) -> list[Result]:
 
 def _finished_in(folder: Path) -> list[Result]:
     """By variant as the sweep has them, then by seed."""
-    order = list(config_sources.read_yaml(folder / SWEEP_FILE).get("variants", {}))
+    order = list(sources.read_yaml(folder / SWEEP_FILE).get("variants", {}))
     found = [_result(path, summary) for path in sorted(folder.iterdir()) if (summary := finished_summary(path)) is not None]
     return sorted(found, key=lambda result: (order.index(result.name) if result.name in order else len(order), result.name, result.seed))
 
@@ -192,7 +192,7 @@ def _read_run(folder: Path) -> Result:
 
 def _result(folder: Path, summary: dict[str, Any]) -> Result:
     evaluation = summary["eval"]
-    config = config_sources.leaves(config_sources.read_yaml(folder / "config.yaml"))
+    config = sources.leaves(sources.read_yaml(folder / "config.yaml"))
     return Result(
         name=summary["name"],
         folder=folder,

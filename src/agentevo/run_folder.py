@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentevo import config_sources
+from agentevo.config import sources
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     from agentevo.config import build_config
 
     source = check_run_folder(path) / "config.yaml"
-    tree = config_sources.overlay(config_sources.read_yaml(source), {"run": {"dir": str(path), "overwrite": False}})
+    tree = sources.overlay(sources.read_yaml(source), {"run": {"dir": str(path), "overwrite": False}})
     return build_config(tree, overrides, where=str(source), needs_environment=False)
 
 
@@ -109,5 +109,5 @@ def _saved_model(name: str) -> str | None:
 
 def _section(path: Path, name: str) -> dict[str, Any]:
     """A section as written in config.yaml, unchecked: the store of a run can be read where its environment is not installed."""
-    section = config_sources.read_yaml(check_run_folder(path) / "config.yaml").get(name)
+    section = sources.read_yaml(check_run_folder(path) / "config.yaml").get(name)
     return section if isinstance(section, dict) else {}

@@ -7,8 +7,8 @@ import pytest
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import load_config
-from agentevo.config_sources import find_recipe
-from agentevo.config_sweep import load_sweep, recipe_keys
+from agentevo.config.sources import find_recipe
+from agentevo.config.sweep import load_sweep, recipe_keys
 from agentevo.errors import ConfigError
 
 BASE = """

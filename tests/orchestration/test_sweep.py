@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentevo.config_sweep import Sweep, load_sweep
+from agentevo.config.sweep import Sweep, load_sweep
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.sweep import run_sweep

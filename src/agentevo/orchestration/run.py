@@ -16,8 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 import yaml
 
-from agentevo import config_sources
-from agentevo.config import RunConfig, to_yaml
+from agentevo.config import RunConfig, sources, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.attention import prepare
 from agentevo.models.load import load_reward_model
@@ -208,8 +207,8 @@ def _prepare_folder(config: RunConfig) -> None:
 
 def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Where `config` differs from the configuration that its folder was last run with: key -> (was, now)."""
-    before = config_sources.leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
-    now = config_sources.leaves(config.model_dump(mode="json"))
+    before = sources.leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    now = sources.leaves(config.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS]
     return {key: (before.get(key), now.get(key)) for key in keys}
 

@@ -32,7 +32,7 @@ from typing import Literal
 import yaml
 
 from agentevo.config import to_yaml
-from agentevo.config_sweep import Member, Sweep
+from agentevo.config.sweep import Member, Sweep
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.run import changes, check_parts

@@ -20,9 +20,8 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import Field, field_validator
 
-from agentevo import config_sources
-from agentevo.config import RunConfig, RunSection, Section, build_config, environment_variants
-from agentevo.config_keys import ConfigKeys
+from agentevo.config import RunConfig, RunSection, Section, build_config, environment_variants, sources
+from agentevo.config.keys import ConfigKeys
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
 
@@ -65,7 +64,7 @@ class SweepSection(Section):
         for name, changes in value.items():
             if not re.fullmatch(r"\w[\w.+-]*", name):
                 raise ValueError(f"got the name {name!r}; it becomes a folder: use letters, digits, and `_ . + -` after the first")
-            leaves = config_sources.leaves(_nested(changes))
+            leaves = sources.leaves(_nested(changes))
             taken = [key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)]
             if taken:
                 raise ValueError(f"{name} sets {taken[0]}, which the sweep sets for each of its runs: remove it")
@@ -143,12 +142,12 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
 
     Raises `ConfigError` with a line for each problem of any member.
     """
-    path = config_sources.find_recipe(str(recipe))
-    tree = config_sources.read_yaml(path)
-    for_sweep = [one for one in overrides if config_sources.split_override(one)[0].partition(".")[0] == "sweep"]
+    path = sources.find_recipe(str(recipe))
+    tree = sources.read_yaml(path)
+    for_sweep = [one for one in overrides if sources.split_override(one)[0].partition(".")[0] == "sweep"]
     for_runs = [one for one in overrides if one not in for_sweep]
     keys = recipe_keys()
-    given = config_sources.merge(tree, for_sweep, where=str(path), is_text=keys.is_text).get("sweep")
+    given = sources.merge(tree, for_sweep, where=str(path), is_text=keys.is_text).get("sweep")
     if given is None:
         return None
     section = _read(SweepSection, "sweep", given, keys, for_sweep, str(path))
@@ -172,22 +171,22 @@ def _read(model: type[S], name: str, given: object, keys: ConfigKeys, overrides:
     except pydantic.ValidationError as error:
         lines += [keys.problem({**one, "loc": (name, *one["loc"])}, chosen={}) for one in error.errors()]
     if lines:
-        raise ConfigError("\n".join(f"{config_sources.written_in(line, overrides, where)}: {line}" for line in dict.fromkeys(lines)))
+        raise ConfigError("\n".join(f"{sources.written_in(line, overrides, where)}: {line}" for line in dict.fromkeys(lines)))
     return section
 
 
 def _read_run(base: Mapping[str, Any], overrides: Sequence[str], keys: ConfigKeys, path: Path, *, written: bool) -> RunSection:
     """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not `written` as a sweep may have a seed."""
-    plain = config_sources.merge(dict(base), overrides, where=str(path), is_text=keys.is_text)
+    plain = sources.merge(dict(base), overrides, where=str(path), is_text=keys.is_text)
     given = plain.get("run", {})
     if isinstance(given, dict):
         given = {"name": path.stem, **given}
-        where = config_sources.written_in("run.seed:", overrides, str(path))
+        where = sources.written_in("run.seed:", overrides, str(path))
         if "seed" in given and (written or where == "override"):
             raise ConfigError(f"{where}: run.seed: a sweep runs with every seed of sweep.seeds: write sweep.seeds=[{given['seed']}]")
     store = plain.get("store")
     if isinstance(store, dict) and store.get("url") is not None:
-        where = config_sources.written_in("store.url:", overrides, str(path))
+        where = sources.written_in("store.url:", overrides, str(path))
         raise ConfigError(f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and each has one in its folder")
     return _read(RunSection, "run", given, keys, overrides, str(path))
 
@@ -198,7 +197,7 @@ def _member_configs(base: Mapping[str, Any], section: SweepSection, overrides: S
     problems: dict[str, list[str]] = {}
     for variant in section.chosen:
         try:
-            tree = config_sources.overlay({"run": {"threads": 1}}, _with_changes(base, _nested(section.variants[variant])))
+            tree = sources.overlay({"run": {"threads": 1}}, _with_changes(base, _nested(section.variants[variant])))
             configs[variant] = build_config(tree, [*overrides, f"run.name={variant}", "run.overwrite=false"], where=str(path))
         except ConfigError as error:
             for line in str(error).splitlines():
@@ -222,7 +221,7 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         for part in reversed(str(key).split(".")):
             value = {part: value}
-        tree = config_sources.overlay(tree, value)
+        tree = sources.overlay(tree, value)
     return tree
 
 
@@ -230,7 +229,7 @@ def _with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
     """The recipe with a variant's changes. The options of an environment mean nothing to one of another type, so they go with it."""
     was, now = base.get("environment"), changes.get("environment")
     other_world = isinstance(was, Mapping) and isinstance(now, Mapping) and now.get("type", was.get("type")) != was.get("type")
-    return config_sources.overlay({key: value for key, value in base.items() if not (key == "environment" and other_world)}, changes)
+    return sources.overlay({key: value for key, value in base.items() if not (key == "environment" and other_world)}, changes)
 
 
 def _member(variant: str, config: RunConfig, section: SweepSection, seed: int, folder: Path) -> Member:

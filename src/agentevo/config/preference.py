@@ -87,7 +87,7 @@ def preference_contradictions(config: RunConfig) -> list[str]:
 
 
 def _changed(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:
-    return [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
+    return [key for key in keys if getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)]
 
 
 def _answers(preference: PreferenceAlgorithm) -> str:

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
 
-PACKAGED_RECIPES = Path(__file__).parent / "recipes"
+PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
 

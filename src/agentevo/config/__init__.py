@@ -1,0 +1,39 @@
+"""The recipe: one tree that says everything about a run, read from YAML and overrides, checked before anything is created."""
+
+from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
+from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_yaml
+from agentevo.config.section import Section
+from agentevo.config.sections import (
+    AgentSection,
+    ColdStartSection,
+    CriticSection,
+    EngineSection,
+    ModelSection,
+    ProcessRewardSection,
+    RewardModelSection,
+    RunSection,
+    TinyModel,
+    TrainerSection,
+)
+
+__all__ = [
+    "AgentSection",
+    "AlgorithmKeys",
+    "AlgorithmSection",
+    "ColdStartSection",
+    "CriticSection",
+    "EngineSection",
+    "ModelSection",
+    "ProcessRewardSection",
+    "RewardModelSection",
+    "RunConfig",
+    "RunSection",
+    "Section",
+    "TinyModel",
+    "TrainerSection",
+    "build_config",
+    "config_keys",
+    "environment_variants",
+    "load_config",
+    "to_yaml",
+]

@@ -1,0 +1,227 @@
+"""One tree that says everything about a run: `RunConfig`.
+
+A YAML recipe fills it, dotted `a.b=c` overrides change it, and what comes out is frozen. Every default is the vetted setting and is
+documented once, under its field; `agentevo config explain KEY` prints from there. Importing this module imports no torch.
+
+Order of work: YAML -> overrides -> unknown keys refused with the nearest right one -> types -> contradictions. All of it happens before
+anything is created. Reading is `sources`; explaining keys and problems is `keys`.
+
+`environment` is read by the model that the registry has for its `type`, so environments of other packages and of user code (registered
+first) have the same checks as ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+import yaml
+from pydantic import SerializeAsAny, model_validator
+from pydantic_core import ErrorDetails
+
+from agentevo.config import sources
+from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
+from agentevo.config.collect import collect_contradictions
+from agentevo.config.keys import ConfigKeys, Variants
+from agentevo.config.preference import preference_contradictions
+from agentevo.config.section import Section
+from agentevo.config.sections import (
+    AgentSection,
+    CheckpointSection,
+    ColdStartSection,
+    CriticSection,
+    DataSection,
+    EngineSection,
+    EvaluationSection,
+    ModelSection,
+    ProcessRewardSection,
+    RewardModelSection,
+    RunSection,
+    SamplingSection,
+    StoreSection,
+    TinyModel,
+    TrackingSection,
+    TrainerSection,
+)
+from agentevo.environments import EnvironmentConfig, environments
+from agentevo.errors import ConfigError
+from agentevo.registry import nearest
+
+
+class RunConfig(Section):
+    """Everything about one run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    environment: SerializeAsAny[EnvironmentConfig] | None = None
+    """The world, chosen by `type` (`agentevo list environments`), with its difficulty options. A recipe must have one; only a run of an
+    agent function on given tasks (Python API) has none."""
+    agent: AgentSection = AgentSection()
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    trainer: TrainerSection = TrainerSection()
+    critic: CriticSection = CriticSection()
+    process_reward: ProcessRewardSection = ProcessRewardSection()
+    reward_model: RewardModelSection = RewardModelSection()
+    data: DataSection = DataSection()
+    cold_start: ColdStartSection = ColdStartSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    engine: EngineSection = EngineSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    store: StoreSection = StoreSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        for problem in _contradictions(self):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+
+    @property
+    def store_url(self) -> str:
+        return self.store.url or f"sqlite:///{self.run_dir / 'store.sqlite'}"
+
+    @property
+    def max_actions(self) -> int:
+        """Actions that one episode can really take: the environment's limit or the agent's, whichever is smaller."""
+        by_agent = self.agent.max_turns * self.agent.actions_per_turn
+        return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
+
+    @property
+    def length_max(self) -> int:
+        """Trained tokens at which an attempt counts as too long."""
+        return self.algorithm.length_max or self.sampling.max_new_tokens * self.agent.max_turns
+
+
+def _contradictions(config: RunConfig) -> list[str]:
+    """Values that are each right but can't hold together, as 'what: remedy'."""
+    preference = config.algorithm.preference()
+    found = preference_contradictions(config)
+    if preference is None:
+        found += algorithm_contradictions(config.algorithm)
+    sampling, trainer = config.sampling, config.trainer
+    if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
+        found.append(
+            "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance ratio assumes whole: "
+            "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
+        )
+    if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
+        if config.algorithm.within_group:
+            found.append(
+                f"algorithm.name={config.algorithm.name} compares the members of a group, but trainer.group_size is 1: set it to 2 or more"
+            )
+        elif config.algorithm.keep_groups < 1:
+            found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
+    found += collect_contradictions(config)
+    if (
+        config.environment is not None
+        and config.agent.format_penalty > 0
+        and "maxrl" in (config.algorithm.advantage, config.algorithm.name)
+    ):
+        found.append(
+            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, but agent.format_penalty is "
+            f"{config.agent.format_penalty:g}: set it to 0"
+        )
+    if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
+        found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
+    if trainer.minibatches > trainer.groups_per_step:
+        found.append(
+            f"trainer.minibatches={trainer.minibatches} is more than trainer.groups_per_step={trainer.groups_per_step}: "
+            "a group is never split, so set trainer.minibatches no higher than trainer.groups_per_step"
+        )
+    tiny = config.model.tiny
+    if config.model.name != "tiny" and tiny != TinyModel():
+        found.append(f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or remove model.tiny")
+    if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
+        found.append(
+            f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
+            f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
+        )
+    if config.engine.kv_cache_tokens is not None and sampling.max_new_tokens > config.engine.kv_cache_tokens:
+        found.append(
+            f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
+            "lower the former or raise the latter"
+        )
+    return found
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a recipe, applies `a.b=c` overrides, checks everything. Raises `ConfigError` with one line per problem."""
+    path = sources.find_recipe(str(recipe))
+    return build_config(sources.read_yaml(path), overrides, where=str(path), name=path.stem)
+
+
+def build_config(
+    tree: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "config", name: str = "run", needs_environment: bool = True
+) -> RunConfig:
+    """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the default of `run.name`."""
+    keys = config_keys()
+    plain = sources.merge(dict(tree), overrides, where=where, is_text=keys.is_text)
+    if plain.pop("sweep", None) is not None:
+        raise ConfigError(
+            f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, which only `agentevo train` takes "
+            "(--dry-run lists them): add sweep=null for the recipe without its variants"
+        )
+    run = plain.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", name)
+    chosen = _chosen_type(plain.get("environment"))
+    lines = keys.misplaced_booleans(plain, chosen=chosen)
+    environment, errors, refusal = _read_environment(plain.get("environment"))
+    if refusal:
+        lines.append(refusal)
+    if needs_environment and plain.get("environment", False) in (False, None):
+        lines.append(f"environment.type: missing; choose one of {', '.join(environments.names())}")
+        plain.pop("environment", None)
+    elif isinstance(plain.get("environment"), dict):
+        plain["environment"] = environment
+    try:
+        config = RunConfig.model_validate(plain)
+    except pydantic.ValidationError as error:
+        errors.extend(error.errors())
+    lines.extend(keys.problem(error, chosen=chosen) for error in errors)
+    if lines:
+        raise ConfigError("\n".join(f"{sources.written_in(line, overrides, where)}: {line}" for line in dict.fromkeys(lines)))
+    return config
+
+
+def config_keys() -> ConfigKeys:
+    """Every key of `RunConfig` with every registered environment's options, explained."""
+    return ConfigKeys(RunConfig, environment_variants())
+
+
+def environment_variants() -> Variants:
+    """The models of the polymorphic section `environment`."""
+    return {"environment": {name: environments.get(name).Config for name in environments.names()}}
+
+
+def _chosen_type(environment: object) -> dict[str, str]:
+    kind = environment.get("type") if isinstance(environment, dict) else None
+    return {"environment": str(kind)} if kind in environments.names() else {}
+
+
+def _read_environment(given: object) -> tuple[EnvironmentConfig | None, list[ErrorDetails], str | None]:
+    """The environment's options checked by the model that its `type` names, or what is wrong with them, or with the type."""
+    if not isinstance(given, dict):
+        return None, [], None
+    kind, known = given.get("type"), environments.names()
+    if kind not in known:
+        guess = nearest(kind, known) if isinstance(kind, str) else None
+        what = "missing" if "type" not in given else f"got {kind!r}"
+        hint = f" did you mean {guess}?" if guess else ""
+        return None, [], f"environment.type: {what};{hint} choose one of {', '.join(known)}"
+    try:
+        return environments.get(kind).Config.model_validate(given), [], None
+    except pydantic.ValidationError as error:
+        return None, [{**problem, "loc": ("environment", *problem["loc"])} for problem in error.errors()], None
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole resolved tree; loading it gives the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,284 @@
+"""The sections of a recipe, but for the algorithm's. Every default is the vetted setting, documented under its field."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from agentevo.config.section import Section
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class RunSection(Section):
+    """Where the run goes and what drives its random choices."""
+
+    name: str = "run"
+    """Name of the run, used in reports and for its folder. In a recipe file the default is the file's name."""
+    dir: Path | None = None
+    """Folder of the run (config, metrics, report, checkpoints, store). Default: runs/NAME."""
+    seed: int = 0
+    """Changes every random choice of the run: weights of a tiny policy, tasks, sampling, order."""
+    overwrite: bool = False
+    """Delete an existing run in the folder first. Without it an existing run is refused, unless it is resumed."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads for tensor work. Default: PyTorch's own choice."""
+
+    @field_validator("name")
+    @classmethod
+    def _a_file_name(cls, value: str) -> str:
+        if not re.fullmatch(r"\w[\w.+-]*", value):
+            raise ValueError(f"got {value!r}; the name becomes a folder: use letters, digits, and `_ . + -` after the first")
+        return value
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _expand_home(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("got an empty path; give a folder, for example runs/my-run")
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+
+
+class TinyModel(Section):
+    """Shape of the tiny policy, a Llama made on the spot with random weights (`model.name=tiny`)."""
+
+    hidden_size: int = Field(default=192, ge=16)
+    """Width of the residual stream, in units."""
+    num_layers: int = Field(default=4, ge=1)
+    """Transformer blocks."""
+    num_heads: int = Field(default=4, ge=1)
+    """Attention heads; must divide hidden_size."""
+    context_length: int = Field(default=2048, ge=32)
+    """Longest sequence, in tokens."""
+    tokenizer: Literal["word", "byte"] = "word"
+    """`word`: one token per word and symbol of the environment's texts; `byte`: 256 bytes, any text."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be an even multiple of num_heads {self.num_heads}: "
+                f"choose for example hidden_size={64 * self.num_heads}"
+            )
+        return self
+
+
+class ModelSection(Section):
+    """The policy that is trained."""
+
+    name: str = "smollm2-135m-instruct"
+    """A local folder, a known small model (`agentevo list models`), a Hugging Face hub name, or `tiny`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of weights and computation. float32 is right, and fastest, on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes a CUDA GPU if there is one."""
+    tiny: TinyModel = TinyModel()
+    """Shape of the tiny policy, used when name is `tiny`."""
+
+
+class AgentSection(Section):
+    """How the environment agent talks to the policy and reads its answers."""
+
+    format: Literal["plain", "answer", "think_answer"] = "answer"
+    """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>; `think_answer`: after <think>...</think>."""
+    format_penalty: float = Field(default=0.1, ge=0)
+    """Subtracted from the reward of a turn that breaks the format or holds an invalid action."""
+    system_prompt: str | None = None
+    """System message. None leaves the chat template's own default."""
+    memory: Literal["episode", "turn"] = "episode"
+    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest observation (for worlds that show their
+    whole state: shorter contexts, and much quicker to learn)."""
+    max_turns: int = Field(default=10, ge=1)
+    """Calls of the policy per episode."""
+    actions_per_turn: int = Field(default=1, ge=1)
+    """Actions that one turn may hold, separated by action_separator; the rest is ignored."""
+    action_separator: str = Field(default="||", min_length=1)
+    """What separates several actions in one turn."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time for one episode, in seconds; then it is recorded as failed."""
+
+
+class SamplingSection(Section):
+    """How completions are drawn while training."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Softmax temperature; the trainer uses the same."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest completion of one turn, in tokens."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling mass. Training needs 1: a cut distribution makes the importance ratio biased."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all. Training needs 0."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Keep tokens of at least this share of the top probability. Training needs 0."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end a completion, besides the model's own end-of-turn token."""
+
+
+class TrainerSection(Section):
+    """How trajectories become updates: steps, batches, AdamW."""
+
+    steps: int = Field(default=40, ge=0)
+    """RL steps: each samples groups and updates the policy."""
+    groups_per_step: int = Field(default=4, ge=1)
+    """Tasks sampled per step."""
+    group_size: int = Field(default=8, ge=1)
+    """Attempts per task: the group whose members are compared."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=2, ge=0)
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up, down to min_lr_ratio at the last step."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak, for linear and cosine."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay, applied to matrices only."""
+    betas: tuple[Rate, Rate] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per epoch over one batch of trajectories."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each batch of trajectories."""
+    micro_batch_tokens: int = Field(default=16384, ge=64)
+    """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
+
+
+class CriticSection(Section):
+    """The critic, trained where the advantage needs values (gae, turn_gae, bi_level_gae)."""
+
+    trunk: Literal["own", "shared"] = "own"
+    """`own`: a second model, at first a copy of the policy; `shared`: a head on the policy's last hidden states."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic's AdamW (with a shared trunk: of the head's)."""
+    clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from what it was at the step's start before the loss turns pessimistic. None does not clip."""
+    coef: float = Field(default=0.5, gt=0)
+    """Weight of the value loss in the policy's, with a shared trunk."""
+    pretrain_steps: int = Field(default=0, ge=0)
+    """RL steps at the beginning that teach only the critic, from plain returns (value pretraining, VC-PPO, arXiv 2503.01491)."""
+
+
+class ProcessRewardSection(Section):
+    """PRIME's process reward, learnt online from outcomes where the advantage needs it (prime)."""
+
+    beta: float = Field(default=0.05, gt=0)
+    """Reward of a token per nat of log-ratio."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of its AdamW."""
+
+
+class RewardModelSection(Section):
+    """A reward model for single tokens, beside the environment's rewards. Off while name is None."""
+
+    name: str | None = None
+    """A token-classification model with one output and the policy's tokenizer: a local folder or a Hugging Face hub name."""
+    coef: float = Field(default=1.0)
+    """What its output is multiplied by."""
+    at: Literal["all", "last"] = "all"
+    """Every trained token, or the last one of each sample."""
+
+
+class DataSection(Section):
+    """Answers to train on by a preference loss (algorithm.name=dpo and its like) in place of sampled ones: nothing is sampled but in
+    evaluations. Each step takes trainer.groups_per_step lines or groups, in an order shuffled anew each time round. Off while both are
+    null."""
+
+    pairs: Path | None = None
+    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...} or {"prompt": [messages], "completion": ...,
+    "label": true}, an answer being a text or a list of messages."""
+    pairs_from: Path | None = None
+    """Folder of a run whose stored training groups are made to pairs."""
+
+    @field_validator("pairs", "pairs_from", mode="before")
+    @classmethod
+    def _expand_home(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("got an empty path; give a file or folder, or null")
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+
+    @property
+    def given(self) -> bool:
+        return self.pairs is not None or self.pairs_from is not None
+
+
+class ColdStartSection(Section):
+    """Supervised training on demonstrations of the environment's own solver, before RL. Off while episodes is 0."""
+
+    episodes: int = Field(default=0, ge=0)
+    """Demonstration episodes, played by the solver on seeds of their own."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the demonstrations."""
+    batch_episodes: int = Field(default=32, ge=1)
+    """Episodes per optimizer step."""
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """Peak learning rate; a tenth of the steps warms up, then cosine to zero."""
+    random_action_rate: float = Field(default=0.0, ge=0, le=1)
+    """Share of demonstrated actions drawn at random instead of by the solver (taught all the same)."""
+
+
+class EvaluationSection(Section):
+    """Held-out tasks, before RL, during it and after it."""
+
+    tasks: int = Field(default=64, ge=1)
+    """Held-out tasks, with seeds that training never uses."""
+    every: int = Field(default=10, ge=0)
+    """Evaluate after this many, in steps; 0 evaluates only before and after."""
+    samples: int = Field(default=1, ge=0)
+    """Sampled attempts per task beside the greedy one, in the evaluations before and after; 0 for none."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the sampled attempts."""
+
+
+class EngineSection(Section):
+    """The embedded inference engine."""
+
+    kv_cache_gb: float = Field(default=4.0, gt=0)
+    """Key-value memory of all sequences together, in GiB; requests beyond it wait in a queue."""
+    kv_cache_tokens: int | None = Field(default=None, ge=128)
+    """The same limit in tokens; when set, it counts instead of kv_cache_gb."""
+    max_running: int = Field(default=256, ge=1)
+    """Most sequences computed at once."""
+    prefill_tokens: int | None = Field(default=None, ge=16)
+    """Most prompt tokens computed in one step. Default: 512 on a CPU, whose caches more would overflow, and 4096 on a GPU."""
+    prefix_sharing: bool = True
+    """Compute a common prompt once for all requests that share it."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time for one completion, in seconds."""
+
+
+class CheckpointSection(Section):
+    """What is kept of the policy."""
+
+    every: int = Field(default=10, ge=0)
+    """Save after this many, in steps; 0 saves only at the end."""
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints stay on disk; the best one stays besides."""
+
+
+class StoreSection(Section):
+    """Where trajectories go."""
+
+    url: str | None = None
+    """sqlite:///PATH. Default: store.sqlite in the run's folder."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_a_scheme(cls, value: str | None) -> str | None:
+        if value is not None and "://" not in value:
+            raise ValueError(f"got {value!r}; write it as sqlite:///PATH")
+        return value
+
+
+class TrackingSection(Section):
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to tensorboard/ in the run's folder."""
+    report: bool = True
+    """Write report.html and plots/ at the end."""
