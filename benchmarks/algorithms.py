@@ -6,10 +6,10 @@ advantage and loss together. Rows are ragged, with several turns each, in groups
 The forward pass is that of Qwen2.5-0.5B's shape with random weights, plain transformers, on the same threads. The whole of it would take
 hours on a few cores, so one sequence is timed and multiplied by 1,024. Everything else is counted so that the share comes out large:
 the sequence has the rows' mean length (attention costs more than that on rows of different length), no output layer (none of the logits
-that log-probs need), no autograd; float32 or bfloat16, whichever is faster here.
+that log-probs need), no autograd; float32 or bfloat16, whichever is faster in the first round.
 
 Memory is the peak of resident memory over what the process held before, in tables of [1024, 4096] float32; it counts what is handed back
-(two tables for an advantage, one for a gradient). Linux with glibc only.
+(two tables for an advantage, one for a gradient) and what the allocator wastes, so it is an upper bound. Linux with glibc only.
 """
 
 from __future__ import annotations
@@ -169,11 +169,10 @@ def share_of_forward(repeats: int) -> list[Figure]:
     parts = make_parts(table)
     memory = {name: peak_tables(part) for name, part in parts.items()}  # this round also warms up
     forwards = {f"{FORWARD}, {str(dtype)[6:]}": make_forward(table.mean_length, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    for forward in forwards.values():
-        forward()
-    rounds = [{name: timed(part) for name, part in {**parts, **forwards}.items()} for _ in range(repeats)]
+    warm = {name: timed(forward) for name, forward in forwards.items()}
+    fastest = min(warm, key=lambda name: warm[name])
+    rounds = [{name: timed(part) for name, part in {**parts, fastest: forwards[fastest]}.items()} for _ in range(repeats)]
     medians = {name: median(taken[name] for taken in rounds) for name in rounds[0]}
-    fastest = min(forwards, key=lambda name: medians[name])
     whole = NUM_SEQUENCES * medians[fastest]
     print(f"    {table.mean_length} tokens, {fastest}: {medians[fastest]:.3f} s, so {whole:.0f} s for {NUM_SEQUENCES}", file=sys.stderr)
     for name in parts:
