@@ -76,6 +76,7 @@ def make_table(seed: int = 0) -> Table:
             "baseline_rewards": torch.rand(NUM_SEQUENCES, generator=rng),
             "reward_parts": torch.rand(2, NUM_SEQUENCES, generator=rng),
             "sum_pi_squared": torch.rand(shape, generator=rng),
+            "process_rewards": 0.05 * torch.randn(shape, generator=rng),
             "logp": logp,
             "old_logp": logp + 0.1 * torch.randn(shape, generator=rng),
             "rollout_logp": logp + 0.1 * torch.randn(shape, generator=rng),
@@ -88,9 +89,9 @@ def make_table(seed: int = 0) -> Table:
 
 def run_advantage(table: Table, name: str, hyper: Mapping[str, Any]) -> torch.Tensor:
     needs = find("advantage", ADVANTAGES, name).needs
-    turn_ids = table.turn_ids if "turn_ids" in needs else None
-    given = {key: table.floats[key] for key in ("token_rewards", *needs) if key != "turn_ids"}
-    return advantage(name, mask=table.mask, group_ids=table.group_ids, turn_ids=turn_ids, **given, **hyper)[0]
+    tensors = {**table.floats, "turn_ids": table.turn_ids, "turn_parents": table.turn_ids - 1}
+    given = {key: tensors[key] for key in ("token_rewards", *needs)}
+    return advantage(name, mask=table.mask, group_ids=table.group_ids, **given, **hyper)[0]
 
 
 def run_loss(table: Table, name: str, hyper: Mapping[str, Any], advantages: torch.Tensor, **aggregation: Any) -> None:
