@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import msgspec
 import pydantic
 
-from agentevo.config import RunConfig, build_config, sources
+from agentevo.config import RunConfig, build_config, sources, to_tree
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
@@ -93,7 +93,7 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
     if isinstance(given, (str, Path)):
         return _named(str(given))
     if isinstance(given, RunConfig):
-        return given.model_dump(mode="json"), given.run.name, None
+        return to_tree(given), given.run.name, None
     if isinstance(given, EnvironmentConfig):
         options = _plain(given, named=False)
         return {"environment": options}, str(options.get("type")), None

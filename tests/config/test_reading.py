@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from agentevo.config import build_config, load_config, to_yaml
+from agentevo.config import build_config, load_config, to_tree, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.run_folder import run_config
 
@@ -107,3 +108,18 @@ def test_something_else_is_no_run_folder_and_the_near_ones_are_named():
     Path("runs/coins/config.yaml").touch()
     with pytest.raises(ConfigError, match=r"runs here: runs/coins"):
         run_config(Path("nix"))
+
+
+def test_hyper_parameters_that_nobody_chose_are_not_written():
+    config = build_config({"environment": {"type": "coins"}, "algorithm": {"name": "rlpr", "rlpr_beta": None, "clip_low": 0.1}})
+    written = yaml.safe_load(to_yaml(config))["algorithm"]
+    assert "fraction" not in written
+    assert (written["clip_low"], written["rlpr_beta"]) == (0.1, None), "turned off, where the preset has it on"
+    assert build_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_another_preset_brings_its_own_keys():
+    config = build_config({"environment": {"type": "coins"}, "algorithm": {"name": "dapo", "entropy_coef": 0.01}})
+    assert config.algorithm.dynamic_sampling == 10
+    other = build_config(to_tree(config), ["algorithm.name=starpo_s"]).algorithm
+    assert (other.dynamic_sampling, other.keep_groups, other.entropy_coef) == (0, 0.25, 0.01)

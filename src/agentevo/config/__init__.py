@@ -1,7 +1,7 @@
 """The recipe: one tree that says everything about a run, read from YAML and overrides, checked before anything is created."""
 
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
-from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_yaml
+from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -35,5 +35,6 @@ __all__ = [
     "config_keys",
     "environment_variants",
     "load_config",
+    "to_tree",
     "to_yaml",
 ]

@@ -223,5 +223,17 @@ def _read_environment(given: object) -> tuple[EnvironmentConfig | None, list[Err
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved tree; loading it gives the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The whole resolved tree, without hyper-parameters that are their piece's default anyway; loading it gives the same config."""
+    tree = config.model_dump(mode="json")
+    preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
+    tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if value is not None or preset[key] is not None}
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """The resolved tree to build another configuration from: of the algorithm section only what differs from its preset, so that another
+    preset brings its own."""
+    tree = config.model_dump(mode="json")
+    preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
+    tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if key == "name" or value != preset[key]}
+    return tree
