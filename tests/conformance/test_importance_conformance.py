@@ -91,7 +91,7 @@ def test_none_weighs_every_trained_token_one() -> None:
         ({"name": "tis"}, "one of none, token_tis"),
         ({"cap": 0.0}, "above 0"),
         ({"floor": -1.0}, "at least 0"),
-        ({"floor": 0.5}, "does nothing with token_tis"),
+        ({"floor": 0.5}, "does nothing with importance=token_tis"),
         ({"name": "token_mis", "floor": 3.0}, "no token would train"),
         ({"rollout_logp": torch.ones(3)}, r"rollout_logp has shape \[3\]"),
         ({"mask": torch.ones(3)}, r"mask has shape \[3\]"),
