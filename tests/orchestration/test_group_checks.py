@@ -140,3 +140,14 @@ def test_memory_follows_the_shape_of_the_model(loaded):
         assert ("reference copy" in checks.memory_parts(loaded.model, preferred, step_tokens=1000, cached_tokens=500)) == kept
     assert more["activations"] == parts["activations"] * 1000 / 64
     assert next(loaded.model.parameters()).dtype == torch.float32
+
+
+def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
+    def parts(*overrides: str) -> dict[str, float]:
+        config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
+        return checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
+
+    plain, whole = parts(), parts("algorithm.name=ppo")
+    assert whole["critic"] == 4 * plain["gradients"], "weights, gradients and two moments"
+    assert parts("algorithm.name=ppo", "critic.trunk=shared").keys() == plain.keys()
+    assert parts("algorithm.name=prime").keys() - plain.keys() == {"reference copy", "process reward"}

@@ -23,6 +23,16 @@ PIECES: Mapping[str, Mapping[str, Piece]] = {
 }
 """Kind as the configuration's key has it -> its pieces."""
 
+SOURCES = {
+    "values": "of the critic, see the section critic",
+    "process_rewards": "of a model that learns them, see the section process_reward",
+    "baseline_rewards": "of a greedy attempt at each task, which the step adds",
+    "reward_parts": "of the environment agent, or Outcome.reward_parts of an agent function",
+    "proximal_logp": "recomputed at the start of the step",
+    "rollout_logp": "of the engine",
+}
+"""Where a recipe's run has from what a piece needs."""
+
 
 def describe(name: str) -> list[str]:
     """A text for the preset of that name and for each piece of that name; empty for an unknown name."""
@@ -58,10 +68,14 @@ def _piece(kind: str, piece: Piece) -> str:
         default = "must be given" if one.default is None else f"default {_show(one.default)}"
         lines.append(f"  algorithm.{one.name}: {one.meaning}; {one.range}; {default}")
     if piece.needs:
-        lines.append(f"  needs        {', '.join(piece.needs)}")
+        lines.append(f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in piece.needs)}")
     lines += [f"  {peer:<12} {text}" for peer, text in piece.peers.items()]
     lines += [f"  differs      {one.peer}: {one.theirs}. Here: {one.ours}" for one in differences_of(kind, piece.name)]
     return "\n".join(lines)
+
+
+def _from_where(need: str) -> str:
+    return f" ({SOURCES[need]})" if need in SOURCES else ""
 
 
 def _settings(hyper: Mapping[str, Value]) -> str:

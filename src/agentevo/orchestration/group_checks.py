@@ -150,7 +150,12 @@ def memory_parts(model: PreTrainedModel, config: RunConfig, *, step_tokens: int,
         "activations": tokens * (shape.num_hidden_layers * layer + 2 * shape.vocab_size) * size,
         "key-value cache": cached_tokens * kv_bytes_per_token(model),
     }
-    preference = config.algorithm.preference()
-    if config.algorithm.kl_coef > 0 or (preference is not None and preference.needs_reference):
+    preference, needs = config.algorithm.preference(), config.algorithm.needs
+    if config.algorithm.kl_coef > 0 or "process_rewards" in needs or (preference is not None and preference.needs_reference):
         parts["reference copy"] = numbers * size
+    trained = 4 * numbers * size  # weights, gradients, two moments
+    if "values" in needs and config.critic.trunk == "own":
+        parts["critic"] = trained
+    if "process_rewards" in needs:
+        parts["process reward"] = trained
     return {name: float(part) for name, part in parts.items()}

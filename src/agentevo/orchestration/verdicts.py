@@ -169,6 +169,8 @@ def judge_memory(parts: Mapping[str, float], available: float) -> Verdict:
         "activations": "lower trainer.micro_batch_tokens",
         "key-value cache": "lower engine.kv_cache_gb",
         "reference copy": "set algorithm.kl_coef=0",
+        "critic": "set critic.trunk=shared, or choose an algorithm without a critic",
+        "process reward": "choose an algorithm without a process reward",
     }.get(largest, "take a smaller model, or close other programs")
     return Verdict("memory", "wrong" if needed > available else "warning", finding, advice)
 
