@@ -202,3 +202,11 @@ def test_sparklines_span_their_range() -> None:
     assert sparkline((0.0, 0.5, 1.0)) == "▁▅█"
     assert sparkline((3.0, 3.0)) == "▁▁"
     assert sparkline(()) == ""
+
+
+def test_what_an_algorithm_learns_beside_the_policy_is_shown():
+    stream = io.StringIO()
+    view = LiveView("run", stream=stream, plain=True)
+    with view:
+        view.step(1, 2, {"critic/vf_explained_var": 0.25, "preference/rewards/accuracies": 0.5, "process_reward/accuracy": 1.0}, {})
+    assert "| critic foresees 25% | process reward right 100% | pairs right 50%" in stream.getvalue()

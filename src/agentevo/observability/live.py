@@ -65,6 +65,9 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         ("kl", "actor/ppo_kl", "{:.1e}"),
         ("clipped", "actor/pg_clipfrac", "{:.1%}"),
         ("length", "response_length/mean", "{:.0f}"),
+        ("critic foresees", "critic/vf_explained_var", "{:.0%}"),
+        ("process reward right", "process_reward/accuracy", "{:.0%}"),
+        ("pairs right", "preference/rewards/accuracies", "{:.0%}"),
     ]
     facts = {}
     for label, key, pattern in shown:
@@ -228,7 +231,11 @@ class LiveView:
         parts += [f"{facts[label]} {label}" for label in ("tok/s", "s/step") if label in facts]
         if state.eta_s is not None:
             parts.append(f"eta {format_duration(state.eta_s)}")
-        parts += [f"{label} {facts[label]}" for label in ("grad", "entropy") if label in facts]
+        parts += [
+            f"{label} {facts[label]}"
+            for label in ("grad", "entropy", "critic foresees", "process reward right", "pairs right")
+            if label in facts
+        ]
         return " | ".join(parts)
 
     def _panel(self) -> RenderableType:
