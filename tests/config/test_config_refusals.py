@@ -105,6 +105,19 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
         ("model: {name: tiny, tiny: {context_length: 64}}", "leaves no room for a prompt in model.tiny.context_length=64"),
         ("engine: {kv_cache_tokens: 128}\nsampling: {max_new_tokens: 200}", "does not fit engine.kv_cache_tokens=128"),
         ("run: {overwrite: true, dir: .}", "run.overwrite would delete"),
+        ("critic: {coef: 1.0}", "critic is set, but algorithm.name=grpo has none: remove it, or choose ppo or turn_ppo"),
+        ("process_reward: {beta: 0.1}", "process_reward is set, but algorithm.name=grpo has none: remove it, or choose prime"),
+        ("algorithm: {name: ppo}\ntrainer: {steps: 5}\ncritic: {pretrain_steps: 5}", "leaves none of trainer.steps=5 to the policy"),
+        ("algorithm: {name: maxrl}", "no reward may be below 0, but agent.format_penalty is 0.1: set it to 0"),
+        ("algorithm: {kl_in: reward}", "its weight algorithm.kl_coef is 0: set it (0.001, say) or drop kl_in"),
+        ("algorithm: {kl_in: reward, kl_coef: 0.1, kl: k3+}", "made for its gradient, which a reward has not: choose kl=k3 or kl_in=loss"),
+        ("algorithm: {advantage: gdpo, kl_in: reward, kl_coef: 0.1}", "compares the reward's named parts"),
+        ("algorithm: {importance: token_tis}", "but old_logprobs is rollout: set old_logprobs=recomputed, or importance=none"),
+        (
+            "algorithm: {name: decoupled_ppo, importance: token_tis, old_logprobs: recomputed}",
+            "weighs with proximal over rollout policy already",
+        ),
+        ("algorithm: {importance_floor: 0.5}", "does nothing with importance=none"),
     ],
 )
 def test_contradictions_name_both_sides(lines, expected):

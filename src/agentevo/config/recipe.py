@@ -21,6 +21,8 @@ import yaml
 from pydantic import SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
@@ -119,15 +121,7 @@ def _contradictions(config: RunConfig) -> list[str]:
         elif config.algorithm.keep_groups < 1:
             found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
     found += collect_contradictions(config)
-    if (
-        config.environment is not None
-        and config.agent.format_penalty > 0
-        and "maxrl" in (config.algorithm.advantage, config.algorithm.name)
-    ):
-        found.append(
-            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, but agent.format_penalty is "
-            f"{config.agent.format_penalty:g}: set it to 0"
-        )
+    found += _of_the_advantage(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
     if trainer.minibatches > trainer.groups_per_step:
@@ -149,6 +143,31 @@ def _contradictions(config: RunConfig) -> list[str]:
             "lower the former or raise the latter"
         )
     return found
+
+
+def _of_the_advantage(config: RunConfig) -> list[str]:
+    """Sections and rewards that the chosen advantage has no use for, or can't do with."""
+    needs, found = config.algorithm.needs, []
+    for key, section, need in (("critic", config.critic, "values"), ("process_reward", config.process_reward, "process_rewards")):
+        if need not in needs and section != type(section)():
+            found.append(f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, or choose {_users(need)}")
+    if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
+        found.append(
+            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of trainer.steps={config.trainer.steps} to the policy: "
+            "raise trainer.steps or lower critic.pretrain_steps"
+        )
+    by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
+    if by_mean and config.environment is not None and config.agent.format_penalty > 0:
+        found.append(
+            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, but agent.format_penalty is "
+            f"{config.agent.format_penalty:g}: set it to 0"
+        )
+    return found
+
+
+def _users(need: str) -> str:
+    """Presets whose advantage needs that."""
+    return " or ".join(name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs)
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

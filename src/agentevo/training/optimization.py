@@ -50,7 +50,11 @@ class Optimization:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters, self.peak, section.weight_decay, section.betas)
         self.steps = 0
-        self.total_steps = section.steps * section.epochs * section.minibatches
+        self.leave_out(0)
+
+    def leave_out(self, steps: int) -> None:
+        """So many of the run's steps are none of this model's: its schedule is shorter by them."""
+        self.total_steps = (self.section.steps - steps) * self.section.epochs * self.section.minibatches
 
     def begin(self) -> float:
         """Clears the gradient; returns the learning rate of the step."""

@@ -69,6 +69,7 @@ class Trainer:
             self.roles.reference = Reference(self.model, self.algorithm)
         if "values" in needs:
             self.roles.critic = Critic(self.model, self.critic_section, self.section)
+            self.optimization.leave_out(self.critic_section.pretrain_steps)
         if "process_rewards" in needs:
             self.roles.process_reward = ImplicitProcessReward(self.model, self.process_section, self.section)
 
