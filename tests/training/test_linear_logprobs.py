@@ -124,6 +124,23 @@ def test_one_gradient_alone():
     assert_same([leaf.grad for leaf in leaves], [leaf.grad for leaf in other], 1e-5)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_output_layer(dtype, softcap, entropy):
+    """The gradient is made in the forward pass; the dense one comes from the same products, rounded as they are."""
+    problem = Problem(10, 17, 150, 40, with_bias=True, dtype=dtype)
+    found = []
+    for function in (linear_logprobs, dense):
+        hidden = problem.inputs[0].clone().requires_grad_()
+        given = (hidden, *problem.inputs[1:]) if function is linear_logprobs else (hidden.float(), *(x.float() for x in problem.inputs[1:]))
+        logp, entropies = function(*given, problem.rows, problem.targets, 0.7, softcap, 1.2)
+        loss = (problem.of_logp * logp).sum()
+        (loss + (problem.of_entropy * entropies).sum() if entropy else loss).backward()
+        found.append((logp.detach(), entropies.detach(), hidden.grad.float()))
+    assert_same(*found, 1e-5 if dtype == torch.float32 else 0.05)
+
+
 def test_scores_far_apart_stay_finite():
     hidden = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     weight = torch.linspace(-1000.0, 1000.0, 201).unsqueeze(1).requires_grad_()

@@ -7,8 +7,10 @@ columns are the outer loop, so a column's weight gradient is complete, in float3
 
 Time against memory: the first KEPT_BYTES of products are kept for the backward pass, which is faster than to make them again (a write
 against 2 H operations per score); what exceeds that is made again, at the price of a fourth product beside the three that any way needs.
-A small batch thus runs at the dense speed, and a large one within a memory that depends neither on R nor on V. benchmarks/logprobs.py
-measures both. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
+A small batch thus runs at the dense speed, and a large one within a memory that depends neither on R nor on V. Where the output layer is
+frozen (adapters elsewhere), what exceeds the limit costs nothing more either: the gradient of log Z in the hidden states does not depend on
+the loss, so the forward pass makes it, [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures
+all that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
 """
 
 from __future__ import annotations
@@ -51,8 +53,10 @@ def linear_logprobs(
     Products are made in their dtype, all else in float32 at least. Memory beside the gradients: KEPT_BYTES and a few cells.
     """
     tail = _Tail(temperature, softcap, logit_scale)
-    keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    return _LinearLogprobs.apply(hidden, weight, bias, rows, targets, tail, KEPT_BYTES if keep else 0)
+    trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    needed = trained or (torch.is_grad_enabled() and hidden.requires_grad)
+    ahead = needed and not trained and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
+    return _LinearLogprobs.apply(hidden, weight, bias, rows, targets, tail, KEPT_BYTES if needed and not ahead else 0, ahead)
 
 
 @torch.no_grad()
@@ -91,9 +95,10 @@ class _Tail(NamedTuple):
         return (products.to(_exact(products)) * (self.logit_scale / self.softcap)).tanh_()
 
     def scores(self, products: torch.Tensor, bent: torch.Tensor | None = None) -> torch.Tensor:
-        """A new tensor, float32 at least."""
+        """float32 at least; the products themselves where there is nothing to do."""
         if self.softcap is None:
-            return products.to(_exact(products)) * self.slope
+            exact = products.to(_exact(products))
+            return exact if self.slope == 1.0 else exact * self.slope
         return (self.bend(products) if bent is None else bent) * (self.softcap / self.temperature)
 
 
@@ -153,8 +158,16 @@ class _Sums:
     moment: torch.Tensor
     squares: torch.Tensor
     picked: torch.Tensor
+    pull: torch.Tensor | None
+    """[R, H] sum of e^(z - a) dz/dhidden, but for the constant slope of the tail."""
     kept: list[torch.Tensor]
     """Products of the first cells."""
+
+    @classmethod
+    def empty(cls, hidden: torch.Tensor, num_targets: int, ahead: bool) -> _Sums:
+        zeros = hidden.new_zeros(len(hidden), dtype=_exact(hidden))
+        pull = torch.zeros_like(hidden, dtype=zeros.dtype) if ahead else None
+        return cls(zeros + LOWEST, zeros, zeros.clone(), zeros.clone(), zeros.new_empty(num_targets), pull, [])
 
     @property
     def log_partition(self) -> torch.Tensor:
@@ -164,35 +177,48 @@ class _Sums:
         """[M], exact where one score stands far above all others."""
         return (self.picked - self.top[rows]) - self.total.log()[rows]
 
-    def absorb(self, rows: slice, scores: torch.Tensor, squares: bool) -> None:
-        """One cell's scores, which are overwritten."""
+    def absorb(self, rows: slice, scores: torch.Tensor, squares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """One cell's scores; returns their e^(z - a), and by how much a has scaled down the sums before."""
         top = torch.maximum(self.top[rows], scores.amax(1))
         fall = self.top[rows] - top
         fade = fall.exp()
-        scores.sub_(top.unsqueeze(1))
-        weights = scores.exp()
-        self.moment[rows] = (self.moment[rows] + self.total[rows] * fall) * fade + scores.mul_(weights).sum(1)
+        below = scores - top.unsqueeze(1)
+        weights = below.exp()
+        self.moment[rows] = (self.moment[rows] + self.total[rows] * fall) * fade + below.mul_(weights).sum(1)
         self.total[rows] = self.total[rows] * fade + weights.sum(1)
         if squares:
-            self.squares[rows] = self.squares[rows] * fade.square() + weights.square_().sum(1)
+            self.squares[rows] = self.squares[rows] * fade.square() + weights.square().sum(1)
         self.top[rows] = top
+        return weights, fade
 
 
 def _sweep(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cells: _Cells, tail: _Tail, room: int, squares: bool = False
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cells: _Cells,
+    tail: _Tail,
+    room: int,
+    *,
+    squares: bool = False,
+    ahead: bool = False,
 ) -> _Sums:
     """One pass over all cells; keeps up to `room` bytes of products."""
-    zeros = hidden.new_zeros(len(hidden), dtype=_exact(hidden))
-    sums = _Sums(zeros + LOWEST, zeros, zeros.clone(), zeros.clone(), zeros.new_empty(len(cells.order)), [])
+    sums = _Sums.empty(hidden, len(cells.order), ahead)
     for index in range(len(cells.columns)):
         for cell in cells.in_column(index):
             products = _products(hidden, weight, bias, cell)
-            scores = tail.scores(products)
+            bent = None if tail.softcap is None else tail.bend(products)
+            scores = tail.scores(products, bent)
             room -= products.nbytes
             if room >= 0:
                 sums.kept.append(products)
             sums.picked[cell.chosen] = scores[cell.places]
-            sums.absorb(cell.rows, scores, squares)
+            weights, fade = sums.absorb(cell.rows, scores, squares)
+            if sums.pull is not None:
+                slope = weights if bent is None else weights.mul_(_slope_of(bent))
+                pulled = _multiplied(slope.to(weight.dtype), weight[cell.columns].t())
+                sums.pull[cell.rows] = sums.pull[cell.rows].mul_(fade.unsqueeze(1)).add_(pulled)
     return sums
 
 
@@ -209,12 +235,14 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         tail: _Tail,
         room: int,
+        ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cells = _Cells.of(hidden, weight, rows, targets)
-        sums = _sweep(hidden, weight, bias, cells, tail, room)
+        sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
         log_partition = sums.log_partition
         entropy = sums.total.log() - sums.moment / sums.total
-        ctx.save_for_backward(hidden, weight, bias, rows, log_partition, entropy, *sums.kept)
+        pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
+        ctx.save_for_backward(hidden, weight, bias, log_partition, entropy, sums.picked, pull, *sums.kept)
         ctx.cells, ctx.tail = cells, tail
         ctx.set_materialize_grads(False)
         return sums.logprobs(rows), entropy
@@ -222,15 +250,17 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, rows, log_partition, entropy, *kept = ctx.saved_tensors
-        slopes = _Slopes.of(grads, rows, log_partition, entropy, ctx.tail)
+        hidden, weight, bias, log_partition, entropy, picked, pull, *kept = ctx.saved_tensors
+        slopes = _Slopes.of(grads, ctx.cells.places[0], log_partition, entropy, ctx.tail)
+        if pull is not None and slopes.of_entropy is None:
+            return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[None] * 7
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         of_hidden = torch.zeros_like(hidden, dtype=_exact(hidden)) if needs_hidden else None
-        of_weight = torch.empty_like(weight) if needs_weight else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
         kept.reverse()
         for index, columns in enumerate(ctx.cells.columns):
-            column = None if of_weight is None else weight.new_zeros(weight[columns].shape, dtype=_exact(weight))
+            column: torch.Tensor | None = None
             for cell in ctx.cells.in_column(index):
                 products = kept.pop() if kept else _products(hidden, weight, bias, cell)
                 slope = slopes.of_products(products, cell)
@@ -239,8 +269,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 slope = slope.to(weight.dtype)
                 if of_hidden is not None:
                     of_hidden[cell.rows] += _multiplied(slope, weight[columns].t())
-                if column is not None:
-                    column += _multiplied(slope.t(), hidden[cell.rows].t())
+                if of_weight is not None:
+                    part = _multiplied(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
+                    column = part if column is None else column.add_(part)
             if of_weight is not None and column is not None:
                 of_weight[columns] = column
         found = (of_hidden, of_weight, of_bias)
@@ -272,7 +303,7 @@ class _Slopes(NamedTuple):
     def of_products(self, products: torch.Tensor, cell: _Cell) -> torch.Tensor:
         """The gradient in one cell's products."""
         bent = None if self.tail.softcap is None else self.tail.bend(products)
-        logp = self.tail.scores(products, bent).sub_(self.log_partition[cell.rows].unsqueeze(1))
+        logp = self.tail.scores(products, bent) - self.log_partition[cell.rows].unsqueeze(1)
         slope = logp.exp()
         if self.of_entropy is None:
             slope.mul_(-self.of_row[cell.rows].unsqueeze(1))
@@ -280,7 +311,23 @@ class _Slopes(NamedTuple):
             factor = logp.add_(self.entropy[cell.rows].unsqueeze(1)).mul_(-self.of_entropy[cell.rows].unsqueeze(1))
             slope.mul_(factor.sub_(self.of_row[cell.rows].unsqueeze(1)))
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
-        return slope if bent is None else slope.mul_(bent.square_().neg_().add_(1.0))
+        return slope if bent is None else slope.mul_(_slope_of(bent))
+
+    def of_hidden(
+        self, pull: torch.Tensor, weight: torch.Tensor, picked: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The gradient [R, H] in the hidden states, given that of log Z but for the constant slope of the tail."""
+        rows, targets = places
+        slope = self.of_logp
+        if self.tail.softcap is not None:
+            slope = slope * _slope_of(picked * (self.tail.temperature / self.tail.softcap))
+        found = pull * -self.of_row.unsqueeze(1)
+        return found.index_add_(0, rows, weight[targets] * slope.unsqueeze(1))
+
+
+def _slope_of(bent: torch.Tensor) -> torch.Tensor:
+    """The derivative of tanh where it is `bent`, which is overwritten."""
+    return bent.square_().neg_().add_(1.0)
 
 
 def _exact(tensor: torch.Tensor) -> torch.dtype:
