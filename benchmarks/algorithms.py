@@ -14,13 +14,11 @@ Memory is the peak of resident memory over what the process held before, in tabl
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -32,6 +30,7 @@ from agentevo.catalogue import find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
 from figures import Figure
+from memory import peak_bytes
 
 NUM_SEQUENCES, NUM_TOKENS, GROUP_SIZE = 1024, 4096, 8
 NUM_TURNS = 6
@@ -144,18 +143,9 @@ def make_parts(table: Table) -> dict[str, Callable[[], object]]:
     }
 
 
-def resident_bytes(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
-
-
 def peak_tables(part: Callable[[], object]) -> float:
     """Peak of resident memory during `part` above what was there before, in tables."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-    before = resident_bytes("VmRSS")
-    part()
-    return (resident_bytes("VmHWM") - before) / (4 * NUM_SEQUENCES * NUM_TOKENS)
+    return peak_bytes(part) / (4 * NUM_SEQUENCES * NUM_TOKENS)
 
 
 def timed(part: Callable[[], object]) -> float:

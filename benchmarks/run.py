@@ -1,6 +1,6 @@
 """Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us, but for shares).
 
-    .venv/bin/python benchmarks/run.py [--only algorithms,turns,generate,prefix,grpo] [--repeats 3] [--model NAME_OR_FOLDER]
+    .venv/bin/python benchmarks/run.py [--only algorithms,logprobs,turns,generate,prefix,grpo] [--repeats 3] [--model NAME_OR_FOLDER]
 
 A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures
 only: they are named on stderr and the exit code is 1.
@@ -31,10 +31,11 @@ from algorithms import share_of_forward
 from figures import Figure, machine, write_results
 from generate import concurrent, shared_prefix
 from grpo_step import GrpoStep, against_trl, chat_prompts
+from logprobs import PARTS, ROWS, without_logits
 from ours import MODEL, load, make_engine, model_folder
 from turns import flatness
 
-GROUPS = ("algorithms", "turns", "generate", "prefix", "grpo")
+GROUPS = ("algorithms", "logprobs", "turns", "generate", "prefix", "grpo")
 
 
 class Bench:
@@ -138,6 +139,10 @@ def main() -> int:
     bench = Bench(args.model, threads, args.repeats)
     if "algorithms" in only:
         bench.add("algorithms_share_of_forward", lambda: share_of_forward(args.repeats))
+    if "logprobs" in only:
+        for part in PARTS:
+            for rows in ROWS:
+                bench.add("logprobs", lambda part=part, rows=rows: without_logits(bench.loaded, part, rows, bench.repeats))  # type: ignore[misc]
     if "turns" in only:
         for episodes in (1, 8):
             bench.add("turn_flatness", lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)])  # type: ignore[misc]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.value import value_loss
 from agentevo.config import CriticSection, TrainerSection
 from agentevo.training.optimization import Optimization
+from agentevo.training.output_layer import causal_model
 from agentevo.training.packing import PackedBatch
 
 
@@ -32,17 +33,15 @@ class Critic:
         trained: torch.nn.Module = self.head
         if not self.shared:
             self.model = trained = copy.deepcopy(policy)
-            _causal_model(self.model).set_output_embeddings(self.head)
-            _causal_model(self.model).config.get_text_config().final_logit_softcapping = None  # values have no bound
+            causal_model(self.model).set_output_embeddings(self.head)
+            causal_model(self.model).config.get_text_config().final_logit_softcapping = None  # values have no bound
         self.optimization = Optimization(trained.parameters(), trainer, learning_rate=section.learning_rate, role="critic")
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32, by a pass of its own; differentiable."""
         if not self.shared:
             return batch.logits(self.model).squeeze(-1)[batch.rows].float()
-        with Listener(self.model) as heard:
-            batch.logits(self.model)
-        return self.values_of(heard.hidden, batch)
+        return self.values_of(batch.hidden(self.model), batch)
 
     def values_of(self, hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """[M] float32 from the policy's last hidden states [R, H] at the nodes that predict."""
@@ -79,9 +78,9 @@ class Critic:
     def _trained_values(self, batch: PackedBatch) -> torch.Tensor:
         if not self.shared:
             return self.values(batch)
-        with torch.no_grad(), Listener(self.model) as heard:
-            batch.logits(self.model)
-        return self.values_of(heard.hidden, batch)
+        with torch.no_grad():
+            hidden = batch.hidden(self.model)
+        return self.values_of(hidden, batch)
 
     def state_dict(self) -> dict[str, Any]:
         weights = self.head if self.shared else self.model
@@ -91,28 +90,3 @@ class Critic:
         """The inverse of state_dict."""
         (self.head if self.shared else self.model).load_state_dict(state["weights"])
         self.optimization.load_state_dict(state["optimization"])
-
-
-class Listener:
-    """While it is open, keeps what goes into the model's output layer: the last hidden states [R, H] of the newest pass."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._layer = _causal_model(model).get_output_embeddings()
-        self._heard: list[torch.Tensor] = []
-
-    def __enter__(self) -> Listener:
-        self._hook = self._layer.register_forward_pre_hook(lambda _, given: self._heard.append(given[0].squeeze(0)))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        return self._heard[-1]
-
-
-def _causal_model(model: PreTrainedModel) -> Any:
-    """The transformers model inside of adapters."""
-    inner: Any = model
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.training.logprobs import selected_logprobs
+from agentevo.training.output_layer import Predictions, last_hidden, predictions
 from agentevo.training.tree import TreeAttention, build_tree
 from agentevo.types import Sample
 
@@ -62,18 +64,34 @@ class PackedBatch:
 
     def logits(self, model: PreTrainedModel) -> torch.Tensor:
         """[R, V] of the nodes that predict, differentiable."""
-        found = model(
-            input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, plan=self.plan, logits_to_keep=self.logit_nodes
-        )
+        found = model(**self._inputs)
         return found.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+
+    def hidden(self, model: PreTrainedModel) -> torch.Tensor:
+        """[R, H] what goes into the model's output layer there, differentiable; no logits are computed."""
+        return last_hidden(model, self._inputs)
+
+    def predictions(self, model: PreTrainedModel) -> Predictions:
+        """Of those nodes, without logits where the output layer allows it."""
+        return predictions(model, self._inputs)
 
     def forward(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
-        return self.chosen(self.logits(model))
+        return self.predictions(model).chosen(self.rows, self.targets, self.temperature)
 
     def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs [M] and entropies [R], as `forward`, from logits [R, V]."""
         return selected_logprobs(logits, self.rows, self.targets, self.temperature)
+
+    @property
+    def _inputs(self) -> dict[str, Any]:
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "use_cache": False,
+            "plan": self.plan,
+            "logits_to_keep": self.logit_nodes,
+        }
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:

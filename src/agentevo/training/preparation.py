@@ -17,7 +17,6 @@ from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.config import AlgorithmSection
 from agentevo.training.critic import Critic
-from agentevo.training.logprobs import sum_of_squares
 from agentevo.training.packing import PackedBatch
 from agentevo.training.passes import device_of, token_tables
 from agentevo.training.process_reward import ImplicitProcessReward
@@ -84,12 +83,15 @@ class Preparation:
         def compute(batch: PackedBatch) -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = {}
             if self.recomputed or self.collision:
-                logits = batch.logits(roles.policy)
-                found["logp"] = batch.chosen(logits)[0]
+                predictions = batch.predictions(roles.policy)
+                asked = (batch.rows, batch.targets, batch.temperature)
+                if self.collision:
+                    found["logp"], squares = predictions.chosen_and_squares(*asked)
+                    found["sum_pi_squared"] = squares[batch.rows]
+                else:
+                    found["logp"] = predictions.chosen(*asked)[0]
                 if self.recomputed:
                     found["old_logp"] = found["logp"]
-                if self.collision:
-                    found["sum_pi_squared"] = sum_of_squares(logits, batch.temperature)[batch.rows]
             if roles.reference is not None:
                 found["ref_logp"] = roles.reference.logprobs(batch)
             if roles.critic is not None:

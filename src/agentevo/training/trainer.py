@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
 from agentevo.config import AlgorithmSection, CriticSection, ProcessRewardSection, TrainerSection
-from agentevo.training.critic import Critic, Listener
+from agentevo.training.critic import Critic
 from agentevo.training.objective import Objective
 from agentevo.training.optimization import Optimization
+from agentevo.training.output_layer import Listener
 from agentevo.training.passes import device_of, micro_batches
 from agentevo.training.preparation import Preparation, Prepared, Roles
 from agentevo.training.process_reward import ImplicitProcessReward
