@@ -246,6 +246,18 @@ def test_a_merged_model_is_a_plain_one_with_the_same_answers(variant, base_folde
     assert load_model(ModelSection(name=str(tmp_path / "merged"), device="cpu")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
 
 
+def test_a_bfloat16_base_has_float32_adapters_and_merges_to_bfloat16(tiny, tmp_path):
+    base = save_model(tiny.model.bfloat16(), tiny.tokenizer, tmp_path / "base")
+    loaded = load_model(ModelSection(name=str(base), device="cpu", dtype="bfloat16", lora=LORA), seed=4)
+    assert {p.dtype for p in loaded.model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in loaded.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    expected = alone(moved(loaded.model, by=0.05)).float()
+    adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged"))
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(alone(merged).float(), expected, rtol=0.05, atol=0.1)
+
+
 def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
     loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LORA), seed=4)
     expected = alone(moved(loaded.model))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from agentevo.cli import main
 from agentevo.config import build_config, to_tree
 from agentevo.errors import AgentEvoError, CheckpointError
+from agentevo.orchestration.doctor import check_recipe
 from agentevo.orchestration.evaluation import headline
 from agentevo.orchestration.run import Run, evaluate_model, train
 
@@ -86,6 +87,12 @@ def test_a_run_goes_on_from_a_saved_adapter(whole, lora_config, tmp_path, quiet_
     reference = torch.load(run.checkpoint_path("last") / "trainer.pt", weights_only=True)["roles"]["reference"]
     start = {name: tensor for name, tensor in reference.items() if "lora_B" in name}
     assert any(bool(tensor.any()) for tensor in start.values()), "kept near to where this run started, which is not the base"
+
+
+def test_the_doctor_looks_at_adapters_too(whole, small_config, tmp_path):
+    found = {one.name: one for one in check_recipe(whole.config, whole.checkpoint_path("last"))}
+    assert found["log-probs"].status == "good"
+    assert all(one.status != "wrong" for name, one in found.items() if name not in ("rewards", "format")), found
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "run"])

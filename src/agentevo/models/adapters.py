@@ -166,7 +166,9 @@ def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
     devices = [torch.cuda.current_device()] if next(model.parameters()).device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed) if devices else torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
         for layer in layers:
             layer.train()
         try:

@@ -171,7 +171,7 @@ def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -
     check_preference(config)
     if config.model.name != "tiny" and not resume:
         resolve(config.model.name)
-    check_lora(config.model.lora)
+        check_lora(config.model.lora)
     if config.reward_model.name is not None:
         resolve(config.reward_model.name)
 
