@@ -175,16 +175,33 @@ def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
 
 
 def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
-    from agentevo.config import ModelSection, load_config
+    from agentevo.config import load_config
 
     config = load_config(recipe, overrides)
-    if checkpoint:
-        model = ModelSection(name=checkpoint, dtype=config.model.dtype, device=config.model.device)
-        config = config.model_copy(update={"model": model})
     from agentevo.observability import LiveView
     from agentevo.orchestration.run import evaluate_model
 
-    evaluate_model(config, view=LiveView(config.run.name))
+    evaluate_model(config, checkpoint=Path(checkpoint) if checkpoint else None, view=LiveView(config.run.name))
+
+
+@app.command()
+def merge(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT|RUN_DIR", help="Folder of an adapter, or of a run (then its best one).")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the merged model.")],
+    base: Annotated[
+        str, typer.Option(metavar="MODEL", help="The adapter's base, where it is no longer where the adapter says: a name or a folder.")
+    ] = "",
+) -> None:
+    """Make one plain Hugging Face model of an adapter (model.lora) and its base."""
+    from agentevo.run_folder import is_run_folder, run_config
+
+    if is_run_folder(source):
+        from agentevo.orchestration.run import Run
+
+        source = Run(run_config(source)).checkpoint
+    from agentevo.models.adapters import merge_adapter
+
+    print(merge_adapter(source, out, base or None))
 
 
 @app.command()

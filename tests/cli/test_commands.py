@@ -21,7 +21,7 @@ def test_version(agentevo):
 
 def test_help_names_every_command(agentevo):
     out = agentevo("--help").out
-    assert all(f"\n  {name} " in out for name in ["train", "eval", "report", "doctor", "list", "models", "config", "trajectories"])
+    assert all(f"\n  {name} " in out for name in ["train", "eval", "merge", "report", "doctor", "list", "models", "config", "trajectories"])
 
 
 def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(agentevo):

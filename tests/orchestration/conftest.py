@@ -84,7 +84,7 @@ def _outcome_of(folder: Path) -> dict[str, Any]:
     trajectories, records, counts = read_store(folder, stored)
     return {
         "step": checkpoints.steps()[-1],
-        "weights": load_file(last / "model.safetensors"),
+        "weights": load_file(next(last.glob("*model.safetensors"))),  # of the model, or of its adapter
         "trainer": trainer,
         "state": state,
         "metrics": [_without_timings(row) for row in read_metrics(folder / "metrics.jsonl")],

@@ -217,17 +217,21 @@ def test_a_reward_model_scores_tokens_in_their_context(at, random_model):
         assert trained(sample) == pytest.approx(expected[row, : int(mask[row].sum())].tolist(), abs=1e-4)
 
 
-def test_a_policy_with_adapters_is_its_own_reference_with_them_off(random_model):
+def test_the_reference_of_a_policy_with_adapters_is_what_they_were_at_the_start(random_model):
     base = copy.deepcopy(random_model("llama"))
-    policy = get_peft_model(base.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    policy = get_peft_model(base.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer = Trainer(policy, STILL, AlgorithmSection(kl_coef=0.1))
     trainer.begin()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name in trained:
+            policy.get_parameter(name).add_(0.3)
     samples = trainer.prepare(attempts()).samples
     for sample, trajectory in zip(samples, attempts(), strict=True):
         assert sample.columns["ref_logp"] == pytest.approx(logprobs_of(base.alone, trajectory), abs=1e-4)
-    assert trainer.roles.reference.model is policy, "no copy is kept"
     assert trainer.step(samples)["actor/kl_loss"] > 1e-4, "the adapters do change the policy"
-    assert trainer.state_dict()["roles"]["reference"] == {}
+    copied = {name for name, p in trainer.roles.reference.model.named_parameters() if p is not policy.get_parameter(name)}
+    assert copied == trained == set(trainer.state_dict()["roles"]["reference"]), "the base is not copied"
 
 
 def test_process_rewards_are_learnt_from_outcomes(random_model):

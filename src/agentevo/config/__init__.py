@@ -1,6 +1,7 @@
 """The recipe: one tree that says everything about a run, read from YAML and overrides, checked before anything is created."""
 
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
+from agentevo.config.lora import LoraSection
 from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml
 from agentevo.config.section import Section
 from agentevo.config.sections import (
@@ -23,6 +24,7 @@ __all__ = [
     "ColdStartSection",
     "CriticSection",
     "EngineSection",
+    "LoraSection",
     "ModelSection",
     "ProcessRewardSection",
     "RewardModelSection",

@@ -137,6 +137,11 @@ def _contradictions(config: RunConfig) -> list[str]:
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
         )
+    if config.model.lora.dropout > 0 and config.cold_start.episodes == 0:
+        found.append(
+            f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL trains on the log-probs that tokens were "
+            "drawn with), and this run has none: set it to 0, or set cold_start.episodes"
+        )
     if config.engine.kv_cache_tokens is not None and sampling.max_new_tokens > config.engine.kv_cache_tokens:
         found.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from agentevo.config.lora import LoraSection
 from agentevo.config.section import Section
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -77,6 +78,18 @@ class ModelSection(Section):
     """`auto` takes a CUDA GPU if there is one."""
     tiny: TinyModel = TinyModel()
     """Shape of the tiny policy, used when name is `tiny`."""
+    lora: LoraSection = LoraSection()
+    """Adapters in place of full fine-tuning."""
+
+    @model_validator(mode="after")
+    def _lora_fits(self) -> Self:
+        if self.lora.enabled and self.name == "tiny":
+            raise ValueError(
+                "lora needs a base that knows something, and the tiny policy's weights are random: set lora.rank=0, or another name"
+            )
+        if self.lora.quantize != "none" and self.device == "cpu":
+            raise ValueError(f"lora.quantize={self.lora.quantize} needs a CUDA GPU, and device is cpu: set lora.quantize=none")
+        return self
 
 
 class AgentSection(Section):

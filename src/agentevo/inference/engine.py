@@ -37,7 +37,8 @@ class Engine(Protocol):
         ...
 
     async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float) -> None:
-        """Serves new weights from now on; verifies all of them before it changes any. None: they were changed in place."""
+        """Serves new weights from now on; verifies all of them before it changes any. None: they were changed in place. Weights that are
+        not trained (the base under adapters) may be left out."""
         ...
 
     def stats(self) -> dict[str, float]:

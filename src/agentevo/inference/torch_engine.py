@@ -23,6 +23,7 @@ from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
 from agentevo.inference.sampling import draw
 from agentevo.inference.scheduler import Request, Scheduler, Sequence
+from agentevo.models.adapters import adapter_names, use_adapter
 from agentevo.models.linear import drop_packed
 from agentevo.types import Completion, FinishReason, SamplingParams
 
@@ -83,12 +84,23 @@ class TorchEngine:
         self.scheduler.release(session)
 
     async def publish(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None = None, *, deadline_s: float = 60.0, in_flight: str = "finish"
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        *,
+        deadline_s: float = 60.0,
+        in_flight: str = "finish",
+        adapter: str | None = None,
     ) -> None:
         """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights (new ones wait); "continue" recomputes
-        their context under the new weights and goes on, each token stamped with the version that emitted it."""
+        their context under the new weights and goes on, each token stamped with the version that emitted it. `adapter`: which of the
+        model's adapters serves from now on."""
         if version <= self._version:
             raise EngineError(f"weights version {version} is not newer than {self._version}: versions only grow")
+        if adapter is not None and adapter not in adapter_names(self.model):
+            raise EngineError(
+                f"the model has no adapter {adapter!r} (it has: {', '.join(adapter_names(self.model)) or 'none'}): load it first"
+            )
         if weights is not None:
             self._verify(weights)
         if in_flight == "finish":
@@ -99,6 +111,8 @@ class TorchEngine:
                     own = dict(self.model.named_parameters())
                     for name, tensor in weights.items():
                         own[name].copy_(tensor)
+            if adapter is not None:
+                use_adapter(self.model, adapter)
             self._version = version
             self.weights_changed()
         finally:
@@ -136,7 +150,7 @@ class TorchEngine:
     def _verify(self, weights: Mapping[str, torch.Tensor]) -> None:
         own = dict(self.model.named_parameters())
         unknown = sorted(set(weights) - set(own))
-        missing = sorted(set(own) - set(weights))
+        missing = sorted({name for name, parameter in own.items() if parameter.requires_grad} - set(weights))
         if unknown or missing:
             raise EngineError(
                 f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: publish the model's own parameter names"

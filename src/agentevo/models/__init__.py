@@ -6,6 +6,7 @@
     convert   GGUF -> plain Hugging Face folder
     tiny      a policy made on the spot
     load      a config section -> `LoadedModel`; saving one
+    adapters  LoRA over a base that stays
     chat      messages -> token ids, turn by turn, without re-encoding what the model said
     attention, linear   how the model computes
 

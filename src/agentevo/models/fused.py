@@ -6,7 +6,7 @@ values, norm weights multiplied into the matrices that follow, activation, gate 
 on queries and keys together.
 
 The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the layer's own `forward`. Results agree to
-float32 rounding.
+float32 rounding. LoRA adapters are in the packed copies (`effective`), so that generation with them costs what it costs without.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from agentevo.models.linear import FastLinear, PackedMatrix, PackedWeights
+from agentevo.models.effective import effective, ingredients
+from agentevo.models.linear import PackedMatrix, PackedWeights
 
 FUSED_CLASSES = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 """Layers whose arithmetic is exactly the one below; a subclass may differ and is left alone."""
 
 ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class FusedLayer(PackedWeights):
@@ -47,27 +49,24 @@ class FusedLayer(PackedWeights):
         self.window: int | None = getattr(attention, "sliding_window", None)
         if isinstance(layer, MistralDecoderLayer):
             self.window = getattr(attention.config, "sliding_window", None)
-        self.head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        self.attention, self.has_head_norms = attention, hasattr(attention, "q_norm")
         self.epsilon = torch.tensor(float(layer.input_layernorm.variance_epsilon))  # type: ignore[union-attr, arg-type]
-        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.norm_class = type(layer.input_layernorm)
         self.linears = tuple((parent, name) for parent, names in ((attention, ATTENTION_LINEARS), (mlp, MLP_LINEARS)) for name in names)
         self.packed: tuple[PackedMatrix, ...] | None = None
-        self.packed_of: list[tuple[nn.Module, str, torch.Tensor, int, int]] = []
+        self.packed_of: list[torch.Tensor | float] = []
+        self.packed_state: list[tuple[int, int, int] | float] = []
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the layer's own `forward`: hidden_states [1, T, H] -> [1, T, H]."""
         plan: Any = kwargs.get("plan")
         rotation: Any = kwargs.get("position_embeddings")
         foreign = plan is None or rotation is None or hidden_states.dtype != torch.float32 or hidden_states.device.type != "cpu"
-        if (
-            torch.is_grad_enabled()
-            or foreign
-            or not hidden_states.numel()
-            or not all(_is_plain(parent._modules[name]) for parent, name in self.linears)
-        ):
+        made_of = None if torch.is_grad_enabled() or foreign or not hidden_states.numel() else self._ingredients()
+        if made_of is None:
             self.drop()
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        return self._forward(hidden_states[0], plan, rotation).unsqueeze(0)
+        return self._forward(hidden_states[0], self._weights(made_of), plan, rotation).unsqueeze(0)
 
     def drop(self) -> None:
         """See PackedWeights.drop."""
@@ -75,10 +74,12 @@ class FusedLayer(PackedWeights):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the packed matrices, which can't be copied and are made again when needed."""
-        return {**self.__dict__, "packed": None, "packed_of": []}
+        return {**self.__dict__, "packed": None, "packed_of": [], "packed_state": []}
 
-    def _forward(self, x: torch.Tensor, plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        qkv, o, gate, up, down = self._weights()
+    def _forward(
+        self, x: torch.Tensor, weights: tuple[PackedMatrix, ...], plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        qkv, o, gate, up, down = weights
         heads = qkv.product(self._normed(x)).view(x.shape[0], -1, self.head_dim)  # [T, query, key and value heads, D]
         rotated = self._rotated(heads[:, : self.num_rotated], *rotation)
         query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_rotated :]
@@ -94,9 +95,9 @@ class FusedLayer(PackedWeights):
 
     def _rotated(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Query and key heads [T, heads, D] with their rotary position (arXiv 2104.09864); cos and sin [1, T, D]."""
-        if self.head_norms is not None:
-            q_norm, k_norm = self.head_norms
-            heads = torch.cat([q_norm(heads[:, : self.num_heads]), k_norm(heads[:, self.num_heads :])], dim=1)
+        if self.has_head_norms:
+            query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
+            heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
         half = self.head_dim // 2
         cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
         rotated = heads * cos
@@ -104,44 +105,46 @@ class FusedLayer(PackedWeights):
         rotated[..., half:].addcmul_(heads[..., :half], sin[..., half:])
         return rotated
 
-    def _weights(self) -> tuple[PackedMatrix, ...]:
+    def _ingredients(self) -> list[torch.Tensor | float] | None:
+        """All that the packed matrices are made of; None where a module is not what they stand for."""
+        found: list[torch.Tensor | float] = []
+        for parent, name in self.linears:
+            of_linear = ingredients(parent._modules[name])
+            if of_linear is None:
+                return None
+            found += of_linear
+        for name in NORMS:
+            norm: Any = self.layer._modules[name]
+            if type(norm) is not self.norm_class:
+                return None
+            found.append(cast(Any, norm).weight)
+        return found
+
+    def _weights(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
         """Of each product: queries-keys-values, output, gate, up, down."""
-        if self.packed is None or any(_changed(*one) for one in self.packed_of):
-            linears: list[Any] = [parent._modules[name] for parent, name in self.linears]
-            q, k, v, o, gate, up, down = (linear.weight.detach() for linear in linears)
-            norm_in, norm_mlp = (norm.weight.detach() for norm in cast(Iterable[Any], self.norms))
-            biases: list[Any] = [None if linear.bias is None else linear.bias.detach() for linear in linears]
-            self.packed = (
-                PackedMatrix(torch.cat([q, k, v]) * norm_in, None if biases[0] is None else torch.cat(biases[:3])),
-                PackedMatrix(o, biases[3]),
-                PackedMatrix(gate * norm_mlp, biases[4]),
-                PackedMatrix(up * norm_mlp, biases[5]),
-                PackedMatrix(down, biases[6]),
+        state = [(id(one), one.data_ptr(), one._version) if isinstance(one, torch.Tensor) else one for one in made_of]
+        if self.packed is None or state != self.packed_state:
+            (q, q_bias), (k, k_bias), (v, v_bias), o, (gate, gate_bias), (up, up_bias), down = (
+                effective(cast(nn.Module, parent._modules[name])) for parent, name in self.linears
             )
-            self.packed_of = [
-                (module, name, tensor, tensor.data_ptr(), tensor._version)
-                for module in (*linears, *self.norms)
-                for name, tensor in module._parameters.items()
-                if tensor is not None
-            ]
+            norm_in, norm_mlp = (cast(Any, self.layer._modules[name]).weight.detach() for name in NORMS)
+            self.packed = (
+                PackedMatrix(torch.cat([q, k, v]) * norm_in, None if q_bias is None else torch.cat(cast(Any, [q_bias, k_bias, v_bias]))),
+                PackedMatrix(*o),
+                PackedMatrix(gate * norm_mlp, gate_bias),
+                PackedMatrix(up * norm_mlp, up_bias),
+                PackedMatrix(*down),
+            )
+            self.packed_of, self.packed_state = made_of, state  # the former keeps the ids of the latter from being given away
         return self.packed
-
-
-def _changed(module: nn.Module, name: str, tensor: torch.Tensor, address: int, version: int) -> bool:
-    """Is this parameter another one, elsewhere, or with other numbers than when it was packed?"""
-    return module._parameters[name] is not tensor or tensor._version != version or tensor.data_ptr() != address
-
-
-def _is_plain(linear: nn.Module | None) -> bool:
-    """Just a product: not wrapped by an adapter, say, and nobody listening in on it."""
-    return type(linear) is FastLinear and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
 def use_fused_layers(model: PreTrainedModel) -> int:
     """Gives every decoder layer of a known kind its `FusedLayer`; returns how many. Call after `use_fast_linear`."""
     fused = 0
     for layer in cast(Iterable[Any], model.modules()):
-        if type(layer) in FUSED_CLASSES and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
+        plain_norms = type(layer) in FUSED_CLASSES and all(type(layer._modules[name]).__name__.endswith("RMSNorm") for name in NORMS)
+        if plain_norms and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
             layer.forward = FusedLayer(layer)
             fused += 1
     return fused

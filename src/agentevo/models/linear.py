@@ -106,7 +106,7 @@ class PackedMatrix:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)  # a frozen base needs no activations
         ctx.has_bias = bias is not None
         return product(x, weight, bias)
 
@@ -156,7 +156,8 @@ class FastLinear(nn.Linear, PackedWeights):
         if input.device.type != "cpu" or input.dtype != torch.float32 or self.weight.dtype != torch.float32 or input.numel() == 0:
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() and (rows.requires_grad or self.weight.requires_grad):
+        trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if torch.is_grad_enabled() and (rows.requires_grad or trained):
             self.drop()
             out = _LinearFunction.apply(rows, self.weight, self.bias)
         else:

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from agentevo.errors import ModelError
+from agentevo.models.adapters import add_adapter, check_quantize, is_adapted, is_adapter_folder, write_adapter
 from agentevo.models.cache import Progress
 from agentevo.models.folder import atomic_folder
 from agentevo.models.resolve import fetch
@@ -32,7 +40,7 @@ class LoadedModel:
     """A policy in memory."""
 
     model: PreTrainedModel
-    """In eval mode, on its device, with transformers' own attention."""
+    """In eval mode, on its device, with transformers' own attention; with adapters, PEFT's model around it."""
     tokenizer: PreTrainedTokenizerBase
     name: str
     """As the recipe called it."""
@@ -43,8 +51,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads (or, for `tiny`, makes) the policy that the section names.
 
-    `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights; nothing else uses them. Raises `ModelError` or
-    `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
+    `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights or those of fresh adapters; nothing else uses them.
+    Raises `ModelError` or `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
     """
     device = _device(section.device)
     dtype: torch.dtype = getattr(torch, section.dtype)
@@ -53,13 +61,32 @@ def load_model(
             raise ModelError("model.name=tiny needs texts to take its words from: pass corpus=..., or set model.tiny.tokenizer=byte")
         model, tokenizer = make_tiny(section.tiny, corpus() if corpus else (), seed)
         return LoadedModel(_placed(model, device, dtype), tokenizer, section.name)
-    return _from_pretrained(section.name, fetch(section.name, progress), dtype, device)
+    quantized = {} if section.lora.quantize == "none" else _quantized(section.lora.quantize, dtype, device)
+    loaded = _from_pretrained(section.name, fetch(section.name, progress), dtype, device, quantized)
+    if not section.lora.enabled:
+        return loaded
+    return replace(loaded, model=add_adapter(loaded.model, section.lora, seed))
 
 
-def _from_pretrained(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_base(name: str) -> LoadedModel:
+    """A model as it was saved, in its own dtype, on the CPU."""
+    return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {})
+
+
+def _quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of from_pretrained for a base in 8 or 4 bits: NF4 with quantized constants (arXiv 2305.14314, section 3)."""
+    check_quantize(kind)
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    bits = BitsAndBytesConfig(load_in_4bit=True, **four) if kind == "4bit" else BitsAndBytesConfig(load_in_8bit=True)
+    return {"quantization_config": bits, "device_map": {"": device}}
+
+
+def _from_pretrained(
+    name: str, folder: Path, dtype: torch.dtype | Literal["auto"], device: torch.device, quantized: dict[str, Any]
+) -> LoadedModel:
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **quantized)
             tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
@@ -71,7 +98,9 @@ def _from_pretrained(name: str, folder: Path, dtype: torch.dtype, device: torch.
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: they don't belong together")
-    return LoadedModel(_placed(model, device, dtype), tokenizer, name)
+    if quantized:  # placed already; such weights can't be moved or converted
+        return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
+    return LoadedModel(_placed(model, device, model.dtype if dtype == "auto" else dtype), tokenizer, name)
 
 
 def load_reward_model(name: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -116,7 +145,8 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     Raises `ModelError` rather than replace a folder that holds something else.
     """
     folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file()):
+    holds_model = (folder / "config.json").is_file() or is_adapter_folder(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not holds_model):
         raise ModelError(f"{folder} exists and holds no model, so it is not replaced by one: choose another folder")
     with atomic_folder(folder) as staging:
         write_model(model, tokenizer, staging)
@@ -124,9 +154,13 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes both into an existing folder, file by file. For callers that make the whole folder appear at once by `atomic_folder`."""
+    """Writes both into an existing folder, file by file; of a model with adapters, the adapter in use alone. For callers that make the
+    whole folder appear at once by `atomic_folder`."""
     with no_progress_bars():
-        model.save_pretrained(folder)
+        if is_adapted(model):
+            write_adapter(model, folder)
+        else:
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 

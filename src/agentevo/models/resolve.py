@@ -31,6 +31,11 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
         return folder
     if name in known_models.names():
         return cached(known_models.get(name), progress)
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"model {name!r}: this folder holds an adapter and not the model it is for: set model.name to its base and "
+            f"model.lora.adapter={name}, or make one model of the two with `agentevo merge {name} OUT`"
+        )
     if name and folder.is_dir():
         raise ModelError(f"model {name!r}: this folder has no config.json, so it holds no Hugging Face model; give the folder that has one")
     if _HUB_NAME.fullmatch(name):

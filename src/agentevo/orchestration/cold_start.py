@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from agentevo.agents.environment_agent import demonstrate
 from agentevo.errors import ConfigError
+from agentevo.models.adapters import dropping_out
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import CORPUS_EPISODES, Components, make_environment
 from agentevo.rollout.tasks import world_seed
@@ -35,14 +36,16 @@ def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> d
     """Trains the model in place; metrics of the supervised phase."""
     config = parts.config
     samples = demonstrations(parts, view)
-    losses = train_supervised(
-        parts.model,
-        samples,
-        config.cold_start,
-        config.trainer,
-        seed=derive_seed(config.run.seed, "cold-start"),
-        progress=lambda done, total, loss: view.phase("cold start", f"{done}/{total}, loss {loss:.3f} nats per token"),
-        stop=stop,
-    )
+    seed = derive_seed(config.run.seed, "cold-start")
+    with dropping_out(parts.model, seed):
+        losses = train_supervised(
+            parts.model,
+            samples,
+            config.cold_start,
+            config.trainer,
+            seed=seed,
+            progress=lambda done, total, loss: view.phase("cold start", f"{done}/{total}, loss {loss:.3f} nats per token"),
+            stop=stop,
+        )
     trained = sum(sum(s.loss_mask) for s in samples) * config.cold_start.epochs
     return {"cold_start/loss_first": losses[0], "cold_start/loss_last": losses[-1], "cold_start/tokens": float(trained)} if losses else {}

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.agents import Agent, EnvironmentAgent, Outcome, Policy
 from agentevo.agents.environment_agent import demonstrate, first_messages
-from agentevo.config import ModelSection, RunConfig
+from agentevo.config import LoraSection, ModelSection, RunConfig
 from agentevo.environments import TextEnvironment, make
 from agentevo.errors import ConfigError
 from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import load_model
@@ -128,6 +129,15 @@ def _corpus(config: RunConfig) -> Iterable[str]:
             yield from (message.content for message in messages)
 
 
+def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
+    """The recipe's model as a checkpoint has it: a whole model, or an adapter over the recipe's own base."""
+    if not is_adapter_folder(checkpoint):
+        return ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
+    if section.name == "tiny":
+        raise ConfigError(f"{checkpoint} is an adapter, and model.name=tiny can't be its base: set model.name to the model it was made for")
+    return section.model_copy(update={"lora": LoraSection(adapter=checkpoint, quantize=section.lora.quantize)})
+
+
 @asynccontextmanager
 async def open_components(
     config: RunConfig,
@@ -137,12 +147,10 @@ async def open_components(
     checkpoint: Path | None = None,
     store_url: str | None = None,
 ) -> AsyncIterator[Components]:
-    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model by a folder."""
+    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model; see `checkpoint_section`."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    section = config.model
-    if checkpoint is not None:
-        section = ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
+    section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
     corpus = (lambda: _corpus(config)) if config.environment is not None else None
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
     model = prepare(loaded.model)

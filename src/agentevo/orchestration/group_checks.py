@@ -17,6 +17,7 @@ from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
 from agentevo.inference.sampling import filter_logits
 from agentevo.inference.torch_engine import kv_bytes_per_token
+from agentevo.models.adapters import num_parameters
 from agentevo.models.attention import NAME
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn
 
@@ -141,7 +142,8 @@ def memory_parts(model: PreTrainedModel, config: RunConfig, *, step_tokens: int,
     logits with their gradient; attention keeps no matrix.
     """
     shape = model.config.get_text_config()
-    numbers, size = sum(p.numel() for p in model.parameters()), next(model.parameters()).element_size()
+    numbers, _ = num_parameters(model)  # a base under adapters has no gradient and is its own reference's too
+    size = next(model.parameters()).element_size()
     tokens = min(step_tokens, config.trainer.micro_batch_tokens)
     layer = 12 * shape.hidden_size + 4 * shape.intermediate_size
     parts = {

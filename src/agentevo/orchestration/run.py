@@ -18,6 +18,7 @@ import yaml
 
 from agentevo.config import RunConfig, sources, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
+from agentevo.models.adapters import check_lora, num_parameters
 from agentevo.models.attention import prepare
 from agentevo.models.load import load_reward_model
 from agentevo.models.resolve import resolve
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The best checkpoint, or the last one if none was evaluated: a Hugging Face model folder."""
+        """The best checkpoint, or the last one if none was evaluated: a Hugging Face model folder, or a PEFT adapter's."""
         return self.checkpoint_path("best")
 
     def checkpoint_path(self, which: str) -> Path:
@@ -104,12 +105,12 @@ async def _shown(parts: Components, step: int, samples: int, view: LiveView | No
     return metrics
 
 
-def evaluate_model(config: RunConfig, *, view: LiveView | None = None) -> dict[str, float]:
-    """Success of the recipe's model as it is, without any run: nothing is written."""
+def evaluate_model(config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None) -> dict[str, float]:
+    """Success of the recipe's model as it is, or of a checkpoint of it, without any run: nothing is written."""
 
     async def work() -> dict[str, float]:
         with _throwaway_store() as url:
-            async with open_components(config, store_url=url) as parts:
+            async with open_components(config, checkpoint=checkpoint, store_url=url) as parts:
                 return await _shown(parts, 0, config.evaluation.samples, view)
 
     return run_coroutine(work())
@@ -170,6 +171,7 @@ def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -
     check_preference(config)
     if config.model.name != "tiny" and not resume:
         resolve(config.model.name)
+        check_lora(config.model.lora)
     if config.reward_model.name is not None:
         resolve(config.reward_model.name)
 
@@ -259,6 +261,9 @@ async def _train(
                 process_reward=config.process_reward,
                 reward_model=_reward_model(parts),
             )
+            if config.model.lora.enabled:
+                trained, total = num_parameters(parts.model)
+                view.note(f"training adapters: {trained:,} of {total:,} parameters ({trained / total:.1%})")
             log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard" if config.tracking.tensorboard else None)
             with log:
                 loop = Loop(parts, trainer, checkpoints, log, view, reference_players(parts), lambda: bool(asked))

@@ -1,6 +1,7 @@
-"""Checkpoints: a Hugging Face model folder with the optimizer and the run's state beside it.
+"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's state beside it.
 
     checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt, state.json
+                               (with adapters: adapter_model.safetensors, adapter_config.json in place of the first two)
     checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}
 
 A folder appears whole or not at all (written beside, then renamed). The newest `keep_last` stay, and the best one.
@@ -20,6 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.errors import CheckpointError
+from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.folder import atomic_folder
 from agentevo.models.load import write_model
 
@@ -53,8 +55,10 @@ class Checkpoints:
         """`last`, `best`, or the path of a checkpoint folder. Raises CheckpointError."""
         if which not in {"last", "best"}:
             path = Path(which)
-            if not (path / "config.json").is_file():
-                raise CheckpointError(f"{path} is not a checkpoint (no config.json): give a folder under {self.folder}, `last` or `best`")
+            if not (path / "config.json").is_file() and not is_adapter_folder(path):
+                raise CheckpointError(
+                    f"{path} is not a checkpoint (no config.json or adapter_config.json): give one under {self.folder}, `last` or `best`"
+                )
             return path
         steps = self.steps()
         if not steps:

@@ -1,12 +1,11 @@
 """The critic: the return that is expected as each token is about to be chosen.
 
-Its own model (a copy of the policy with a head of one output) or a head on the policy's last hidden states. The head starts at 0, so a
-critic that has learnt nothing expects nothing.
+Its own model (a twin of the policy with a head of one output) or a head on the policy's last hidden states. The head starts at 0, so a
+critic that has learnt nothing expects nothing. Beside a policy with adapters, an own model is another set of adapters on the same base.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from agentevo.config import CriticSection, TrainerSection
 from agentevo.training.optimization import Optimization
 from agentevo.training.output_layer import causal_model
 from agentevo.training.packing import PackedBatch
+from agentevo.training.twin import load_weights, trained_parameters, twin_of, weights_of
 
 
 class Critic:
@@ -32,9 +32,10 @@ class Critic:
         self.model = policy
         trained: torch.nn.Module = self.head
         if not self.shared:
-            self.model = trained = copy.deepcopy(policy)
+            self.model = trained = twin_of(policy)
             causal_model(self.model).set_output_embeddings(self.head)
             causal_model(self.model).config.get_text_config().final_logit_softcapping = None  # values have no bound
+        self.weights = trained_parameters(trained)
         self.optimization = Optimization(trained.parameters(), trainer, learning_rate=section.learning_rate, role="critic")
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
@@ -83,10 +84,9 @@ class Critic:
         return self.values_of(hidden, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        weights = self.head if self.shared else self.model
-        return {"weights": weights.state_dict(), "optimization": self.optimization.state_dict()}
+        return {"weights": weights_of(self.weights), "optimization": self.optimization.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
-        (self.head if self.shared else self.model).load_state_dict(state["weights"])
+        load_weights(self.weights, state["weights"])
         self.optimization.load_state_dict(state["optimization"])

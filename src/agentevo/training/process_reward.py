@@ -1,12 +1,12 @@
 """PRIME's process reward, learnt online from outcomes alone (Cui et al., arXiv 2502.01456).
 
-A second model phi starts as the policy. Its reward for a token is r(y_t) = beta (log phi(y_t) - log ref(y_t)) (eq. 3); summed over an
-attempt it is the logit of success, and phi learns by the cross-entropy of that with what really came of the attempt (eq. 5).
+A second model phi starts as the policy; beside a policy with adapters it is another set of adapters on the same base. Its reward for a
+token is r(y_t) = beta (log phi(y_t) - log ref(y_t)) (eq. 3); summed over an attempt it is the logit of success, and phi learns by the
+cross-entropy of that with what really came of the attempt (eq. 5).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from agentevo.config import ProcessRewardSection, TrainerSection
 from agentevo.training.optimization import Optimization
 from agentevo.training.packing import PackedBatch
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches
+from agentevo.training.twin import load_weights, trained_parameters, twin_of, weights_of
 from agentevo.types import Sample
 
 
@@ -25,7 +26,8 @@ class ImplicitProcessReward:
 
     def __init__(self, policy: PreTrainedModel, section: ProcessRewardSection, trainer: TrainerSection) -> None:
         self.section, self.max_tokens = section, trainer.micro_batch_tokens
-        self.model = copy.deepcopy(policy)
+        self.model = twin_of(policy)
+        self.weights = trained_parameters(self.model)
         self.optimization = Optimization(self.model.parameters(), trainer, learning_rate=section.learning_rate, role="process reward")
 
     def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
@@ -56,9 +58,9 @@ class ImplicitProcessReward:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.model.state_dict(), "optimization": self.optimization.state_dict()}
+        return {"weights": weights_of(self.weights), "optimization": self.optimization.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
-        self.model.load_state_dict(state["weights"])
+        load_weights(self.weights, state["weights"])
         self.optimization.load_state_dict(state["optimization"])

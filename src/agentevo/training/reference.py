@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,25 +9,24 @@ from transformers import PreTrainedModel
 
 from agentevo.config import AlgorithmSection
 from agentevo.training.packing import PackedBatch
+from agentevo.training.twin import load_weights, trained_parameters, twin_of, weights_of
 
 
 class Reference:
-    """A copy of the policy as it is now that stays, or follows it; see `AlgorithmSection.reference`.
-
-    A policy that trains adapters (PEFT) is its own frozen reference with them turned off: no copy is kept.
-    """
+    """The policy as it is now, that stays or follows it; see `AlgorithmSection.reference`. Of a policy with adapters (PEFT) only these are
+    copied: the base is the same one."""
 
     def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
         self.section = section
-        self.adapters_off = section.reference == "frozen" and hasattr(policy, "disable_adapter")
-        self.model = policy if self.adapters_off else copy.deepcopy(policy).requires_grad_(False)
+        self.model = twin_of(policy)
+        self.weights = trained_parameters(self.model)
+        for parameter in self.weights.values():
+            parameter.requires_grad_(False)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """[M]"""
-        model: Any = self.model
-        with model.disable_adapter() if self.adapters_off else nullcontext():
-            return batch.forward(self.model)[0]
+        return batch.forward(self.model)[0]
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel, step: int) -> None:
@@ -40,13 +37,13 @@ class Reference:
         if self.section.reference == "synced":
             share = float(step % self.section.reference_every == 0)
         if share:
-            for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-                ours.lerp_(theirs, share)
+            theirs = trained_parameters(policy)
+            for name, ours in self.weights.items():
+                ours.lerp_(theirs[name], share)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.adapters_off else self.model.state_dict()
+        return weights_of(self.weights)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
-        if not self.adapters_off:
-            self.model.load_state_dict(state)
+        load_weights(self.weights, state)

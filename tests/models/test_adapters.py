@@ -1,0 +1,354 @@
+"""Adapters: what they change and what not, fast passes with them, several over one base, folders, merging, refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from agentevo.config import LoraSection, ModelSection
+from agentevo.errors import MissingExtraError, ModelError
+from agentevo.models.adapters import (
+    adapter_names,
+    add_adapter,
+    check_lora,
+    dropping_out,
+    load_adapter,
+    merge_adapter,
+    num_parameters,
+    use_adapter,
+)
+from agentevo.models.attention import prepare
+from agentevo.models.fused import FusedLayer
+from agentevo.models.linear import available, drop_packed
+from agentevo.models.load import LoadedModel, load_model, save_model
+from agentevo.training.tree import TreeAttention, build_tree
+
+TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
+IDS = [5, 9, 60, 3, 41, 8]
+LORA = LoraSection(rank=4)
+VARIANTS = {
+    "plain": LORA,
+    "rslora": LoraSection(rank=4, rslora=True, alpha=3),
+    "dora": LoraSection(rank=4, dora=True),
+    "names": LoraSection(rank=4, targets=("q_proj", "down_proj"), layers=(1,), rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 9}),
+    "bias": LoraSection(rank=2, bias="lora_only"),
+    "whole": LoraSection(rank=2, targets=("v_proj",), modules_to_save=("o_proj",)),
+}
+needs_onednn = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """[1, N, V] of the nodes of a small tree."""
+    plan = TreeAttention(TREE, torch.device("cpu"))
+    ids, positions = torch.as_tensor(TREE.ids)[None], torch.as_tensor(TREE.positions)[None]
+    return model(input_ids=ids, position_ids=positions, use_cache=False, plan=plan).logits
+
+
+def fused(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return logits(model)
+
+
+def unfused(model: nn.Module) -> torch.Tensor:
+    """Through PEFT's own forward, which runs where gradients are kept."""
+    return logits(model).detach()
+
+
+def alone(model: nn.Module) -> torch.Tensor:
+    """[len(IDS), V] of one sequence as transformers and PEFT compute it by themselves."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+
+
+def moved(model: nn.Module, seed: int = 0, by: float = 0.2) -> nn.Module:
+    """Trained weights away from where they start, where B = 0 hides mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def fused_calls(model: nn.Module) -> int:
+    calls = 0
+
+    def watch(frame, event, argument):  # a profiler sees the private method without replacing it
+        nonlocal calls
+        calls += event == "call" and frame.f_code is FusedLayer._forward.__code__
+
+    sys.setprofile(watch)
+    try:
+        fused(model)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.fixture
+def base(random_model):
+    """`base(name)`: a plain model that may be changed."""
+
+    def make(name: str = "qwen2") -> nn.Module:
+        return copy.deepcopy(random_model(name).alone).requires_grad_(True)
+
+    return make
+
+
+@pytest.fixture
+def base_folder(tiny: LoadedModel, tmp_path: Path) -> Path:
+    return save_model(tiny.model, tiny.tokenizer, tmp_path / "base")
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal"])
+def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(init, base):
+    plain = base()
+    before, total = alone(plain), sum(p.numel() for p in plain.parameters())
+    state = torch.random.get_rng_state()
+    model = add_adapter(plain, LoraSection(rank=4, init=init), seed=3)
+    assert torch.equal(torch.random.get_rng_state(), state), "nobody else's draws change"
+    torch.testing.assert_close(alone(model), before, rtol=1e-5, atol=1e-5)
+    shapes = [m.weight.shape for n, m in base().model.layers.named_modules() if isinstance(m, nn.Linear)]
+    assert num_parameters(model) == (sum(4 * (o + i) for o, i in shapes), total + sum(4 * (o + i) for o, i in shapes))
+    assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
+    again, other = (add_adapter(base(), LoraSection(rank=4, init=init), seed=seed) for seed in (3, 4))
+    weights = [torch.cat([p.flatten() for p in one.parameters() if p.requires_grad]) for one in (model, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_options_mean_what_they_mean_in_peft(base):
+    model = add_adapter(base(), VARIANTS["names"], seed=0)
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert {name.split("layers.")[1] for name in layers} == {"1.self_attn.q_proj", "1.mlp.down_proj"}
+    q, down = layers[next(n for n in layers if n.endswith("q_proj"))], layers[next(n for n in layers if n.endswith("down_proj"))]
+    assert (q.r["default"], q.scaling["default"]) == (2, 4.5)
+    assert (down.r["default"], down.scaling["default"]) == (4, 2.0), "alpha is twice the rank by default"
+    rslora = add_adapter(base(), VARIANTS["rslora"], seed=0)
+    assert next(m.scaling["default"] for m in rslora.modules() if hasattr(m, "lora_A")) == pytest.approx(3 / 4**0.5)
+    excluded = add_adapter(base(), LoraSection(rank=2, exclude=("gate_proj", "up_proj")), seed=0)
+    assert not any("gate_proj.lora" in n or "up_proj.lora" in n for n, _ in excluded.named_parameters())
+    biases = add_adapter(base(), VARIANTS["bias"], seed=0)
+    assert {n.rsplit(".", 2)[1] for n, p in biases.named_parameters() if p.requires_grad and "bias" in n} == {"base_layer"}
+
+
+@needs_onednn
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_fused_passes_hold_the_adapters(name, variant, base):
+    model = prepare(moved(add_adapter(base(name), VARIANTS[variant], seed=1)))
+    plain = fused(prepare(base(name)))
+    with torch.no_grad():
+        assert (fused(model) - plain).abs().max() > 1e-2, "the adapters do something"
+    torch.testing.assert_close(fused(model), unfused(model), rtol=1e-4, atol=5e-5)
+    assert fused_calls(model) == (model.config.num_hidden_layers if variant != "whole" else 0)
+    with model.disable_adapter(), torch.no_grad():
+        if variant != "bias":
+            torch.testing.assert_close(fused(model), plain, rtol=1e-4, atol=5e-5)
+    torch.testing.assert_close(fused(model), unfused(model), rtol=1e-4, atol=5e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", ["in-place", "fused-update", "scale"])
+def test_fused_passes_have_the_adapters_of_now(change, base):
+    model = prepare(moved(add_adapter(base(), LORA, seed=1)))
+    before = fused(model)
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    if change == "in-place":
+        with torch.no_grad():
+            layer.lora_B["default"].weight.mul_(3)
+    elif change == "scale":
+        layer.set_scale("default", 3.0)
+    else:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, fused=True)
+        logits(model).square().sum().backward()
+        optimizer.step()
+    after = fused(model)
+    assert (after - before).abs().max() > 1e-3
+    torch.testing.assert_close(after, unfused(model), rtol=1e-4, atol=1e-4)
+
+
+@needs_onednn
+def test_hooks_dropout_and_merged_adapters_take_the_ordinary_way(base):
+    model = prepare(moved(add_adapter(base(), LoraSection(rank=4, dropout=0.5), seed=1)))
+    layers = model.config.num_hidden_layers
+    assert fused_calls(model) == layers
+    still = fused(model)
+    with dropping_out(model, seed=5):
+        first = fused(model)
+        assert fused_calls(model) == 0
+    with dropping_out(model, seed=5):
+        assert torch.equal(fused(model), first), "the seed decides what drops out"
+    assert (first - still).abs().max() > 1e-3
+    torch.testing.assert_close(fused(model), still)
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    seen = []
+    hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(1))
+    assert fused_calls(model) == layers - 1 and seen
+    hook.remove()
+    layer.merge()
+    drop_packed(model)
+    torch.testing.assert_close(fused(model), still, rtol=1e-4, atol=5e-5)
+
+
+def test_only_adapters_get_gradients_and_a_frozen_base_keeps_no_activations(base):
+    kept: list[int] = []
+
+    def bytes_kept(model: nn.Module) -> torch.Tensor:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            return logits(model)
+
+    model = prepare(moved(add_adapter(base("llama"), LoraSection(rank=2, targets=("q_proj",)), seed=1)))
+    bytes_kept(model).square().sum().backward()
+    with_adapters = sum(kept)
+    assert all((p.grad is not None and bool(p.grad.any())) == ("lora_" in name) for name, p in model.named_parameters())
+    whole = prepare(base("llama"))
+    bytes_kept(whole)
+    assert with_adapters < sum(kept)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folder, tmp_path):
+    section = ModelSection(name=str(base_folder), device="cpu", lora=VARIANTS[variant])
+    loaded = load_model(section, seed=4)
+    expected = alone(moved(loaded.model))
+    folder = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
+    assert not (folder / "model.safetensors").exists(), "the base is not saved"
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base_folder)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder)
+    assert torch.equal(alone(theirs), expected)
+    ours = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LoraSection(adapter=folder)))
+    assert torch.equal(alone(ours.model), expected)
+    assert [n for n, p in ours.model.named_parameters() if p.requires_grad] == [
+        n for n, p in loaded.model.named_parameters() if p.requires_grad
+    ]
+    assert ours.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_merged_model_is_a_plain_one_with_the_same_answers(variant, base_folder, tmp_path):
+    loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=VARIANTS[variant]), seed=4)
+    expected = alone(moved(loaded.model))
+    adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged"))
+    torch.testing.assert_close(alone(merged), expected, rtol=1e-4, atol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(base_folder)
+    assert {n: p.shape for n, p in merged.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert (alone(plain) - expected).abs().max() > 1e-2
+    assert load_model(ModelSection(name=str(tmp_path / "merged"), device="cpu")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+
+
+def test_a_bfloat16_base_has_float32_adapters_and_merges_to_bfloat16(tiny, tmp_path):
+    base = save_model(tiny.model.bfloat16(), tiny.tokenizer, tmp_path / "base")
+    loaded = load_model(ModelSection(name=str(base), device="cpu", dtype="bfloat16", lora=LORA), seed=4)
+    assert {p.dtype for p in loaded.model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in loaded.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    expected = alone(moved(loaded.model, by=0.05)).float()
+    adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged"))
+    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(alone(merged).float(), expected, rtol=0.05, atol=0.1)
+
+
+def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
+    loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LORA), seed=4)
+    expected = alone(moved(loaded.model))
+    adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
+    base_folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(Exception, match="no local folder"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged", str(tmp_path / "elsewhere")))
+    torch.testing.assert_close(alone(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_several_adapters_over_one_base(base_folder, tmp_path):
+    folders, expected = [], []
+    for seed in (1, 2):
+        loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LoraSection(rank=2 * seed, dora=seed == 2)), seed=seed)
+        expected.append(alone(moved(loaded.model, seed)))
+        folders.append(save_model(loaded.model, loaded.tokenizer, tmp_path / f"adapter{seed}"))
+    model = load_model(ModelSection(name=str(base_folder), device="cpu")).model
+    for name, folder in zip(("first", "second"), folders, strict=True):
+        model = load_adapter(model, folder, name)
+    assert adapter_names(model) == ["first", "second"]
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
+    for name, wanted in (("second", expected[1]), ("first", expected[0]), ("second", expected[1])):
+        use_adapter(model, name)
+        assert torch.equal(alone(model), wanted)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" in n), "use does not train"
+    again = save_model(model, loaded.tokenizer, tmp_path / "again")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), again)
+    torch.testing.assert_close(alone(theirs), expected[1])
+    prepare(model)
+    for name in ("first", "second", "first"):
+        use_adapter(model, name)
+        torch.testing.assert_close(fused(model), unfused(model), rtol=1e-4, atol=5e-5)
+    with pytest.raises(ModelError, match="no adapter 'third' \\(it has: first, second\\)"):
+        use_adapter(model, "third")
+    with pytest.raises(ModelError, match="'first' already"):
+        load_adapter(model, folders[0], "first")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (LoraSection(rank=2, targets=("q_proj", "query")), "no module query: its linear layers are down_proj, gate_proj"),
+        (LoraSection(rank=2, targets=("nothing",)), "model.lora: .*nothing"),
+        (LoraSection(rank=2, modules_to_save=("haed",)), "no module haed"),
+        (LoraSection(rank=2, targets=("q_proj", "lm_head")), "input and output embeddings are one matrix"),
+        (LoraSection(rank=2, modules_to_save=("embed_tokens",)), "input and output embeddings are one matrix"),
+    ],
+)
+def test_layers_that_can_have_no_adapter(section, message, base):
+    with pytest.raises(ModelError, match=message):
+        add_adapter(base("llama"), section, seed=0)  # its embeddings are tied
+
+
+def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
+    with pytest.raises(ModelError, match="holds no adapter"):
+        check_lora(LoraSection(adapter=base_folder))
+    loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LORA))
+    adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
+    check_lora(LoraSection(adapter=adapter))
+    with pytest.raises(ModelError, match=f"does not fit this base .*{base_folder}"):
+        load_adapter(base("llama"), adapter)
+    with pytest.raises(ModelError, match=r"holds an adapter .*model\.lora\.adapter"):
+        load_model(ModelSection(name=str(adapter), device="cpu"))
+    get_peft_model(base(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])).save_pretrained(
+        tmp_path / "ia3", save_embedding_layers=False
+    )
+    with pytest.raises(ModelError, match="only LoRA"):
+        check_lora(LoraSection(adapter=tmp_path / "ia3"))
+    config = LoraConfig(init_lora_weights="olora", target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(base(), config).save_pretrained(tmp_path / "olora", save_embedding_layers=False)
+    with pytest.raises(ModelError, match="changes the base"):
+        load_adapter(base(), tmp_path / "olora")
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match="save it again"):
+        check_lora(LoraSection(adapter=adapter))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to quantize on")
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+def test_quantizing_needs_a_gpu(kind, base_folder):
+    section = LoraSection(rank=4, quantize=kind)
+    with pytest.raises(ModelError, match="needs a CUDA GPU, and PyTorch sees none"):
+        check_lora(section)
+    with pytest.raises(ModelError, match="needs a CUDA GPU"):
+        load_model(ModelSection(name=str(base_folder), lora=section))
+
+
+def test_without_peft_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentevo\[lora\]'"):
+        check_lora(LORA)
+    check_lora(LoraSection())
