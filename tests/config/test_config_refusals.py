@@ -117,6 +117,10 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
             "algorithm: {name: decoupled_ppo, importance: token_tis, old_logprobs: recomputed}",
             "weighs with proximal over rollout policy already",
         ),
+        (
+            "algorithm: {kl_coef: 0.1, reference: base}",
+            "is the policy with its adapters off, but model.lora has none: set model.lora.rank=16",
+        ),
         ("algorithm: {importance_floor: 0.5}", "does nothing with importance=none"),
     ],
 )

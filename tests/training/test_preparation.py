@@ -234,6 +234,21 @@ def test_the_reference_of_a_policy_with_adapters_is_what_they_were_at_the_start(
     assert copied == trained == set(trainer.state_dict()["roles"]["reference"]), "the base is not copied"
 
 
+def test_the_base_under_the_adapters_can_be_the_reference(random_model):
+    base = copy.deepcopy(random_model("llama"))
+    policy = get_peft_model(base.model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    trainer = Trainer(policy, STILL, AlgorithmSection(kl_coef=0.1, reference="base"))
+    trainer.begin()
+    samples = trainer.prepare(attempts()).samples
+    for sample, trajectory in zip(samples, attempts(), strict=True):
+        assert sample.columns["ref_logp"] == pytest.approx(logprobs_of(base.alone, trajectory), abs=1e-4)
+    assert trainer.step(samples)["actor/kl_loss"] > 1e-4, "the adapters do change the policy"
+    assert trainer.roles.reference.model is policy, "no copy is kept"
+    assert trainer.state_dict()["roles"]["reference"] == {}
+    with pytest.raises(TrainingError, match="set reference=frozen"):
+        Trainer(copy.deepcopy(random_model("llama").model), STILL, AlgorithmSection(kl_coef=0.1, reference="base")).begin()
+
+
 def test_process_rewards_are_learnt_from_outcomes(random_model):
     """First r = 0 everywhere; then phi tells success from failure, and its gradient is that of the cross-entropy."""
     one = copy.deepcopy(random_model("llama"))

@@ -57,8 +57,9 @@ class AlgorithmKeys(Section):
     """KL per token, in nats, towards which kl_coef is steered from step to step. None keeps kl_coef as it is."""
     kl_horizon: int = Field(default=10000, ge=1)
     """Sequences over which a KL that is 20% or more off its target changes the weight by 20%."""
-    reference: Literal["frozen", "synced", "ema"] = "frozen"
-    """The reference policy: as it was at the start of RL, the policy of up to reference_every steps ago, or a running average."""
+    reference: Literal["frozen", "synced", "ema", "base"] = "frozen"
+    """The reference policy: as it was at the start of RL, the policy of up to reference_every steps ago, a running average, or with
+    model.lora the base model, that is the policy with its adapters off (no copy is kept)."""
     reference_every: int = Field(default=10, ge=1)
     """RL steps after which a synced reference becomes the policy as it is then."""
     reference_decay: float = Field(default=0.99, ge=0, le=1)

@@ -137,6 +137,10 @@ def _contradictions(config: RunConfig) -> list[str]:
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
         )
+    if config.algorithm.reference == "base" and not config.model.lora.enabled:
+        found.append(
+            "algorithm.reference=base is the policy with its adapters off, but model.lora has none: set model.lora.rank=16, or reference=frozen"
+        )
     if config.model.lora.dropout > 0 and config.cold_start.episodes == 0:
         found.append(
             f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL trains on the log-probs that tokens were "

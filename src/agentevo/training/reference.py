@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import AlgorithmSection
+from agentevo.errors import TrainingError
 from agentevo.training.packing import PackedBatch
 from agentevo.training.twin import load_weights, trained_parameters, twin_of, weights_of
 
 
 class Reference:
-    """The policy as it is now, that stays or follows it; see `AlgorithmSection.reference`. Of a policy with adapters (PEFT) only these are
-    copied: the base is the same one."""
+    """The policy as it is now, that stays or follows it, or the base under its adapters; see `AlgorithmSection.reference`. Of a policy with
+    adapters (PEFT) only these are copied: the base is the same one."""
 
     def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
-        self.section = section
-        self.model = twin_of(policy)
-        self.weights = trained_parameters(self.model)
+        """Raises TrainingError for reference=base and a policy without adapters."""
+        self.section, self.of_base = section, section.reference == "base"
+        if self.of_base and not hasattr(policy, "disable_adapter"):
+            raise TrainingError("algorithm.reference=base is the policy with its adapters off, but it has none: set reference=frozen")
+        self.model = policy if self.of_base else twin_of(policy)
+        self.weights = {} if self.of_base else trained_parameters(self.model)
         for parameter in self.weights.values():
             parameter.requires_grad_(False)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """[M]"""
-        return batch.forward(self.model)[0]
+        model: Any = self.model
+        with model.disable_adapter() if self.of_base else nullcontext():
+            return batch.forward(self.model)[0]
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel, step: int) -> None:
         """After RL step `step`, counted from 1."""
-        if self.section.reference == "frozen":
+        if self.section.reference in ("frozen", "base"):
             return
         share = 1.0 - self.section.reference_decay
         if self.section.reference == "synced":
