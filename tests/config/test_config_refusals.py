@@ -119,7 +119,7 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
         ),
         (
             "algorithm: {kl_coef: 0.1, reference: base}",
-            "is the policy with its adapters off, but model.lora has none: set model.lora.rank=16",
+            "with its adapters off, but model.lora has none: set model.lora.rank=16",
         ),
         ("algorithm: {importance_floor: 0.5}", "does nothing with importance=none"),
     ],

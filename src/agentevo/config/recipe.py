@@ -139,7 +139,8 @@ def _contradictions(config: RunConfig) -> list[str]:
         )
     if config.algorithm.reference == "base" and not config.model.lora.enabled:
         found.append(
-            "algorithm.reference=base is the policy with its adapters off, but model.lora has none: set model.lora.rank=16, or reference=frozen"
+            "algorithm.reference=base is the policy with its adapters off, but model.lora has none: set model.lora.rank=16, or "
+            "reference=frozen"
         )
     if config.model.lora.dropout > 0 and config.cold_start.episodes == 0:
         found.append(
