@@ -45,6 +45,7 @@ from agentevo.config.sections import (
     TrackingSection,
     TrainerSection,
 )
+from agentevo.config.sft import SFTSection
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
@@ -66,6 +67,7 @@ class RunConfig(Section):
     process_reward: ProcessRewardSection = ProcessRewardSection()
     reward_model: RewardModelSection = RewardModelSection()
     data: DataSection = DataSection()
+    sft: SFTSection = SFTSection()
     cold_start: ColdStartSection = ColdStartSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
@@ -151,10 +153,10 @@ def _contradictions(config: RunConfig) -> list[str]:
     return found
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, needs_environment: bool = True) -> RunConfig:
     """Reads a recipe, applies `a.b=c` overrides, checks everything. Raises `ConfigError` with one line per problem."""
     path = sources.find_recipe(str(recipe))
-    return build_config(sources.read_yaml(path), overrides, where=str(path), name=path.stem)
+    return build_config(sources.read_yaml(path), overrides, where=str(path), name=path.stem, needs_environment=needs_environment)
 
 
 def build_config(

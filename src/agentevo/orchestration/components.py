@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from agentevo.errors import ConfigError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
-from agentevo.models.load import load_model
+from agentevo.models.load import LoadedModel, load_model
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks, world_seed
 from agentevo.seeds import derive_seed
@@ -76,7 +76,8 @@ class TaskSource:
             raise ConfigError(f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and one held out")
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
-        assert self._config.environment is not None
+        if self._config.environment is None:
+            raise ConfigError("environment: this run has none, so there are no tasks to play: add environment.type=NAME, or give tasks")
         kind: str = self._config.environment.type
         return environment_tasks(kind, self._config.run.seed, purpose, first, count)
 
@@ -128,6 +129,18 @@ def _corpus(config: RunConfig) -> Iterable[str]:
             yield from (message.content for message in messages)
 
 
+def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
+    """The recipe's model, or the folder in its place, with tokenizer, on its device and with this package's attention."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    section = config.model
+    if checkpoint is not None:
+        section = ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
+    corpus = (lambda: _corpus(config)) if config.environment is not None else None
+    loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
+    return replace(loaded, model=prepare(loaded.model))
+
+
 @asynccontextmanager
 async def open_components(
     config: RunConfig,
@@ -136,16 +149,12 @@ async def open_components(
     tasks: Sequence[Task] | None = None,
     checkpoint: Path | None = None,
     store_url: str | None = None,
+    loaded: LoadedModel | None = None,
 ) -> AsyncIterator[Components]:
-    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model by a folder."""
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    section = config.model
-    if checkpoint is not None:
-        section = ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
-    corpus = (lambda: _corpus(config)) if config.environment is not None else None
-    loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
-    model = prepare(loaded.model)
+    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model by a folder; `loaded` is what `load_policy`
+    has found already."""
+    loaded = load_policy(config, checkpoint) if loaded is None else loaded
+    model = loaded.model
     chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
     engine = TorchEngine(model, loaded.tokenizer, config.engine)
     player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
