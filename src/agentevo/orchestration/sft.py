@@ -131,7 +131,7 @@ class SupervisedRun:
 
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until `stop`."""
-        if self.progress.step == 0 and not self.progress.before:
+        if not self.checkpoints.steps():
             self.log.log(0, {key: value for report in self.data.reports for key, value in report.metrics().items()})
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
         while self.progress.step < len(self.batches) and not self.stop():
