@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.data import Conversation, RowError
@@ -208,6 +209,16 @@ def test_pieces_are_encoded_as_the_whole_is():
     (row,), _ = AssistantTokens(tokenizer, max_tokens=512).encode(talk(*pairs))
     whole = tokenizer.apply_chat_template(talk(*pairs).messages, tokenize=True, return_dict=True)["input_ids"]
     assert whole[:-1] == row.ids.tolist()  # all but the newline behind the last message
+
+
+def test_a_token_that_takes_up_what_stands_behind_it_is_encoded_with_it():
+    """Here `<|im_end|>` swallows the newline: what follows it must not be encoded on its own."""
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.add_tokens([AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)], special_tokens=True)
+    assert tokenizer.encode("<|im_end|>\nx") == tokenizer.encode("<|im_end|>x")
+    whole = tokenizer.apply_chat_template(talk(*TALK).messages, tokenize=True, return_dict=True)["input_ids"]
+    (row,), _ = AssistantTokens(tokenizer, max_tokens=512).encode(talk(*TALK))
+    assert row.ids.tolist() == whole
 
 
 @pytest.fixture(scope="module")
