@@ -188,3 +188,14 @@ def test_the_package_offers_its_names_lazily():
     code = "import sys, agentevo; print([name for name in sys.modules if name.startswith('agentevo.')])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert loaded.stdout.strip() == "[]"
+
+
+def test_sft_from_python(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"instruction": "say", "output": "ok"}\n' * 3)
+    tiny = {"name": "tiny", "tiny": {"tokenizer": "byte", "num_layers": 1, "hidden_size": 32}}
+    options = {"run": {"dir": str(tmp_path / "run"), "threads": 1}, "tracking": {"tensorboard": False, "report": False}}
+    run = agentevo.sft({"data": {"train": str(rows)}}, model=tiny, sft={"batch_conversations": 1}, **options)
+    assert run.summary["steps"] == 2 and run.checkpoint.name == "step-000002"
+    with pytest.raises(ConfigError, match="data: says nothing to train on"):
+        agentevo.sft({}, model=tiny)

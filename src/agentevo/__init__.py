@@ -13,18 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agentevo.api import load_run, train
+    from agentevo.api import load_run, sft, train
     from agentevo.errors import AgentEvoError, ConfigError
     from agentevo.types import Task
 
 __version__ = "0.1.0"
-__all__ = ["AgentEvoError", "ConfigError", "Task", "__version__", "load_run", "train"]
+__all__ = ["AgentEvoError", "ConfigError", "Task", "__version__", "load_run", "sft", "train"]
 
 _HOMES = {
     "AgentEvoError": "agentevo.errors",
     "ConfigError": "agentevo.errors",
     "Task": "agentevo.types",
     "load_run": "agentevo.api",
+    "sft": "agentevo.api",
     "train": "agentevo.api",
 }
 

@@ -55,6 +55,41 @@ def train(
     return train_run(config, agent=agent, tasks=checked_tasks(tasks, agent), resume=resume, view=view)
 
 
+def sft(
+    recipe: str | Path | RunConfig | Mapping[str, Any],
+    *,
+    model: Option | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    view: LiveView | None = None,
+    **sections: Option,
+) -> Run:
+    """Fine-tunes on conversations and returns the finished run, as `agentevo sft` does.
+
+    `recipe` is a name, a path, a `RunConfig` or a mapping of sections, such as {"data": {"train": "chats.jsonl"}}; the options are those of
+    `train`. Raises `ConfigError` for whatever the command line would refuse.
+    """
+    from agentevo.orchestration.sft import sft as run_sft
+
+    options = {key: _plain(value, named=key == "model") for key, value in {**sections, "model": model}.items() if value is not None}
+    tree, name = _recipe_tree(recipe)
+    try:
+        tree = sources.overlay(tree, options)
+    except ConfigError as error:
+        raise ConfigError(f"agentevo.sft: {error}") from error
+    return run_sft(build_config(tree, overrides, where="agentevo.sft", name=name, needs_environment=False), resume=resume, view=view)
+
+
+def _recipe_tree(given: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """(configuration, name of the run)."""
+    if isinstance(given, RunConfig):
+        return to_tree(given), given.run.name
+    if isinstance(given, Mapping):
+        return {str(key): _plain(value, named=False) for key, value in given.items()}, "sft"
+    path = sources.find_recipe(str(given))
+    return sources.read_yaml(path), path.stem
+
+
 def load_run(
     run_dir: str | Path,
     *,

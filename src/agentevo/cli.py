@@ -60,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except SystemExit as exit_request:
         if exit_request.code == 130:
-            print(
-                "stopped cleanly: whole checkpoints are kept, and `agentevo train RECIPE --resume` goes on from the last", file=sys.stderr
-            )
+            print("stopped cleanly: whole checkpoints are kept, and the same command with --resume goes on from the last", file=sys.stderr)
         return exit_request.code if isinstance(exit_request.code, int) else 0
     return 0
 
@@ -110,6 +108,29 @@ def train(
     from agentevo.orchestration.run import train as train_run
 
     train_run(config, resume=resume, view=LiveView(config.run.name))
+
+
+@app.command()
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint of the run's folder.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved configuration and create nothing.")] = False,
+) -> None:
+    """Fine-tune on conversations (`data`, `sft`): from files, the environment's solver, or a run's best attempts."""
+    from agentevo.config import check_sft, load_config, to_yaml
+
+    config = load_config(recipe, overrides or [], needs_environment=False)
+    if resume and config.run.overwrite:
+        raise ConfigError("--resume goes on with the run in the folder and run.overwrite deletes it: give only one of the two")
+    check_sft(config)
+    if dry_run:
+        print(to_yaml(config), end="")
+        return
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.sft import sft as run_sft
+
+    run_sft(config, resume=resume, view=LiveView(config.run.name))
 
 
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:

@@ -45,7 +45,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     from agentevo.config import TrainerSection
 
-    planned = _section(path, "trainer").get("steps", TrainerSection().steps)
+    planned = summary.get("planned_steps", _section(path, "trainer").get("steps", TrainerSection().steps))
     return summary if summary["steps"] >= planned and summary["eval"]["after"] is not None else None
 
 

@@ -141,3 +141,32 @@ def test_report_of_an_interrupted_run(agentevo, run_dir):
     code, out, _ = agentevo("report", str(run_dir))
     assert (code, out) == (0, f"{run_dir}/report.html\n")
     assert "t2-0" in (run_dir / "report.html").read_text()
+
+
+def test_sft_dry_run_and_refusals(agentevo):
+    Path("chats.yaml").write_text("data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte}}\n")
+    code, out, err = agentevo("sft", "chats.yaml", "sft.epochs=3", "--dry-run")
+    assert (code, err) == (0, "")
+    tree = yaml.safe_load(out)
+    assert tree["sft"]["epochs"] == 3 and tree["data"]["train"] == ["chats.jsonl"] and tree["environment"] is None
+    code, out, err = agentevo("sft", "chats.yaml")
+    assert code == 2 and "data.train: chats.jsonl does not exist" in err
+    code, out, err = agentevo("sft", "small.yaml")
+    assert code == 2 and "says nothing to train on" in err
+    code, out, err = agentevo("sft", "chats.yaml", "model.tiny.tokenizer=word")
+    assert code == 2 and "set it to byte" in err
+    assert not Path("runs").exists()
+
+
+def test_sft_of_a_file_by_command(agentevo):
+    Path("chats.yaml").write_text("data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte, num_layers: 1}}\n")
+    row = {"instruction": "say", "output": "ok"}
+    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for _ in range(4)) + "{torn\n")
+    code, out, err = agentevo("sft", "chats.yaml", "tracking.tensorboard=false", "run.threads=1")
+    assert code == 0, err
+    assert "train: 4 of 5 rows are used" in out
+    assert "train: 1 left out, not JSON: chats.jsonl:5" in out
+    assert "held-out conversations at step 1: loss" in out
+    assert "step 1/1 | loss" in out and "dropped" not in out
+    code, out, err = agentevo("eval", "runs/chats")
+    assert code == 2 and "this run has none" in err

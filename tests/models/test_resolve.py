@@ -74,3 +74,18 @@ def test_known_models_are_listed_without_torch() -> None:
     assert "smollm2-135m-instruct" in known_models.names()
     program = "import agentevo.models.resolve, sys; assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    for step in (3, 6):
+        (checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        (checkpoints / f"step-{step:06d}" / "config.json").touch()
+    index = checkpoints / "index.json"
+    index.write_text('{"steps": [3, 6], "best": {"step": 3, "value": 0.5}}')
+    assert resolve(str(tmp_path)) == checkpoints / "step-000003"
+    index.write_text('{"steps": [3, 6], "best": null}')
+    assert resolve(str(tmp_path)) == checkpoints / "step-000006"
+    index.write_text('{"steps": [], "best": null}')
+    with pytest.raises(ModelError, match="no whole checkpoint"):
+        resolve(str(tmp_path))

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 import re
 
 import pytest
 import torch
 
-from agentevo.config import ColdStartSection, TrainerSection
+from agentevo.config import ColdStartSection, SFTSection, TrainerSection
 from agentevo.errors import TrainingError
-from agentevo.training.supervised import conversation_sample, train_supervised
+from agentevo.training.assistant_tokens import token_row
+from agentevo.training.supervised import (
+    SupervisedTrainer,
+    conversation_sample,
+    held_out_metrics,
+    plan_batches,
+    scheduled,
+    train_supervised,
+)
 from agentevo.types import Message
 
 TALK = [
@@ -126,3 +136,60 @@ def test_a_loss_that_is_not_finite_changes_nothing(loaded, chat):
         train(loaded, [conversation_sample(OTHER, chat, "a")], ColdStartSection())
     after = loaded.model.state_dict()
     assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
+
+
+def _mixed_samples(num: int = 7):
+    """Samples of mixed length, of which some begin alike and one is there twice."""
+    rng = random.Random(3)
+    stem = [rng.randrange(90) for _ in range(20)]
+    ids = [stem[: rng.randrange(5, 20)] + [rng.randrange(90) for _ in range(rng.randrange(3, 40))] for _ in range(num - 1)]
+    ids.append(ids[0])
+    return [token_row(str(n), row, [False, *(rng.random() < 0.4 for _ in row[2:]), True]).sample() for n, row in enumerate(ids)]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [64, 16384])
+def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens):
+    """Loss, gradient, and the held-out loss and accuracy, against whole sequences through transformers' own attention."""
+    samples = _mixed_samples()
+    alone = copy.deepcopy(loaded.model)
+    alone.set_attn_implementation("eager")
+    losses, right = [], []
+    for sample in samples:
+        logp = torch.log_softmax(alone(input_ids=torch.tensor([sample.ids])).logits[0], -1)
+        places = [place for place, m in enumerate(sample.loss_mask) if m]
+        losses += [-logp[place - 1, sample.ids[place]] for place in places]
+        right += [int(logp[place - 1].argmax()) == sample.ids[place] for place in places]
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    found = held_out_metrics(loaded.model, samples, micro_batch_tokens)
+    assert found["sft/eval/loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert found["sft/eval/perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-4)
+    assert found["sft/eval/token_accuracy"] == pytest.approx(sum(right) / len(right))
+    trainer = SupervisedTrainer(loaded.model, SFTSection(max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens), total_steps=1)
+    metrics = trainer.step(samples)
+    assert metrics["sft/loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["trainer/trained_tokens"] == len(losses)
+    assert metrics["trainer/logical_tokens"] == sum(len(s.ids) for s in samples)
+    assert metrics["trainer/distinct_tokens"] < metrics["trainer/logical_tokens"]
+    assert float((gradient(loaded.model) - gradient(alone)).norm() / gradient(alone).norm()) < 1e-5
+
+
+def test_batches_by_tokens_and_by_conversations():
+    sizes = {"a": 50, "b": 60, "c": 10, "d": 200, "e": 30}
+    for section in (SFTSection(epochs=3, batch_tokens=100), SFTSection(epochs=3, batch_conversations=2)):
+        batches = plan_batches(sizes, section, seed=1)
+        assert batches == plan_batches(sizes, section, seed=1) != plan_batches(sizes, section, seed=2)
+        assert sorted(name for batch in batches for name in batch) == sorted([*sizes] * 3)
+        if section.batch_tokens:
+            assert all(sum(sizes[name] for name in batch) <= 100 or batch == ["d"] for batch in batches)
+        else:
+            assert [len(batch) for batch in batches] == [2, 2, 1] * 3
+
+
+def test_the_learning_rate_over_the_steps():
+    section = SFTSection(learning_rate=2.0, warmup_ratio=0.2, min_lr_ratio=0.1, schedule="linear")
+    assert [round(scheduled(section, step, 10), 6) for step in (0, 1, 2, 6)] == [1.0, 2.0, 2.0, 1.1]
+    cosine = section.model_copy(update={"schedule": "cosine", "min_lr_ratio": 0.0})
+    assert scheduled(cosine, 6, 10) == pytest.approx(1.0)
+    assert scheduled(section.model_copy(update={"schedule": "constant"}), 9, 10) == 2.0
+    assert scheduled(section.model_copy(update={"warmup_ratio": 0.0}), 0, 10) == 2.0

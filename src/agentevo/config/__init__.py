@@ -16,6 +16,7 @@ from agentevo.config.sections import (
     TinyModel,
     TrainerSection,
 )
+from agentevo.config.sft import SFTSection, check_sft
 
 __all__ = [
     "AgentSection",
@@ -30,10 +31,12 @@ __all__ = [
     "RewardModelSection",
     "RunConfig",
     "RunSection",
+    "SFTSection",
     "Section",
     "TinyModel",
     "TrainerSection",
     "build_config",
+    "check_sft",
     "config_keys",
     "environment_variants",
     "load_config",

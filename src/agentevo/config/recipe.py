@@ -47,6 +47,7 @@ from agentevo.config.sections import (
     TrackingSection,
     TrainerSection,
 )
+from agentevo.config.sft import SFTSection
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
@@ -68,6 +69,7 @@ class RunConfig(Section):
     process_reward: ProcessRewardSection = ProcessRewardSection()
     reward_model: RewardModelSection = RewardModelSection()
     data: DataSection = DataSection()
+    sft: SFTSection = SFTSection()
     cold_start: ColdStartSection = ColdStartSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
@@ -142,10 +144,11 @@ def _contradictions(config: RunConfig) -> list[str]:
             "algorithm.reference=base is the policy with its adapters off, but model.lora has none: set model.lora.rank=16, or "
             "reference=frozen"
         )
-    if config.model.lora.dropout > 0 and config.cold_start.episodes == 0:
+    supervised = config.cold_start.episodes or config.data.train or config.data.demonstrations or config.data.best_of
+    if config.model.lora.dropout > 0 and not supervised:
         found.append(
             f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL trains on the log-probs that tokens were "
-            "drawn with), and this run has none: set it to 0, or set cold_start.episodes"
+            "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or data for `agentevo sft`"
         )
     if config.engine.kv_cache_tokens is not None and sampling.max_new_tokens > config.engine.kv_cache_tokens:
         found.append(
@@ -180,10 +183,10 @@ def _users(need: str) -> str:
     return " or ".join(name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs)
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, needs_environment: bool = True) -> RunConfig:
     """Reads a recipe, applies `a.b=c` overrides, checks everything. Raises `ConfigError` with one line per problem."""
     path = sources.find_recipe(str(recipe))
-    return build_config(sources.read_yaml(path), overrides, where=str(path), name=path.stem)
+    return build_config(sources.read_yaml(path), overrides, where=str(path), name=path.stem, needs_environment=needs_environment)
 
 
 def build_config(

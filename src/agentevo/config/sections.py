@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.lora import LoraSection
 from agentevo.config.section import Section
+from agentevo.config.sft import ConversationKeys
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -197,10 +198,10 @@ class RewardModelSection(Section):
     """Every trained token, or the last one of each sample."""
 
 
-class DataSection(Section):
-    """Answers to train on by a preference loss (algorithm.name=dpo and its like) in place of sampled ones: nothing is sampled but in
-    evaluations. Each step takes trainer.groups_per_step lines or groups, in an order shuffled anew each time round. Off while both are
-    null."""
+class DataSection(ConversationKeys, Section):
+    """Given data. `pairs` and `pairs_from` are answers that `agentevo train` trains on by a preference loss (algorithm.name=dpo and its
+    like) in place of sampled ones: nothing is sampled but in evaluations; each step takes trainer.groups_per_step lines or groups, in an
+    order shuffled anew each time round. The other keys are the conversations of `agentevo sft`."""
 
     pairs: Path | None = None
     """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...} or {"prompt": [messages], "completion": ...,
@@ -208,7 +209,7 @@ class DataSection(Section):
     pairs_from: Path | None = None
     """Folder of a run whose stored training groups are made to pairs."""
 
-    @field_validator("pairs", "pairs_from", mode="before")
+    @field_validator("pairs", "pairs_from", "best_of", mode="before")
     @classmethod
     def _expand_home(cls, value: object) -> object:
         if value == "":
@@ -217,6 +218,7 @@ class DataSection(Section):
 
     @property
     def given(self) -> bool:
+        """Whether preferences are."""
         return self.pairs is not None or self.pairs_from is not None
 
 

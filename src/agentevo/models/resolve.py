@@ -1,11 +1,12 @@
 """From the name in a recipe to something that transformers can load.
 
-Order: a local folder with a `config.json`; a known name (`known.py`), downloaded and converted on first use; a hub name `org/name`, left to
-whoever can reach the hub. Importing this module imports no torch.
+Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known name (`known.py`), downloaded and
+converted on first use; a hub name `org/name`, left to whoever can reach the hub. Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 def resolve(name: str, progress: Progress | None = None) -> Path | str:
     """A folder with a model in it, or a hub name for transformers. Downloads a known model that is not in the cache yet.
 
-    Raises `UnknownNameError` (with the nearest known name) for what can be none of the three, `ModelError` for a folder without a model.
+    Raises `UnknownNameError` (with the nearest known name) for what can be none of these, `ModelError` for a folder without a model.
     """
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
+    if (folder / "checkpoints" / "index.json").is_file():
+        return best_checkpoint(folder)
     if name in known_models.names():
         return cached(known_models.get(name), progress)
     if (folder / "adapter_config.json").is_file():
@@ -46,6 +49,17 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     raise UnknownNameError(
         f"model {name!r} is no local folder and no known model: {hint}known models: {', '.join(names)}; a hub model is written org/name"
     )
+
+
+def best_checkpoint(run_folder: Path) -> Path:
+    """The model of a run: its best checkpoint, or the last one if none was evaluated. Raises `ModelError` if there is none."""
+    folder = run_folder / "checkpoints"
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    step = index["best"]["step"] if index["best"] is not None else max(index["steps"], default=None)
+    path = folder / f"step-{step:06d}" if step is not None else folder
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or give another model")
+    return path
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:

@@ -58,6 +58,7 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
     shown = [
         ("reward", "critic/score/mean", "{:.3f}"),
         ("success", "train/success", "{:.0%}"),
+        ("loss", "sft/loss", "{:.3f}"),
         ("tok/s", _first(metrics, "perf/throughput", "trainer/tokens_per_s", "engine/tokens_per_s"), "{:,.0f}"),
         ("s/step", _first(metrics, "timing_s/step", "perf/time_per_step"), "{:.1f}"),
         ("grad", "actor/grad_norm", "{:.2f}"),
@@ -163,7 +164,7 @@ class LiveView:
         self._seen_phases.add(name)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float | None], dropped: Mapping[str, int]) -> None:
-        """RL step `step` of `total` has ended. `dropped` says why trajectories were left out: reason -> count."""
+        """Step `step` of `total` has ended. `dropped` says why trajectories were left out: reason -> count."""
         now = self._clock()
         self._step_ends.append(now)
         score = metrics.get("critic/score/mean")
@@ -226,8 +227,9 @@ class LiveView:
         state = self._state
         facts = step_facts(state.metrics)
         parts = [f"step {state.step:>{len(str(state.total))}}/{state.total}"]
-        parts += [f"{label} {facts[label]}" for label in ("reward", "success") if label in facts]
-        parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
+        parts += [f"{label} {facts[label]}" for label in ("reward", "success", "loss") if label in facts]
+        if "sft/loss" not in state.metrics:
+            parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
         parts += [f"{facts[label]} {label}" for label in ("tok/s", "s/step") if label in facts]
         if state.eta_s is not None:
             parts.append(f"eta {format_duration(state.eta_s)}")
@@ -280,15 +282,15 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     progress.add_row(f"step {state.step}/{state.total or '?'}", ProgressBar(total=max(state.total, 1), completed=state.step), left)
     facts = step_facts(state.metrics)
     learning, optimisation, speed = Text(), Text(), Text()
-    for label in ("success", "reward", "entropy", "grad", "kl", "clipped", "length"):
+    for label in ("success", "reward", "loss", "entropy", "grad", "kl", "clipped", "length"):
         if label in facts:
-            line = learning if label in ("success", "reward") else optimisation
+            line = learning if label in ("success", "reward", "loss") else optimisation
             line.append(f"{label} ", "dim").append(facts[label], "bold").append("   ")
     learning.append(sparkline(state.scores), "green")
     for label in ("tok/s", "s/step"):
         if label in facts:
             speed.append(facts[label], "bold").append(f" {label}   ", "dim")
-    if state.metrics:
+    if state.metrics and "sft/loss" not in state.metrics:
         speed.append(format_drops(state.metrics.get("rollout/in"), state.dropped), "yellow" if any(state.dropped.values()) else "dim")
     lines: list[RenderableType] = [progress, *(line for line in (learning, optimisation, speed) if line)]
     for result in state.evaluations:

@@ -57,7 +57,7 @@ Series = tuple[list[float], list[float]]
 
 
 def write_plots(metrics_rows: Sequence[MetricsRow], summary: Mapping[str, Any], folder: Path | str) -> list[Path]:
-    """Draws what the rows allow and returns the files written: learning_curve, optimisation, lengths, throughput (.png, 150 dpi)."""
+    """Draws what the rows allow and returns the files written: learning_curve, supervised, optimisation, lengths, throughput (.png)."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -69,6 +69,7 @@ def write_plots(metrics_rows: Sequence[MetricsRow], summary: Mapping[str, Any], 
     folder.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, Callable[[Figure, Sequence[MetricsRow], Mapping[str, Any]], bool]] = {
         "learning_curve": _learning_curve,
+        "supervised": _supervised,
         "optimisation": _optimisation,
         "lengths": _lengths,
         "throughput": _throughput,
@@ -143,7 +144,7 @@ def _finish(axes: Axes, title: str, unit: str, *, steps: bool = True) -> None:
         axes.set_xlim(left - 1, right + 1)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     if steps:
-        axes.set_xlabel("RL step")
+        axes.set_xlabel("step")
 
 
 def _learning_curve(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
@@ -264,6 +265,25 @@ def _make_room(axes: Axes, left: float, right: float) -> None:
     axes.set_xlim(left - room, right + room)
     ticks = [tick for tick in MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True).tick_values(left, right) if left <= tick <= right]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
+
+
+def _supervised(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
+    """Of `agentevo sft`: the loss of the batches and of the held-out conversations, and how many of their tokens come first."""
+    loss, held, right = series(rows, "sft/loss"), series(rows, "sft/eval/loss"), series(rows, "sft/eval/token_accuracy")
+    if not _has_numbers(loss[1]):
+        return False
+    panels = figure.subplots(1, 1 + _has_numbers(right[1]), squeeze=False)[0]
+    _noisy_line(panels[0], loss, SKY, "batches")
+    if _has_numbers(held[1]):
+        panels[0].plot(*held, color=BLUE, marker="o", markersize=6, markeredgecolor="white", label="held-out conversations", zorder=4)
+    panels[0].set_ylim(bottom=0)
+    panels[0].legend(loc="upper right")
+    _finish(panels[0], "loss", "nats per token")
+    if _has_numbers(right[1]):
+        panels[1].plot(*right, color=GREEN, marker="o", markersize=6, markeredgecolor="white")
+        _as_rate(panels[1])
+        _finish(panels[1], "held-out tokens that come first", "share of tokens")
+    return True
 
 
 def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:

@@ -42,11 +42,12 @@ def write_report(
     """
     run_dir = Path(run_dir)
     plots = write_plots(metrics_rows, summary, run_dir / "plots")
-    curve = [path for path in plots if path.stem == "learning_curve"]
+    curve = [path for path in plots if path.stem in ("learning_curve", "supervised")]
     sections = [
         html.headline(metrics_rows, summary),
         html.pictures("Learning curve", curve),
         html.evaluations(metrics_rows),
+        html.rows_of_data(summary),
         html.warnings(summary),
         html.trajectories(trajectories, decode),
         html.pictures("Optimisation, lengths and speed", [path for path in plots if path not in curve]),

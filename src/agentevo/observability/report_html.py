@@ -63,7 +63,10 @@ def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
         random, optimal = _number(scores.get("random"), last.random), _number(scores.get("optimal"), last.optimal)
         low, high = wilson_interval(after, number) if number else (after, after)
         tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
-        words = [f"success on {tasks} before and after RL" + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")]
+        what = "supervised fine-tuning" if summary.get("command") == "sft" else "RL"
+        words = [
+            f"success on {tasks} before and after {what}" + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")
+        ]
         words += [f"before the cold start it was {cold:.0%}"] if cold is not None else []
         words += [f"a random player reaches {random:.0%}"] if random is not None else []
         words += [f"an optimal player {optimal:.0%}"] if optimal is not None else []
@@ -75,14 +78,45 @@ def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
     best: Mapping[str, Any] = summary.get("best") or {}
     wall, best_value = _number(summary.get("wall_s")), _number(best.get("value"))
     tiles = [
-        ("RL steps", f"{summary['steps']}" if "steps" in summary else f"{max((row['step'] or 0 for row in rows), default=0)}"),
+        (
+            "optimizer steps" if summary.get("command") == "sft" else "RL steps",
+            f"{summary['steps']}" if "steps" in summary else f"{max((row['step'] or 0 for row in rows), default=0)}",
+        ),
         ("wall time", "" if wall is None else format_duration(wall)),
         ("tokens generated", f"{tokens['generated']:,}" if "generated" in tokens else ""),
         ("tokens trained on", f"{tokens['trained']:,}" if "trained" in tokens else ""),
-        ("best evaluation", "" if best_value is None else f"{best_value:.0%} at step {best.get('step')}"),
+        ("best evaluation", _best(best_value, best, summary)),
     ]
     shown = "".join(f'<div class="tile"><b>{escape(value)}</b><span class="soft">{label}</span></div>' for label, value in tiles if value)
     return "\n".join([*parts, f'<div class="tiles">{shown}</div>'])
+
+
+def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """A success rate; of a run without an environment the held-out loss, below 0 so that the best is the highest."""
+    if value is None:
+        return ""
+    loss = summary.get("command") == "sft" and not summary.get("environment")
+    return f"{f'loss {-value:.3f}' if loss else f'{value:.0%}'} at step {best.get('step')}"
+
+
+def rows_of_data(summary: Mapping[str, Any]) -> str:
+    """What became of the rows of `agentevo sft`, and how well the held-out conversations are foretold."""
+    kinds: Mapping[str, Any] = summary.get("data") or {}
+    if not kinds:
+        return ""
+    body = [[kind, "used", str(found["used"]), ""] for kind, found in kinds.items()]
+    body += [
+        [kind, reason.replace("_", " "), str(one["count"]), ", ".join(one["first"])]
+        for kind, found in kinds.items()
+        for reason, one in found["left_out"].items()
+    ]
+    text = "<h2>Rows of data</h2>" + table(["data", "what became of them", "rows", "the first"], body)
+    held: Mapping[str, Any] = summary.get("held_out") or {}
+    if held.get("after"):
+        measured = [[when, *(f"{held[when][key]:.4g}" for key in held[when])] for when in ("before", "after") if held.get(when)]
+        header = [f"{held['conversations']} held-out conversations", *(key.replace("_", " ") for key in held["after"])]
+        text += table(header, measured)
+    return text
 
 
 def pictures(heading: str, paths: Sequence[Path]) -> str:
@@ -113,7 +147,7 @@ def evaluations(rows: Sequence[MetricsRow]) -> str:
             ]
             for step, (_, result) in zip(when, measured, strict=True)
         ]
-        header = ["RL step", "agent greedy", "agent sampled", "reward greedy", "reward sampled", "random player", "optimal player"]
+        header = ["step", "agent greedy", "agent sampled", "reward greedy", "reward sampled", "random player", "optimal player"]
         parts.append(f'<p class="soft">{escape(environment)}</p>{table(header, body)}')
     return "<h2>Held-out evaluations</h2>" + "".join(parts) if parts else ""
 

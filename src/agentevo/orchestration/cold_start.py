@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agentevo.agents.environment_agent import demonstrate
+from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.models.adapters import dropping_out
+from agentevo.models.chat import ChatFormat
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import CORPUS_EPISODES, Components, make_environment
 from agentevo.rollout.tasks import world_seed
@@ -18,17 +20,22 @@ from agentevo.types import Sample
 
 def demonstrations(parts: Components, view: LiveView) -> list[Sample]:
     """`cold_start.episodes` episodes as training samples. Raises ConfigError for an environment without a solver."""
-    config = parts.config
+    section = parts.config.cold_start
+    return solver_samples(parts.config, parts.chat, section.episodes, section.random_action_rate, view)
+
+
+def solver_samples(config: RunConfig, chat: ChatFormat, episodes: int, random_action_rate: float, view: LiveView) -> list[Sample]:
+    """What the environment's solver says in so many episodes, on seeds that nothing else uses."""
     environment = make_environment(config)
     samples: list[Sample] = []
-    for index in range(config.cold_start.episodes):
+    for index in range(episodes):
         seed = world_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
-        shown = demonstrate(environment, seed, config.agent, config.cold_start.random_action_rate)
+        shown = demonstrate(environment, seed, config.agent, random_action_rate)
         if shown is None:
             raise ConfigError(f"environment {type(environment).__name__} has no solver to learn from: set cold_start.episodes=0")
-        samples.extend(conversation_sample(messages, parts.chat, f"demonstration-{index}") for messages in shown.conversations)
+        samples.extend(conversation_sample(messages, chat, f"demonstration-{index}") for messages in shown.conversations)
         if index % 50 == 0:
-            view.phase("demonstrating", f"episode {index}/{config.cold_start.episodes}")
+            view.phase("demonstrating", f"episode {index}/{episodes}")
     return samples
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
-from agentevo.models.load import load_model
+from agentevo.models.load import LoadedModel, load_model
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks, world_seed
 from agentevo.seeds import derive_seed
@@ -77,7 +77,8 @@ class TaskSource:
             raise ConfigError(f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and one held out")
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
-        assert self._config.environment is not None
+        if self._config.environment is None:
+            raise ConfigError("environment: this run has none, so there are no tasks to play: add environment.type=NAME, or give tasks")
         kind: str = self._config.environment.type
         return environment_tasks(kind, self._config.run.seed, purpose, first, count)
 
@@ -138,6 +139,17 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     return section.model_copy(update={"lora": LoraSection(adapter=checkpoint, quantize=section.lora.quantize)})
 
 
+def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
+    """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with tokenizer, on its device and with this package's
+    attention."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
+    corpus = (lambda: _corpus(config)) if config.environment is not None else None
+    loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
+    return replace(loaded, model=prepare(loaded.model))
+
+
 @asynccontextmanager
 async def open_components(
     config: RunConfig,
@@ -146,14 +158,12 @@ async def open_components(
     tasks: Sequence[Task] | None = None,
     checkpoint: Path | None = None,
     store_url: str | None = None,
+    loaded: LoadedModel | None = None,
 ) -> AsyncIterator[Components]:
-    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model; see `checkpoint_section`."""
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
-    corpus = (lambda: _corpus(config)) if config.environment is not None else None
-    loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
-    model = prepare(loaded.model)
+    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see `checkpoint_section`; `loaded` is what
+    `load_policy` has found already."""
+    loaded = load_policy(config, checkpoint) if loaded is None else loaded
+    model = loaded.model
     chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
     engine = TorchEngine(model, loaded.tokenizer, config.engine)
     player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.agents.environment_agent import demonstrate
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
@@ -85,7 +85,7 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
     if data.pairs_from is None:
         return None
     folder = check_run_folder(data.pairs_from)
-    _check_tokenizer(folder, parts)
+    check_tokenizer(folder, parts.tokenizer, "data.pairs_from", parts.config.model.name)
 
     async def read(store: Any) -> list[Trajectory]:
         return [one.trajectory async for one in store.trajectories(split="train", status="completed")]
@@ -102,11 +102,11 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
     return list(groups.values())
 
 
-def _check_tokenizer(folder: Path, parts: Components) -> None:
-    """Stored attempts are token ids: they mean something to their own tokenizer only."""
+def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:
+    """Stored attempts are token ids: they mean something to their own tokenizer only. `key` names the folder in the recipe."""
     checkpoint = Checkpoints(folder / "checkpoints", 1).find("last")
-    if AutoTokenizer.from_pretrained(checkpoint).get_vocab() != parts.tokenizer.get_vocab():
+    if AutoTokenizer.from_pretrained(checkpoint).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"data.pairs_from: {folder} was sampled with another tokenizer than that of model.name={parts.config.model.name}: "
+            f"{key}: {folder} was sampled with another tokenizer than that of model.name={model}: "
             f"start from its model, for example model.name={checkpoint}"
         )

@@ -131,10 +131,10 @@ def train(
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     check_parts(config, tasks, resume)
     if resume:
-        for key, (was, now) in _check_resume(config, checkpoints).items():
+        for key, (was, now) in check_resume(config, checkpoints).items():
             view.note(f"from here on with {key}={now!r}, which was {was!r}")
     else:
-        _prepare_folder(config)
+        prepare_folder(config)
     run_coroutine(_train(config, agent, tasks, checkpoints, resume, view))
     return Run(config, agent=agent, tasks=tasks)
 
@@ -176,16 +176,22 @@ def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -
         resolve(config.reward_model.name)
 
 
-def _check_resume(config: RunConfig, checkpoints: Checkpoints) -> dict[str, tuple[Any, Any]]:
+def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "train") -> dict[str, tuple[Any, Any]]:
     """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key -> (was, now)."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
     if not checkpoints.steps():
         raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
+    began = json.loads((checkpoints.find("last") / "state.json").read_text(encoding="utf-8")).get("command", "train")
+    if began != command:
+        raise ConfigError(
+            f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE --resume`, or give another run.dir"
+        )
     changed = changes(config)
+    fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     for key, (was, now) in changed.items():
-        if key == "run.seed" or key.partition(".")[0] in FIXED_SECTIONS:
+        if key == "run.seed" or key.partition(".")[0] in fixed:
             raise ConfigError(
                 f"{folder} was started with {key}={was!r} and not {now!r}: resume it with the same recipe and overrides, "
                 "or give another run.dir"
@@ -193,8 +199,15 @@ def _check_resume(config: RunConfig, checkpoints: Checkpoints) -> dict[str, tupl
     return changed
 
 
-def _prepare_folder(config: RunConfig) -> None:
+def prepare_folder(config: RunConfig) -> None:
     """Leaves no folder, or an empty one. Refuses to mix two runs."""
+    check_folder(config)
+    if (config.run_dir / "config.yaml").is_file():
+        shutil.rmtree(config.run_dir)
+
+
+def check_folder(config: RunConfig) -> None:
+    """Raises ConfigError for a folder where no new run may begin."""
     folder = config.run_dir
     exists = (folder / "config.yaml").is_file()
     if exists and not config.run.overwrite:
@@ -203,8 +216,22 @@ def _prepare_folder(config: RunConfig) -> None:
         )
     if not exists and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
-    if exists:
-        shutil.rmtree(folder)
+
+
+def write_config(config: RunConfig) -> None:
+    """config.yaml, atomically, in the run's folder, which is made."""
+    folder = config.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / "config.yaml.new"
+    staging.write_text(to_yaml(config), encoding="utf-8")
+    os.replace(staging, folder / "config.yaml")
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """summary.json, atomically."""
+    staging = folder / "summary.json.tmp"
+    staging.write_text(json.dumps(summary, indent=2), encoding="utf-8")
+    os.replace(staging, folder / "summary.json")
 
 
 def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -216,7 +243,7 @@ def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 @contextmanager
-def _stop_on_interrupt(view: LiveView) -> Iterator[list[bool]]:
+def stop_on_interrupt(view: LiveView) -> Iterator[list[bool]]:
     """The first Ctrl-C asks for a clean stop, the second interrupts at once. Only in the main thread, which alone gets signals."""
     asked: list[bool] = []
     if threading.current_thread() is not threading.main_thread():
@@ -246,12 +273,9 @@ async def _train(
 ) -> None:
     folder = config.run_dir
     checkpoint = checkpoints.find("last") if resume else None
-    with view, _stop_on_interrupt(view) as asked:
+    with view, stop_on_interrupt(view) as asked:
         view.phase("loading", config.model.name)
-        folder.mkdir(parents=True, exist_ok=True)
-        staging = folder / "config.yaml.new"
-        staging.write_text(to_yaml(config), encoding="utf-8")
-        os.replace(staging, folder / "config.yaml")
+        write_config(config)
         async with open_components(config, agent=agent, tasks=tasks, checkpoint=checkpoint) as parts:
             trainer = preference_trainer(parts) or Trainer(
                 parts.model,
@@ -311,9 +335,7 @@ async def _cold_start(loop: Loop) -> None:
 
 
 def _write_summary(loop: Loop) -> None:
-    """summary.json, atomically."""
     config, progress = loop.parts.config, loop.progress
-    folder = config.run_dir
     best = loop.checkpoints
     summary = {
         "name": config.run.name,
@@ -328,8 +350,8 @@ def _write_summary(loop: Loop) -> None:
             "random": loop.players.random if loop.players is not None else None,
             "optimal": loop.players.optimal if loop.players is not None else None,
             "sampled": {
-                "before": _sampled(progress.before),
-                "after": _sampled(progress.after),
+                "before": sampled_success(progress.before),
+                "after": sampled_success(progress.after),
             },
         },
         "wall_s": loop.wall_s(),
@@ -338,10 +360,9 @@ def _write_summary(loop: Loop) -> None:
         "best": {"step": best.best_step, "value": best.best_value},
         "warnings": progress.warnings,
     }
-    staging = folder / "summary.json.tmp"
-    staging.write_text(json.dumps(summary, indent=2), encoding="utf-8")
-    os.replace(staging, folder / "summary.json")
+    write_summary(config.run_dir, summary)
 
 
-def _sampled(metrics: dict[str, float]) -> float | None:
+def sampled_success(metrics: dict[str, float]) -> float | None:
+    """Success of the sampled attempts out of an evaluation's metrics."""
     return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)

@@ -1,19 +1,24 @@
-"""Supervised training on conversations: the mean negative log-prob of what the assistant says. The cold start before RL."""
+"""Supervised training on conversations: the mean negative log-prob of what the assistant says. For `agentevo sft` and the cold start alike.
+
+A step's loss is the mean over all trained tokens of its batch, whatever the micro-batches; shared beginnings are computed once. Which
+conversations a step has follows from the seed alone, so a resumed run goes on with the same ones.
+"""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.config import ColdStartSection, TrainerSection
+from agentevo.config import ColdStartSection, SFTSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.models.chat import ChatFormat
-from agentevo.training.optimization import make_optimizer
-from agentevo.training.packing import pack, split_by_tokens
+from agentevo.training.optimization import Optimization
+from agentevo.training.passes import device_of, micro_batches
 from agentevo.types import Message, Sample
 
 
@@ -42,6 +47,106 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
     )
 
 
+class SupervisedTrainer:
+    """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the section, for messages."""
+
+    def __init__(self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft") -> None:
+        self.model, self.section, self.total_steps, self.key = model, section, total_steps, key
+        self.optimization = Optimization(
+            model.parameters(),
+            TrainerSection(
+                learning_rate=section.learning_rate,
+                weight_decay=section.weight_decay,
+                betas=section.betas,
+                max_grad_norm=section.max_grad_norm,
+            ),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self.optimization.steps
+
+    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes no weight, if a number is not finite."""
+        lr = scheduled(self.section, self.steps, self.total_steps)
+        self.optimization.begin()
+        for group in self.optimization.optimizer.param_groups:
+            group["lr"] = lr
+        trained = sum(sum(s.loss_mask) for s in samples)
+        total, logical, distinct = 0.0, 0, 0
+        for _, batch in micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model)):
+            logp, _ = batch.forward(self.model)
+            loss = -(logp / trained).sum()
+            if not torch.isfinite(loss):
+                raise TrainingError(f"the supervised loss is not finite, the weights were not changed: lower {self.key}.learning_rate")
+            self.optimization.backward(loss)
+            total += float(loss.detach())
+            logical, distinct = logical + batch.num_logical, distinct + batch.num_distinct
+        norm = self.optimization.finish()
+        return {
+            "sft/loss": total,
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "trainer/trained_tokens": float(trained),
+            "trainer/logical_tokens": float(logical),
+            "trainer/distinct_tokens": float(distinct),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the model's weights."""
+        return {"optimization": self.optimization.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        self.optimization.load_state_dict(state["optimization"])
+
+
+def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (from 0): linear warm-up over the first warmup_ratio of all steps, then the schedule."""
+    done, warmup = step / total_steps, section.warmup_ratio
+    if done < warmup:
+        return section.learning_rate * min(1.0, done / warmup + 1 / total_steps / warmup)
+    if section.schedule == "constant":
+        return section.learning_rate
+    after = (done - warmup) / (1 - warmup)
+    share = 1 - after if section.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * after))
+    return section.learning_rate * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
+
+
+def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> list[list[str]]:
+    """Names of the conversations of every optimizer step, epoch after epoch, each epoch in an order of its own. sizes: name -> tokens."""
+    order, rng = list(sizes), random.Random(seed)
+    batches: list[list[str]] = []
+    for _ in range(section.epochs):
+        rng.shuffle(order)
+        batch: list[str] = []
+        used = 0
+        for name in order:
+            full = len(batch) == section.batch_conversations if section.batch_tokens is None else used + sizes[name] > section.batch_tokens
+            if batch and full:
+                batches.append(batch)
+                batch, used = [], 0
+            batch.append(name)
+            used += sizes[name]
+        batches.append(batch)
+    return batches
+
+
+@torch.no_grad()
+def held_out_metrics(model: PreTrainedModel, samples: Sequence[Sample], micro_batch_tokens: int) -> dict[str, float]:
+    """Mean loss per trained token in nats, its exponential, and the share of trained tokens that are the model's first choice."""
+    loss, right, count = 0.0, 0, 0
+    for _, batch in micro_batches(samples, micro_batch_tokens, device_of(model)):
+        logits = batch.logits(model)
+        logp, _ = batch.chosen(logits)
+        loss -= float(logp.double().sum())
+        right += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
+        count += len(batch.targets)
+    mean = loss / count
+    return {"sft/eval/loss": mean, "sft/eval/perplexity": math.exp(min(mean, 700.0)), "sft/eval/token_accuracy": right / count}
+
+
 def train_supervised(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -58,42 +163,25 @@ def train_supervised(
     `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm limit and micro-batch size are the
     trainer's.
     """
-    optimizer = make_optimizer(model.parameters(), section.learning_rate, trainer.weight_decay, trainer.betas)
+    settings = SFTSection(
+        epochs=section.epochs,
+        batch_conversations=section.batch_episodes,
+        learning_rate=section.learning_rate,
+        warmup_ratio=0.1,
+        weight_decay=trainer.weight_decay,
+        betas=trainer.betas,
+        max_grad_norm=trainer.max_grad_norm,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+    )
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:
         episodes.setdefault(sample.trajectory_id, []).append(sample)
-    order = list(episodes)
-    rng = random.Random(seed)
-    per_epoch = math.ceil(len(order) / section.batch_episodes)
-    total = per_epoch * section.epochs
+    batches = plan_batches({name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed)
+    supervised = SupervisedTrainer(model, settings, len(batches), key="cold_start")
     losses: list[float] = []
-    for _ in range(section.epochs):
-        rng.shuffle(order)
-        for start in range(0, len(order), section.batch_episodes):
-            if stop():
-                return losses
-            done = len(losses) / total
-            scale = min(1.0, done / 0.1 + 1 / total / 0.1) if done < 0.1 else 0.5 * (1 + math.cos(math.pi * (done - 0.1) / 0.9))
-            for group in optimizer.param_groups:
-                group["lr"] = section.learning_rate * scale
-            batch = [sample for name in order[start : start + section.batch_episodes] for sample in episodes[name]]
-            losses.append(_update(model, optimizer, batch, trainer))
-            progress(len(losses), total, losses[-1])
+    for batch in batches:
+        if stop():
+            break
+        losses.append(supervised.step([sample for name in batch for sample in episodes[name]])["sft/loss"])
+        progress(len(losses), len(batches), losses[-1])
     return losses
-
-
-def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: list[Sample], trainer: TrainerSection) -> float:
-    weight = 1.0 / sum(sum(s.loss_mask) for s in samples)
-    optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for indices in split_by_tokens(samples, trainer.micro_batch_tokens):
-        batch = pack([samples[i] for i in indices], next(model.parameters()).device)
-        logp, _ = batch.forward(model)
-        loss = -(weight * logp).sum()
-        if not torch.isfinite(loss):
-            raise TrainingError("the supervised loss is not finite, the weights were not changed: lower cold_start.learning_rate")
-        loss.backward()
-        total += float(loss.detach())
-    torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.max_grad_norm)
-    optimizer.step()
-    return total

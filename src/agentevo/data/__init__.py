@@ -1,0 +1,20 @@
+"""Conversations to train on, from files: rows are read, brought into one form and checked; each that can't be used is accounted for.
+
+Importing this loads no torch and no optional package.
+"""
+
+from agentevo.data.conversation import FORMS, Conversation, read_conversations
+from agentevo.data.row_report import BadRow, RowError, RowReport
+from agentevo.data.rows import Row, check_source, read_rows
+
+__all__ = [
+    "FORMS",
+    "BadRow",
+    "Conversation",
+    "Row",
+    "RowError",
+    "RowReport",
+    "check_source",
+    "read_conversations",
+    "read_rows",
+]

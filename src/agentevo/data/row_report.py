@@ -1,0 +1,110 @@
+"""What became of every row: used, or left out for a reason that is told, counted and written down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import AgentEvoError
+
+REASONS = {
+    "not_utf8": "not UTF-8",
+    "not_json": "not JSON",
+    "unknown_form": "not in the file's form",
+    "empty": "empty",
+    "wrong_roles": "wrong roles",
+    "bad_tool_call": "broken tool call",
+    "template": "the chat template can't say it",
+    "no_assistant_mask": "the chat template tells no assistant tokens",
+    "special_token": "a special token in a text",
+    "unknown_characters": "characters that the tokenizer has no token for",
+    "too_long": "too long",
+    "low_reward": "attempt without success, or below data.min_reward",
+    "beyond_per_task": "attempt beyond data.per_task",
+    "duplicate": "the same tokens as a better attempt",
+}
+"""Why a row is left out, in metrics and in words."""
+
+SHOWN = 5
+"""Rows of one reason that are named; all of them are in `bad_rows.jsonl`."""
+
+
+class RowError(AgentEvoError):
+    """A row that can't be trained on. It costs this row, never the run, and never goes unsaid."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        assert reason in REASONS, reason
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that is left out."""
+
+    where: str
+    """FILE:LINE, FILE:row N or what else names the row."""
+    reason: str
+    """One of REASONS."""
+    detail: str
+    """What is wrong with it, and what would be right."""
+
+
+@dataclass
+class RowReport:
+    """The account of all rows of one kind (training, held-out)."""
+
+    kind: str
+    rows: int = 0
+    """Read, good and bad."""
+    shortened: int = 0
+    """Used without their oldest turns, which made them too long."""
+    bad: list[BadRow] = field(default_factory=list)
+
+    def add(self, where: str, error: RowError) -> None:
+        """Counts a bad row (which must be among `rows` as well)."""
+        self.bad.append(BadRow(where, error.reason, error.detail))
+
+    @property
+    def used(self) -> int:
+        return self.rows - len(self.bad)
+
+    def counts(self) -> dict[str, int]:
+        """Reason -> bad rows, the most frequent first."""
+        found: dict[str, int] = {}
+        for row in self.bad:
+            found[row.reason] = found.get(row.reason, 0) + 1
+        return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
+
+    def lines(self) -> list[str]:
+        """For people: one line for all, one for each reason with its first rows."""
+        told = [f"{self.kind}: {self.used} of {self.rows} rows are used" + (f", {self.shortened} shortened" if self.shortened else "")]
+        for reason, count in self.counts().items():
+            rows = [row for row in self.bad if row.reason == reason]
+            more = f", and {count - SHOWN} more" if count > SHOWN else ""
+            told.append(f"{self.kind}: {count} left out, {REASONS[reason]}: {', '.join(row.where for row in rows[:SHOWN])}{more}")
+            told.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
+        return told
+
+    def metrics(self) -> dict[str, float]:
+        """`data/KIND/...`."""
+        found = {"rows": self.rows, "used": self.used, "shortened": self.shortened, "left_out": len(self.bad)}
+        found |= {f"left_out/{reason}": count for reason, count in self.counts().items()}
+        return {f"data/{self.kind}/{name}": float(value) for name, value in found.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json."""
+        reasons = {
+            reason: {"count": count, "first": [row.where for row in self.bad if row.reason == reason][:SHOWN]}
+            for reason, count in self.counts().items()
+        }
+        return {"rows": self.rows, "used": self.used, "shortened": self.shortened, "left_out": reasons}
+
+    def write(self, path: Path) -> None:
+        """Appends every bad row to a JSONL file: {"kind", "where", "reason", "detail"}."""
+        with path.open("a", encoding="utf-8") as file:
+            for row in self.bad:
+                told = {"kind": self.kind, "where": row.where, "reason": row.reason, "detail": row.detail}
+                file.write(json.dumps(told) + "\n")

@@ -1,0 +1,210 @@
+"""Rows of data, wherever they are kept: a file, a folder of files, or a Hugging Face dataset.
+
+    FILE.jsonl[.gz]     one JSON object a line
+    FILE.json[.gz]      a JSON array of objects
+    FILE.parquet        (pip install 'agentevo[data]')
+    FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the order of their names
+    ORG/NAME[:SPLIT]    a dataset of the Hugging Face hub, split `train` unless given (pip install 'agentevo[data]')
+
+A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and reading goes on; a file that is broken as a
+whole is a ConfigError.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentevo.data.row_report import RowError
+from agentevo.errors import ConfigError, MissingExtraError
+
+_KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>\w[\w.\[\]:%-]*))?")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read."""
+
+    where: str
+    value: Any
+    """What it holds, or the RowError that says why it can't be read."""
+
+
+def check_source(source: str, key: str) -> None:
+    """Raises ConfigError, before anything is read, for a source that can't be one."""
+    path = Path(source).expanduser()
+    if path.is_file() and _kind(path) is None:
+        raise ConfigError(f"{key}: {source} is none of {', '.join(_KINDS)}: rename or convert it")
+    if path.is_dir() and not _is_saved_dataset(path) and not _files(path):
+        raise ConfigError(f"{key}: {source} holds no {', '.join(_KINDS)} and no saved dataset: give a file or another folder")
+    if not path.exists() and (_kind(path) is not None or not _HUB_NAME.fullmatch(source)):
+        raise ConfigError(
+            f"{key}: {source} does not exist: give a file, a folder, or a dataset of the hub written ORG/NAME or ORG/NAME:SPLIT"
+        )
+    if not path.exists() or _is_saved_dataset(path):
+        _package("datasets", source)
+    elif any(_kind(file) == ".parquet" for file in ([path] if path.is_file() else _files(path))):
+        _package("pyarrow", source)
+
+
+def read_rows(source: str) -> Iterator[Row]:
+    """Every row of a source that `check_source` accepts. Raises ConfigError for a file that can't be read on."""
+    path = Path(source).expanduser()
+    if path.is_dir() and not _is_saved_dataset(path):
+        for file in _files(path):
+            yield from _read_file(file)
+    elif path.is_file():
+        yield from _read_file(path)
+    else:
+        yield from _read_dataset(source, path)
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    kind = _kind(path)
+    try:
+        if kind == ".parquet":
+            yield from _read_parquet(path)
+        elif kind in (".jsonl", ".jsonl.gz"):
+            yield from _read_lines(path)
+        else:
+            yield from _read_array(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} can't be read ({type(error).__name__}: {error}): write it again") from error
+
+
+def _read_lines(path: Path) -> Iterator[Row]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            yield Row(f"{path}:{number}", _parsed_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line))
+
+
+def _parsed_line(line: bytes) -> Any:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return RowError("not_utf8", f"byte {error.start} of the line is not UTF-8: convert the file to UTF-8")
+    if not text.strip():
+        return RowError("empty", "an empty line: remove it")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return RowError("not_json", f"{error}: write one JSON object a line")
+
+
+def _read_array(path: Path) -> Iterator[Row]:
+    """The elements of the one array in a file, each with the line on which it begins."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        raw = file.read()
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: byte {error.start} is not UTF-8: convert the file to UTF-8, or write JSONL") from error
+    decoder, place, line, counted = json.JSONDecoder(), _blank(text, 0), 1, 0
+    if not text.startswith("[", place):
+        raise ConfigError(f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file named .jsonl")
+    place = _blank(text, place + 1)
+    while not text.startswith("]", place):
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}:{line}: is not JSON ({error}): mend it, or write JSONL, of which a bad line costs only itself"
+            ) from error
+        yield Row(f"{path}:{line}", value)
+        place = _blank(text, place)
+        if text.startswith(",", place):
+            place = _blank(text, place + 1)
+        elif not text.startswith("]", place):
+            raise ConfigError(f"{path}:{line}: neither `,` nor `]` follows the element: the file is not whole")
+
+
+def _blank(text: str, place: int) -> int:
+    """The next place that is not white."""
+    while place < len(text) and text[place] in " \t\r\n":
+        place += 1
+    return place
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    parquet = _package("pyarrow.parquet", str(path))
+    arrow = _package("pyarrow", str(path))
+    try:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for place in range(batch.num_rows):
+                    number += 1
+                    yield Row(f"{path}:row {number}", _parsed_row(batch.slice(place, 1)))
+    except arrow.ArrowException as error:
+        raise ConfigError(f"{path} can't be read as Parquet ({type(error).__name__}: {error}): write it again") from error
+
+
+def _parsed_row(batch: Any) -> Any:
+    """The only row of an Arrow batch."""
+    try:
+        (value,) = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        return RowError("not_utf8", f"byte {error.start} of a text is not UTF-8: write the file again")
+    return _without_nulls(value)
+
+
+def _read_dataset(source: str, path: Path) -> Iterator[Row]:
+    datasets = _package("datasets", source)
+    found = None if path.exists() else _HUB_NAME.fullmatch(source)
+    try:
+        if found is None:
+            data = datasets.load_from_disk(str(path))
+        else:
+            data = datasets.load_dataset(found["name"], split=found["split"] or "train")
+    except (OSError, ValueError, RuntimeError, pickle.PickleError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"dataset {source} can't be had ({type(error).__name__}: {reason}): check name, split and network, or convert it to JSONL"
+        ) from error
+    if isinstance(data, dict):
+        if "train" not in data:
+            raise ConfigError(
+                f"{source} holds the splits {', '.join(data)}: give the folder of one of them, such as {path / next(iter(data))}"
+            )
+        data = data["train"]
+    for number, value in enumerate(data, start=1):
+        yield Row(f"{source}:row {number}", _without_nulls(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every row all keys that any row has; those that a row does not have are null there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _kind(path: Path) -> str | None:
+    return next((kind for kind in sorted(_KINDS, key=len, reverse=True) if path.name.endswith(kind)), None)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and _kind(path) is not None)
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _package(name: str, source: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{source}: needs the package {error.name}: pip install 'agentevo[data]', or convert it to JSONL"
+        ) from error
