@@ -31,7 +31,7 @@ from algorithms import share_of_forward
 from figures import Figure, machine, write_results
 from generate import concurrent, shared_prefix
 from grpo_step import GrpoStep, against_trl, chat_prompts
-from logprobs import PARTS, ROWS, without_logits
+from logprobs import ROWS, without_logits
 from ours import MODEL, load, make_engine, model_folder
 from turns import flatness
 
@@ -140,8 +140,8 @@ def main() -> int:
     if "algorithms" in only:
         bench.add("algorithms_share_of_forward", lambda: share_of_forward(args.repeats))
     if "logprobs" in only:
-        for part in PARTS:
-            for rows in ROWS:
+        for part, all_rows in ROWS.items():
+            for rows in all_rows:
                 bench.add("logprobs", lambda part=part, rows=rows: without_logits(bench.loaded, part, rows, bench.repeats))  # type: ignore[misc]
     if "turns" in only:
         for episodes in (1, 8):

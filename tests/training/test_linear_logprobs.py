@@ -91,8 +91,8 @@ def test_what_is_kept_changes_nothing(kept, monkeypatch):
 
 @pytest.mark.parametrize("num_rows", [1, 600, 1100])
 def test_cells_of_the_real_size(num_rows, monkeypatch):
-    monkeypatch.setattr(module, "CELL_ROWS", {"cpu": 512})
-    monkeypatch.setattr(module, "CELL_BYTES", {"cpu": 2 * 2**20})
+    monkeypatch.setattr(module, "CELL_ROWS", {"cpu": 1024})
+    monkeypatch.setattr(module, "CELL_BYTES", {"cpu": 8 * 2**20})
     problem = Problem(4, num_rows, 2500, 700)
     assert_same(problem.solved(linear_logprobs), problem.solved(dense), 2e-5)
 
@@ -210,7 +210,7 @@ from agentevo.training import linear_logprobs as module
 def resident(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) / 1024
 
-module.KEPT_BYTES = 8 * 2**20
+module.KEPT_BYTES, module.CELL_BYTES = 8 * 2**20, {"cpu": 2 * 2**20}
 num_rows, num_tokens, width = 1000, 40000, 16
 hidden = torch.randn(num_rows, width, requires_grad=True)
 weight = torch.randn(num_tokens, width, requires_grad=True)

@@ -25,10 +25,11 @@ from agentevo.models.linear import available, product
 
 KEPT_BYTES = 256 * 2**20
 """Of products, kept for the backward pass."""
-CELL_BYTES = {"cpu": 2 * 2**20}
-"""Of a cell's float32 scores: on a CPU what its caches hold, elsewhere OTHER_CELL_BYTES, enough to fill the device."""
-OTHER_CELL_BYTES = 256 * 2**20
-CELL_ROWS = {"cpu": 512}
+CELL_BYTES = {"cpu": 8 * 2**20}
+"""Of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster, and threads wait for each other more often),
+elsewhere OTHER_CELL_BYTES, enough to fill the device."""
+OTHER_CELL_BYTES = 128 * 2**20
+CELL_ROWS = {"cpu": 1024}
 OTHER_CELL_ROWS = 4096
 COLUMN_STEP = 64
 """Columns of a cell are a multiple of this, where the vocabulary has as many."""
