@@ -210,11 +210,16 @@ def turn_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: 
     gives 0. Returns R. Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount per turn.
     """
     returns = discounted(turn_rewards(inputs, stream), stream.num_turns, gamma)
+    advantages = against_group(inputs, stream, returns, scale_by_std=scale_by_std, epsilon=epsilon)
+    return spread(advantages, stream.turn), spread(returns, stream.turn)
+
+
+def against_group(inputs: Inputs, stream: Stream, returns: Tensor, *, scale_by_std: bool, epsilon: float) -> Tensor:
+    """Returns of turns [K] against mean and unbiased std over all turns of their group; 0 in a group of one trajectory. [K]"""
     owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
     turns = Members(inputs.members.group[owner], torch.ones_like(owner, dtype=torch.bool))
     advantages = turns.normalised(returns, scale_by_std=scale_by_std, epsilon=epsilon)
-    advantages = torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
-    return spread(advantages, stream.turn), spread(returns, stream.turn)
+    return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
 
 
 def turn_rewards(inputs: Inputs, stream: Stream) -> Tensor:

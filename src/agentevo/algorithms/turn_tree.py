@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from agentevo.algorithms.group_relative import Members
-from agentevo.algorithms.returns import Stream, spread, turn_rewards
+from agentevo.algorithms.returns import Stream, against_group, spread, turn_rewards
 
 if TYPE_CHECKING:
     from agentevo.algorithms.advantage_inputs import Inputs
@@ -21,10 +19,7 @@ def tree_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: 
     turn before it. Without branches this is `returns.turn_returns`. A group of one trajectory gives 0. Returns R.
     """
     returns = along_tree(turn_rewards(inputs, stream), parents(inputs, stream), gamma)
-    owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
-    turns = Members(inputs.members.group[owner], torch.ones_like(owner, dtype=torch.bool))
-    advantages = turns.normalised(returns, scale_by_std=scale_by_std, epsilon=epsilon)
-    advantages = torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
+    advantages = against_group(inputs, stream, returns, scale_by_std=scale_by_std, epsilon=epsilon)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
