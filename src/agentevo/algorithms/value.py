@@ -57,21 +57,28 @@ def value_loss(
     return loss, _metrics(v.detach().double(), target.double(), hit, trained)
 
 
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """1 - var(returns - values) / var(returns) over trained tokens, all [S, T]; 0 where all returns are equal. A float64 scalar."""
+    trained = trained_tokens(mask, values.shape)
+    v = torch.where(trained, values.detach().double(), 0.0)
+    target = torch.where(trained, returns.detach().double(), 0.0)
+    count = trained.sum().clamp(min=1)
+
+    def variance(x: torch.Tensor) -> torch.Tensor:
+        return (torch.where(trained, x - x.sum() / count, 0.0) ** 2).sum() / count
+
+    highest = torch.where(trained, target, -torch.inf).amax() if target.numel() else v.new_zeros(())
+    lowest = torch.where(trained, target, torch.inf).amin() if target.numel() else v.new_zeros(())
+    total = variance(target)
+    spread = (highest > lowest) & (total > 0)  # equal returns have variance 0, not rounding noise
+    return torch.where(spread, 1.0 - variance(target - v) / torch.where(spread, total, 1.0), 0.0)
+
+
 def _metrics(v: torch.Tensor, target: torch.Tensor, hit: torch.Tensor, trained: torch.Tensor) -> dict[str, torch.Tensor]:
     """All arguments [S, T], v and target 0 where untrained. float64 scalars."""
     count = trained.sum().clamp(min=1)
-    zero = v.new_zeros(())
-
-    def variance(x: torch.Tensor) -> torch.Tensor:
-        return (torch.where(trained, x - x.sum() / count, zero) ** 2).sum() / count
-
-    highest = torch.where(trained, target, -torch.inf).amax() if target.numel() else zero
-    lowest = torch.where(trained, target, torch.inf).amin() if target.numel() else zero
-    total = variance(target)
-    spread = (highest > lowest) & (total > 0)  # equal returns have variance 0, not rounding noise
-    explained = 1.0 - variance(target - v) / torch.where(spread, total, 1.0)
     return {
         "vf_clipfrac": hit.sum() / count.double(),
-        "explained_variance": torch.where(spread, explained, zero),
+        "explained_variance": explained_variance(v, target, trained),
         "value_mean": v.sum() / count,
     }

@@ -36,7 +36,7 @@ class Critic:
             causal_model(self.model).set_output_embeddings(self.head)
             causal_model(self.model).config.get_text_config().final_logit_softcapping = None  # values have no bound
         self.weights = trained_parameters(trained)
-        self.optimization = Optimization(trained.parameters(), trainer, learning_rate=section.learning_rate, role="critic")
+        self.optimization = Optimization(trained.parameters(), trainer, learning_rate=section.learning_rate, key="critic")
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32, by a pass of its own; differentiable."""

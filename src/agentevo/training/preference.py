@@ -9,7 +9,6 @@ answers too.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.preference import preference_loss
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.seeds import derive_seed
-from agentevo.training.optimization import Optimization
+from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.packing import PackedBatch
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
@@ -109,19 +108,11 @@ class PreferenceTrainer:
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
         reference = self._reference_sums(samples)
-        sums: dict[str, float] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)
-        groups = sorted({pair.group_id for pair in samples})
-        for _ in range(self.section.epochs):
-            for part in range(min(self.section.minibatches, len(groups))):
-                chosen = set(groups[part :: self.section.minibatches])
-                for key, value in self._update([pair for pair in samples if pair.group_id in chosen], reference).items():
-                    sums[key] += value
-                    counts[key] += not key.startswith("trainer/")
+        updates = [self._update(part, reference) for part in minibatches(samples, self.section)]
         self.steps += 1
         if self.reference is not None:
             self.reference.follow(self.model, self.steps)
-        return {key: value / max(1, counts[key]) for key, value in sums.items()}
+        return over_updates(updates)
 
     def _update(self, pairs: Sequence[Pair], reference: Mapping[str, float]) -> dict[str, float]:
         """One optimizer step."""

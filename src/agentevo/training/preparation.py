@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.divergence import kl
+from agentevo.algorithms.value import explained_variance
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.config import AlgorithmSection
@@ -72,7 +73,7 @@ class Preparation:
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         if roles.critic is not None:
-            found["critic/vf_explained_var"] = explained_variance(samples)
+            found["critic/vf_explained_var"] = _foreseen(samples)
         return Prepared(samples, metrics | found)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
@@ -126,12 +127,11 @@ class Preparation:
         return bonus, metrics
 
 
-def explained_variance(samples: Sequence[Sample]) -> float:
-    """1 - var(returns - values) / var(returns) over trained tokens: 1 for a critic that foresees everything, 0 where all returns agree."""
-    returns = torch.tensor([x for s in samples for x in s.columns["returns"]], dtype=torch.float64)
-    values = torch.tensor([x for s in samples for x in s.columns["values"]], dtype=torch.float64)
-    spread = float(returns.var(correction=0))
-    return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0
+def _foreseen(samples: Sequence[Sample]) -> float:
+    """Share of the returns' variance that the critic explains."""
+    returns = torch.tensor([[x for s in samples for x in s.columns["returns"]]])
+    values = torch.tensor([[x for s in samples for x in s.columns["values"]]])
+    return float(explained_variance(values, returns, torch.ones_like(values)))
 
 
 def _mask(rows: Sequence[Row]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class ImplicitProcessReward:
         self.section, self.max_tokens = section, trainer.micro_batch_tokens
         self.model = twin_of(policy)
         self.weights = trained_parameters(self.model)
-        self.optimization = Optimization(self.model.parameters(), trainer, learning_rate=section.learning_rate, role="process reward")
+        self.optimization = Optimization(self.model.parameters(), trainer, learning_rate=section.learning_rate, key="process_reward")
 
     def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
         """[M] of each token, given the reference's log-probs [M]."""

@@ -15,9 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ColdStartSection, SFTSection, TrainerSection
-from agentevo.errors import TrainingError
 from agentevo.models.chat import ChatFormat
-from agentevo.training.optimization import Optimization
+from agentevo.training.optimization import Optimization, decay
 from agentevo.training.passes import device_of, micro_batches
 from agentevo.types import Message, Sample
 
@@ -51,7 +50,7 @@ class SupervisedTrainer:
     """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the section, for messages."""
 
     def __init__(self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft") -> None:
-        self.model, self.section, self.total_steps, self.key = model, section, total_steps, key
+        self.model, self.section, self.total_steps = model, section, total_steps
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -60,6 +59,7 @@ class SupervisedTrainer:
                 betas=section.betas,
                 max_grad_norm=section.max_grad_norm,
             ),
+            key=key,
         )
 
     @property
@@ -69,17 +69,12 @@ class SupervisedTrainer:
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes no weight, if a number is not finite."""
-        lr = scheduled(self.section, self.steps, self.total_steps)
-        self.optimization.begin()
-        for group in self.optimization.optimizer.param_groups:
-            group["lr"] = lr
+        lr = self.optimization.begin(scheduled(self.section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)
         total, logical, distinct = 0.0, 0, 0
         for _, batch in micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model)):
             logp, _ = batch.forward(self.model)
             loss = -(logp / trained).sum()
-            if not torch.isfinite(loss):
-                raise TrainingError(f"the supervised loss is not finite, the weights were not changed: lower {self.key}.learning_rate")
             self.optimization.backward(loss)
             total += float(loss.detach())
             logical, distinct = logical + batch.num_logical, distinct + batch.num_distinct
@@ -107,11 +102,7 @@ def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
     done, warmup = step / total_steps, section.warmup_ratio
     if done < warmup:
         return section.learning_rate * min(1.0, done / warmup + 1 / total_steps / warmup)
-    if section.schedule == "constant":
-        return section.learning_rate
-    after = (done - warmup) / (1 - warmup)
-    share = 1 - after if section.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * after))
-    return section.learning_rate * (section.min_lr_ratio + (1 - section.min_lr_ratio) * share)
+    return section.learning_rate * decay(section.schedule, (done - warmup) / (1 - warmup), section.min_lr_ratio)
 
 
 def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> list[list[str]]:

@@ -17,7 +17,7 @@ from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
 from agentevo.config import AlgorithmSection, CriticSection, ProcessRewardSection, TrainerSection
 from agentevo.training.critic import Critic
 from agentevo.training.objective import Objective
-from agentevo.training.optimization import Optimization
+from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.output_layer import Listener
 from agentevo.training.passes import device_of, micro_batches
 from agentevo.training.preparation import Preparation, Prepared, Roles
@@ -87,23 +87,14 @@ class Trainer:
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
-        sums: dict[str, float] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)
-        first: dict[str, float] = {}
-        groups = sorted({s.group_id for s in samples})
-        for _ in range(self.section.epochs):
-            for part in range(min(self.section.minibatches, len(groups))):
-                chosen = set(groups[part :: self.section.minibatches])
-                metrics = self._update([s for s in samples if s.group_id in chosen])
-                if not first and "actor/ppo_kl" in metrics:
-                    first = {"actor/ppo_kl_first": metrics["actor/ppo_kl"], "actor/logprob_diff_max": metrics["actor/logprob_diff_max"]}
-                for key, value in metrics.items():
-                    sums[key] += value
-                    counts[key] += not key.startswith("trainer/")
+        updates = [self._update(part) for part in minibatches(samples, self.section)]
+        first = {}
+        if updates and "actor/ppo_kl" in updates[0]:
+            first = {"actor/ppo_kl_first": updates[0]["actor/ppo_kl"], "actor/logprob_diff_max": updates[0]["actor/logprob_diff_max"]}
         self.steps += 1
         if self.roles.reference is not None:
             self.roles.reference.follow(self.model, self.steps)
-        return {key: value / max(1, counts[key]) for key, value in sums.items()} | first
+        return over_updates(updates) | first
 
     def _update(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step over a minibatch, and one of the critic's."""
