@@ -29,7 +29,8 @@ from agentevo.models.attention import prepare
 from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import available, drop_packed
 from agentevo.models.load import LoadedModel, load_model, save_model
-from agentevo.training.tree import TreeAttention, build_tree
+from agentevo.training.tree import build_tree
+from agentevo.training.tree_attention import TreeAttention
 
 TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
 IDS = [5, 9, 60, 3, 41, 8]

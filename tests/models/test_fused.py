@@ -12,7 +12,8 @@ from torch import nn
 from agentevo.models.attention import prepare
 from agentevo.models.fused import FUSED_CLASSES, FusedLayer
 from agentevo.models.linear import available, drop_packed
-from agentevo.training.tree import TreeAttention, build_tree
+from agentevo.training.tree import build_tree
+from agentevo.training.tree_attention import TreeAttention
 
 pytestmark = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
 

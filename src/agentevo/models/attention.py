@@ -3,7 +3,7 @@
 `prepare(model)` points the model at it. Each forward pass then carries `plan=...`, an object that knows which token may see which:
 
     inference: `CacheAttention` (inference/cache_attention.py), new tokens against a key-value cache
-    training:  `TreeAttention` (training/tree.py), packed sequences that share prefixes
+    training:  `TreeAttention` (training/tree_attention.py), packed sequences that share prefixes
 
 Tokens of all sequences lie side by side in one row, [1, tokens], without padding; only the plan tells them apart. So the model module is
 the same one for generation and for training.

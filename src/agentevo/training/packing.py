@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from agentevo.training.logprobs import selected_logprobs
 from agentevo.training.output_layer import Predictions, last_hidden, predictions
-from agentevo.training.tree import TreeAttention, build_tree
+from agentevo.training.tree import build_tree
+from agentevo.training.tree_attention import TreeAttention
 from agentevo.types import Sample
 
 
