@@ -338,14 +338,28 @@ def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
         check_lora(LoraSection(adapter=adapter))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to quantize on")
-@pytest.mark.parametrize("kind", ["8bit", "4bit"])
-def test_quantizing_needs_a_gpu(kind, base_folder):
-    section = LoraSection(rank=4, quantize=kind)
-    with pytest.raises(ModelError, match="needs a CUDA GPU, and PyTorch sees none"):
-        check_lora(section)
-    with pytest.raises(ModelError, match="needs a CUDA GPU"):
-        load_model(ModelSection(name=str(base_folder), lora=section))
+@pytest.mark.parametrize(("kind", "rounding"), [("8bit", 0.1), ("4bit", 0.5)])
+def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
+    """The base keeps its answers but for rounding, takes no gradient, and stays small; adapters start at nothing and learn."""
+    whole = tiny_policy(hidden_size=64)  # bitsandbytes quantizes 64 weights together
+    folder = str(save_model(whole.model, whole.tokenizer, tmp_path / "base"))
+    plain = load_model(ModelSection(name=folder, device="cpu")).model
+    loaded = load_model(ModelSection(name=folder, device="cpu", lora=LoraSection(rank=4, quantize=kind)))
+    stored = {type(module).__name__ for module in loaded.model.modules()}
+    assert {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[kind] in stored
+    found, exact = alone(loaded.model), alone(plain)
+    assert 0 < float((found - exact).abs().mean()) < rounding * float(exact.abs().mean())
+    assert all("lora_" in name for name, p in loaded.model.named_parameters() if p.requires_grad)
+    prepared = prepare(loaded.model)
+    logits(prepared).logsumexp(-1).sum().backward()
+    assert any(bool(p.grad.any()) for p in prepared.parameters() if p.grad is not None)
+    torch.testing.assert_close(fused(prepared), unfused(prepared), rtol=1e-4, atol=1e-4)
+
+
+def test_without_bitsandbytes_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentevo\[qlora\]'"):
+        check_lora(LoraSection(rank=4, quantize="4bit"))
 
 
 def test_without_peft_the_message_says_what_to_install(monkeypatch):

@@ -127,17 +127,27 @@ def test_dropout_is_for_the_cold_start_alone(lora_config, tmp_path, quiet_view):
     assert found[0.0] != found[0.25]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [("model.lora.adapter={base}", "holds no adapter"), ("model.lora.quantize=4bit", "needs a CUDA GPU")],
-)
-def test_refusals_come_before_anything_is_created(override, message, base, lora_config, tmp_path, quiet_view):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU to quantize on")
-    overrides = [override.format(base=base), *(["model.lora.rank=0"] if "adapter" in override else [])]
-    with pytest.raises(AgentEvoError, match=message):
-        train(lora_config(tmp_path / "run", *overrides), view=quiet_view())
+def test_refusals_come_before_anything_is_created(base, lora_config, tmp_path, quiet_view):
+    with pytest.raises(AgentEvoError, match="holds no adapter"):
+        train(lora_config(tmp_path / "run", f"model.lora.adapter={base}", "model.lora.rank=0"), view=quiet_view())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_quantized_base_trains_and_is_resumed(tmp_path, lora_config, small_config, quiet_view):
+    wide = small_config(tmp_path / "base", "trainer.steps=0", "trainer.minibatches=1", "model.tiny.hidden_size=64")
+    overrides = (  # 64, because bitsandbytes quantizes so many weights together
+        f"model.name={train(wide, view=quiet_view()).checkpoint}",
+        "model.lora.quantize=4bit",
+        "trainer.steps=1",
+        "trainer.epochs=1",
+    )
+    run = train(lora_config(tmp_path / "run", *overrides), view=quiet_view())
+    row = next(row for row in map(json.loads, (run.dir / "metrics.jsonl").read_text().splitlines()) if "actor/logprob_diff_max" in row)
+    assert row["actor/logprob_diff_max"] < 1e-3 and row["actor/grad_norm"] > 0
+    weights = load_file(run.checkpoint_path("last") / "adapter_model.safetensors")
+    assert any(bool(w.any()) for name, w in weights.items() if "lora_B" in name)
+    train(lora_config(tmp_path / "run", *overrides, "trainer.steps=2"), resume=True, view=quiet_view())
+    assert "2" in run.checkpoint_path("last").name
 
 
 def test_a_run_object_finds_its_adapter(whole):

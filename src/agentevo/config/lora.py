@@ -49,7 +49,7 @@ class LoraSection(Section):
     adapter: Path | None = None
     """Folder of a saved adapter (adapter_config.json) to start from, in place of a fresh one; it brings its own rank and the rest."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
-    """Keep the base in 8 or 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes. Needs a CUDA GPU."""
+    """Keep the base in 8 or 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: less memory, more time. Also on a CPU."""
 
     @field_validator("targets", "exclude", "modules_to_save", mode="before")
     @classmethod

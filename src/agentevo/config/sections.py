@@ -88,8 +88,6 @@ class ModelSection(Section):
             raise ValueError(
                 "lora needs a base that knows something, and the tiny policy's weights are random: set lora.rank=0, or another name"
             )
-        if self.lora.quantize != "none" and self.device == "cpu":
-            raise ValueError(f"lora.quantize={self.lora.quantize} needs a CUDA GPU, and device is cpu: set lora.quantize=none")
         return self
 
 

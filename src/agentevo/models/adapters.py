@@ -51,7 +51,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def check_lora(section: LoraSection) -> None:
-    """Tells, before anything is created, what would fail later: a missing package, no adapter in the folder, no GPU to quantize on."""
+    """Tells, before anything is created, what would fail later: a missing package, no adapter in the folder."""
     if not section.enabled:
         return
     peft()
@@ -62,9 +62,7 @@ def check_lora(section: LoraSection) -> None:
 
 
 def check_quantize(kind: str) -> None:
-    """Raises ModelError without a CUDA GPU, MissingExtraError without bitsandbytes."""
-    if not torch.cuda.is_available():
-        raise ModelError(f"model.lora.quantize={kind} needs a CUDA GPU, and PyTorch sees none: set model.lora.quantize=none")
+    """Raises MissingExtraError without bitsandbytes."""
     try:
         import bitsandbytes  # noqa: F401
     except ModuleNotFoundError as error:
