@@ -37,6 +37,15 @@ def test_the_tree_does_not_depend_on_the_order_of_sequences(sequences, rng):
     assert one.positions.tolist() == other.positions.tolist()
 
 
+@given(sequences_of_few_letters)
+def test_without_merging_every_sequence_is_a_trunk_of_its_own(sequences):
+    tree = build_tree(sequences, merge=False)
+    assert sorted(node for path in tree.paths for node in path) == list(range(sum(map(len, sequences))))
+    for sequence, path in zip(sequences, tree.paths, strict=True):
+        assert tree.ids[path].tolist() == sequence
+        assert tree.positions[path].tolist() == list(range(len(sequence)))
+
+
 def attention_alone(q, k, v, scaling, window, softcap):
     """One sequence, [n, H, D], naively."""
     repeat = q.shape[1] // k.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class PackedBatch:
     """[S, T] bool: the table of trained tokens, one row per sample, filled from the left."""
     temperature: float
     num_logical: int
-    """Tokens of the samples before merging."""
+    """Tokens of the samples, however many of them share a node."""
 
     @property
     def num_distinct(self) -> int:
@@ -94,25 +95,26 @@ class PackedBatch:
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
-    """Lays out samples of one temperature."""
+def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
+    """Lays out samples of one temperature; without `merge` side by side, and what they share is computed again for each. Either way no
+    sample sees another's tokens, and the results are the same."""
     temperatures = {s.temperature for s in samples}
     if len(temperatures) != 1:
         raise ValueError(f"one pass has one temperature, not {sorted(temperatures)}: pack samples of different temperatures apart")
-    tree = build_tree([s.ids for s in samples])
+    tree = build_tree([s.ids for s in samples], merge=merge)
     predictors, nodes, targets, old, advantages = [], [], [], [], []
     names = samples[0].columns.keys()
     for sample, path in zip(samples, tree.paths, strict=True):
-        places = np.nonzero(np.asarray(sample.loss_mask))[0]
+        places = np.flatnonzero(np.frombuffer(bytes(sample.loss_mask), dtype=np.uint8))
         if len(places) and places[0] == 0:
             raise ValueError(f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing predicts it")
         if sample.columns.keys() != names:
             raise ValueError(f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others have {sorted(names)}")
         predictors.append(path[places - 1])
         nodes.append(path[places])
-        targets.append(np.asarray(sample.ids, dtype=np.int64)[places])
-        old.append(np.asarray(sample.logprobs, dtype=np.float32)[places])
-        advantages.append(np.asarray(sample.advantages, dtype=np.float32)[places])
+        targets.append(tree.ids[path[places]])
+        old.append(np.array(list(compress(sample.logprobs, sample.loss_mask)), dtype=np.float32))
+        advantages.append(np.array(list(compress(sample.advantages, sample.loss_mask)), dtype=np.float32))
     counts = np.array([len(part) for part in targets])
     logit_nodes, rows = np.unique(np.concatenate(predictors), return_inverse=True)
 
@@ -136,25 +138,3 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         temperature=temperatures.pop(),
         num_logical=sum(len(s.ids) for s in samples),
     )
-
-
-def split_by_tokens(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Indices of samples, in micro-batches of at most `max_tokens` distinct tokens where that is possible; neighbours in sorted order stay
-    together, because they share the most. A longer sample stands alone."""
-    order = sorted(range(len(samples)), key=lambda i: (samples[i].group_id, samples[i].ids))
-    batches: list[list[int]] = []
-    used = 0
-    previous: list[int] = []
-    for index in order:
-        ids = samples[index].ids
-        size = min(len(previous), len(ids))
-        same = np.asarray(previous[:size]) == np.asarray(ids[:size])
-        shared = size if same.all() else int(np.argmin(same))
-        if batches and used + len(ids) - shared <= max_tokens:
-            batches[-1].append(index)
-            used += len(ids) - shared
-        else:
-            batches.append([index])
-            used = len(ids)
-        previous = ids
-    return batches

@@ -7,18 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.training.packing import PackedBatch, pack, split_by_tokens
+from agentevo.training.packing import PackedBatch, pack
+from agentevo.training.partition import split_by_tokens
 from agentevo.types import Sample
 
 
-def micro_batches(samples: Sequence[Sample], max_tokens: int, device: torch.device) -> list[tuple[list[int], PackedBatch]]:
-    """Indices of samples, and these packed; see `split_by_tokens`."""
-    return [(indices, pack([samples[i] for i in indices], device)) for indices in split_by_tokens(samples, max_tokens)]
+def micro_batches(
+    samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
+) -> list[tuple[list[int], PackedBatch]]:
+    """Indices of samples, and these packed; see `split_by_tokens` and, for `merge`, `pack`."""
+    split = split_by_tokens([s.ids for s in samples], max_tokens, merge=merge)
+    return [(indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split]
 
 
 @torch.no_grad()
 def token_tables(
-    samples: Sequence[Sample], max_tokens: int, device: torch.device, compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]]
+    samples: Sequence[Sample],
+    max_tokens: int,
+    device: torch.device,
+    compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]],
+    *,
+    merge: bool = True,
 ) -> dict[str, torch.Tensor]:
     """What `compute` finds for the trained tokens of each micro-batch, name -> [M], as tables name -> [S, T] float32 on the CPU.
 
@@ -26,7 +35,7 @@ def token_tables(
     """
     width = max(sum(s.loss_mask) for s in samples)
     found: dict[str, torch.Tensor] = {}
-    for indices, batch in micro_batches(samples, max_tokens, device):
+    for indices, batch in micro_batches(samples, max_tokens, device, merge=merge):
         for name, values in compute(batch).items():
             table = found.setdefault(name, torch.zeros(len(samples), width))
             part = batch.table(values.float()).cpu()

@@ -69,10 +69,11 @@ class SupervisedTrainer:
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes no weight, if a number is not finite."""
-        lr = self.optimization.begin(scheduled(self.section, self.steps, self.total_steps))
+        section = self.section
+        lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)
         total, logical, distinct = 0.0, 0, 0
-        for _, batch in micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model)):
+        for _, batch in micro_batches(samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging):
             logp, _ = batch.forward(self.model)
             loss = -(logp / trained).sum()
             self.optimization.backward(loss)
@@ -163,6 +164,7 @@ def train_supervised(
         betas=trainer.betas,
         max_grad_norm=trainer.max_grad_norm,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        prefix_merging=trainer.prefix_merging,
     )
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:

@@ -45,7 +45,7 @@ class Trainer:
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = Objective(algorithm)
-        self.preparation = Preparation(algorithm, trainer.micro_batch_tokens)
+        self.preparation = Preparation(algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging)
         self.optimization = Optimization(model.parameters(), trainer)
         self.steps = 0
         self.kl: KLController = FixedKL(algorithm.kl_coef)
@@ -98,7 +98,8 @@ class Trainer:
 
     def _update(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step over a minibatch, and one of the critic's."""
-        batches = micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model))
+        section = self.section
+        batches = micro_batches(samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging)
         critic, metrics = self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([batch for _, batch in batches])

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from agentevo.inference.cache_attention import NEG_INF
+from agentevo.training.prefixes import sort_sequences
 
 
 @dataclass(eq=False)
@@ -39,19 +40,15 @@ class TokenTree:
         return len(self.ids)
 
 
-def build_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
-    """The tree of several non-empty token sequences."""
-    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
+def build_tree(sequences: Sequence[Sequence[int]], *, merge: bool = True) -> TokenTree:
+    """The tree of several non-empty token sequences; without `merge` they share nothing, each is a trunk of its own."""
+    found = sort_sequences(sequences, merge=merge)
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
     runs: list[tuple[int, int, np.ndarray]] = []
-    previous, path, num_nodes = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 0
-    for index in order:
-        tokens = np.asarray(sequences[index], dtype=np.int64)
-        size = min(len(previous), len(tokens))
-        differ = np.nonzero(previous[:size] != tokens[:size])[0]
-        shared = int(differ[0]) if len(differ) else size
+    path, num_nodes = np.empty(0, dtype=np.int64), 0
+    for index, tokens, shared in zip(found.order, found.tokens, found.shared.tolist(), strict=True):
         added = len(tokens) - shared
         path = np.concatenate([path[:shared], np.arange(num_nodes, num_nodes + added)])
         paths[index] = path
@@ -60,8 +57,7 @@ def build_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
             positions.append(np.arange(shared, len(tokens)))
             runs.append((num_nodes, added, path))
             num_nodes += added
-        previous = tokens
-    return TokenTree(np.concatenate(ids), np.concatenate(positions), paths, runs)
+    return TokenTree(np.concatenate(ids).astype(np.int64), np.concatenate(positions), paths, runs)
 
 
 @dataclass(eq=False)
