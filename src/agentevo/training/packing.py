@@ -95,28 +95,31 @@ class PackedBatch:
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
+def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True, tokens: Sequence[np.ndarray] | None = None) -> PackedBatch:
     """Lays out samples of one temperature; without `merge` side by side, and what they share is computed again for each. Either way no
-    sample sees another's tokens, and the results are the same."""
+    sample sees another's tokens, and the results are the same. `tokens`: the samples' ids as arrays, by those who have them already."""
     temperatures = {s.temperature for s in samples}
     if len(temperatures) != 1:
         raise ValueError(f"one pass has one temperature, not {sorted(temperatures)}: pack samples of different temperatures apart")
-    tree = build_tree([s.ids for s in samples], merge=merge)
-    predictors, nodes, targets, old, advantages = [], [], [], [], []
+    tree = build_tree([s.ids for s in samples] if tokens is None else tokens, merge=merge)
+    predictors, nodes, old, advantages = [], [], [], []
     names = samples[0].columns.keys()
     for sample, path in zip(samples, tree.paths, strict=True):
         places = np.flatnonzero(np.frombuffer(bytes(sample.loss_mask), dtype=np.uint8))
-        if len(places) and places[0] == 0:
+        first = int(places[0]) if len(places) else len(sample.ids)
+        if first == 0:
             raise ValueError(f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing predicts it")
         if sample.columns.keys() != names:
             raise ValueError(f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others have {sorted(names)}")
+        mask = sample.loss_mask[first:]
         predictors.append(path[places - 1])
         nodes.append(path[places])
-        targets.append(tree.ids[path[places]])
-        old.append(np.array(list(compress(sample.logprobs, sample.loss_mask)), dtype=np.float32))
-        advantages.append(np.array(list(compress(sample.advantages, sample.loss_mask)), dtype=np.float32))
-    counts = np.array([len(part) for part in targets])
-    logit_nodes, rows = np.unique(np.concatenate(predictors), return_inverse=True)
+        old.append(np.array(list(compress(sample.logprobs[first:], mask)), dtype=np.float32))
+        advantages.append(np.array(list(compress(sample.advantages[first:], mask)), dtype=np.float32))
+    counts = np.array([len(part) for part in nodes])
+    trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
+    predicts = np.zeros(tree.num_nodes, dtype=np.int64)
+    predicts[predicting] = 1
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array, device=device)
@@ -125,10 +128,10 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         input_ids=tensor(tree.ids).unsqueeze(0),
         position_ids=tensor(tree.positions).unsqueeze(0),
         plan=TreeAttention(tree, device),
-        logit_nodes=tensor(logit_nodes),
-        rows=tensor(rows),
-        targets=tensor(np.concatenate(targets)),
-        nodes=tensor(np.concatenate(nodes)),
+        logit_nodes=tensor(np.flatnonzero(predicts)),
+        rows=tensor(np.cumsum(predicts)[predicting] - 1),
+        targets=tensor(tree.ids[trained]),
+        nodes=tensor(trained),
         rollout_logprobs=tensor(np.concatenate(old)),
         advantages=tensor(np.concatenate(advantages)),
         columns={name: tensor(np.concatenate([np.asarray(s.columns[name], dtype=np.float32) for s in samples])) for name in names},

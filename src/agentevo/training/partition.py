@@ -18,19 +18,18 @@ import numpy as np
 
 from agentevo.training.prefixes import sort_sequences
 
+Sequences = Sequence[Sequence[int]] | Sequence[np.ndarray]
 PAIR_COST = 1 / 6144
 """What attention of one token to another costs beside all else that a token costs: 4 LH of 24 LH^2 operations in a transformer of width
 H with L layers, which is 1 / 6H; here for H = 1024."""
 
 
-def split_by_tokens(sequences: Sequence[Sequence[int]], max_tokens: int, *, merge: bool = True) -> list[list[int]]:
+def split_by_tokens(sequences: Sequences, max_tokens: int, *, merge: bool = True) -> list[list[int]]:
     """Numbers of the sequences of each micro-batch, at most `max_tokens` distinct tokens in each; a longer sequence stands alone."""
     return spread(sequences, max_tokens, 1, merge=merge)[0]
 
 
-def spread(
-    sequences: Sequence[Sequence[int]], max_tokens: int, ranks: int, *, merge: bool = True, pair_cost: float = PAIR_COST
-) -> list[list[list[int]]]:
+def spread(sequences: Sequences, max_tokens: int, ranks: int, *, merge: bool = True, pair_cost: float = PAIR_COST) -> list[list[list[int]]]:
     """For each rank its micro-batches, as in `split_by_tokens`.
 
     Every rank has the same number of them, or one less where there are too few sequences. Costs of two ranks, tokens + pair_cost *
@@ -61,7 +60,7 @@ class _Line:
     """[S] float64 cost of the shared tokens."""
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]], merge: bool, pair_cost: float) -> _Line:
+    def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _Line:
         found = sort_sequences(sequences, merge=merge)
         lengths = np.array([len(ids) for ids in found.tokens], dtype=np.int64)
 

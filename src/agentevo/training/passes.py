@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from agentevo.training.packing import PackedBatch, pack
 from agentevo.training.partition import split_by_tokens
+from agentevo.training.prefixes import token_array
 from agentevo.types import Sample
 
 
@@ -16,8 +17,9 @@ def micro_batches(
     samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
 ) -> list[tuple[list[int], PackedBatch]]:
     """Indices of samples, and these packed; see `split_by_tokens` and, for `merge`, `pack`."""
-    split = split_by_tokens([s.ids for s in samples], max_tokens, merge=merge)
-    return [(indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split]
+    tokens = [token_array(s.ids) for s in samples]
+    split = split_by_tokens(tokens, max_tokens, merge=merge)
+    return [(indices, pack([samples[i] for i in indices], device, merge=merge, tokens=[tokens[i] for i in indices])) for indices in split]
 
 
 @torch.no_grad()

@@ -21,10 +21,10 @@ class SortedSequences:
     """[S] int64 how many first tokens each has in common with the one before it; 0 for the first."""
 
 
-def sort_sequences(sequences: Sequence[Sequence[int]], *, merge: bool = True) -> SortedSequences:
+def sort_sequences(sequences: Sequence[Sequence[int]] | Sequence[np.ndarray], *, merge: bool = True) -> SortedSequences:
     """In lexicographic order, equal ones in the caller's; without `merge` in the caller's order, and nothing counts as shared. Ids are
     compared as big-endian bytes, many times faster than as numbers and in the same order. Ids: 0 to 2^31 - 1."""
-    tokens = [_array(sequence) for sequence in sequences]
+    tokens = [token_array(sequence) for sequence in sequences]
     shared = np.zeros(len(tokens), dtype=np.int64)
     if not merge:
         return SortedSequences(list(range(len(tokens))), tokens, shared)
@@ -44,7 +44,8 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return place if size and differ[place] else size
 
 
-def _array(sequence: Sequence[int]) -> np.ndarray:
+def token_array(sequence: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int32"""
     if isinstance(sequence, np.ndarray):
         return sequence.astype(np.int32, copy=False)
     return np.fromiter(sequence, dtype=np.int32, count=len(sequence))

@@ -40,7 +40,7 @@ class TokenTree:
         return len(self.ids)
 
 
-def build_tree(sequences: Sequence[Sequence[int]], *, merge: bool = True) -> TokenTree:
+def build_tree(sequences: Sequence[Sequence[int]] | Sequence[np.ndarray], *, merge: bool = True) -> TokenTree:
     """The tree of several non-empty token sequences; without `merge` they share nothing, each is a trunk of its own."""
     found = sort_sequences(sequences, merge=merge)
     ids: list[np.ndarray] = []
