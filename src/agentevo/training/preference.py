@@ -24,6 +24,7 @@ from agentevo.seeds import derive_seed
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.packing import PackedBatch
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
+from agentevo.training.parallel import gathered
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
 from agentevo.training.reference import Reference
 from agentevo.types import Sample, Trajectory
@@ -141,8 +142,8 @@ class PreferenceTrainer:
         return {f"preference/{key}": value for key, value in found.items()} | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
-            "trainer/distinct_tokens": float(sum(batch.num_distinct for _, batch in batches)),
-            "trainer/logical_tokens": float(sum(batch.num_logical for _, batch in batches)),
+            "trainer/distinct_tokens": float(sum(gathered(sum(batch.num_distinct for _, batch in batches)))),
+            "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
             "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
         }
 

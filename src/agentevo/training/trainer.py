@@ -19,6 +19,7 @@ from agentevo.training.critic import Critic
 from agentevo.training.objective import Objective
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.output_layer import Listener
+from agentevo.training.parallel import gathered, summed
 from agentevo.training.passes import device_of, micro_batches
 from agentevo.training.preparation import Preparation, Prepared, Roles
 from agentevo.training.process_reward import ImplicitProcessReward
@@ -113,7 +114,7 @@ class Trainer:
         statistics = self.objective.statistics(self.model, [batch for _, batch in batches])
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
-        num_tokens = sum(int(batch.mask.sum()) for _, batch in batches)
+        num_tokens = sum(sum(s.loss_mask) for s in samples)
         for indices, batch in batches:
             with Listener(self.model) if joint is not None else nullcontext() as heard:
                 loss, found = self.objective.loss(
@@ -129,7 +130,7 @@ class Trainer:
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
-        metrics |= _means(sums) | {"actor/logprob_diff_max": largest_diff}
+        metrics |= _means(summed(sums)) | {"actor/logprob_diff_max": max(gathered(largest_diff))}
         self.mean_entropy = metrics["actor/entropy"]
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))
