@@ -15,16 +15,24 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from agentevo.config import ModelSection, TinyModel
@@ -76,6 +84,16 @@ def _build(name: str) -> PreTrainedModel:
         return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=16))
     if name == "mistral":
         return MistralForCausalLM(MistralConfig(**shape, sliding_window=WINDOW))
+    if name == "phi3":
+        return Phi3ForCausalLM(Phi3Config(**shape, sliding_window=WINDOW))
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
+    if name == "qwen3-moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=8))
+    if name == "gemma3":
+        layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+        return Gemma3ForCausalLM(Gemma3TextConfig(**shape, **layers, head_dim=8, query_pre_attn_scalar=8))
     assert name == "gemma2"
     return Gemma2ForCausalLM(
         Gemma2Config(
@@ -101,7 +119,8 @@ def _random_model(name: str) -> RandomModel:
 @pytest.fixture(scope="session")
 def random_model() -> Callable[[str], RandomModel]:
     """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of q and k), gemma2 (caps, a window in
-    every other layer) or mistral (a window). The same two objects for every test: who trains the model must copy it."""
+    every other layer), gemma3 (the same with norms and two ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe
+    (experts). The same two objects for every test: who trains the model must copy it."""
     return _random_model
 
 

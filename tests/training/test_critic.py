@@ -11,7 +11,8 @@ import torch
 
 from agentevo.config import AlgorithmSection, CriticSection, TrainerSection
 from agentevo.training.critic import Critic
-from agentevo.training.packing import pack, split_by_tokens
+from agentevo.training.packing import pack
+from agentevo.training.partition import split_by_tokens
 from agentevo.training.trainer import Trainer
 from agentevo.types import Trajectory, Turn
 
@@ -101,7 +102,7 @@ def test_the_size_of_micro_batches_does_not_matter(trunk, random_model, batch, g
         found.append((torch.cat([gradient(policy), gradient(trainer.roles.critic.head)]), metrics))
     (one, whole), (other, parts) = found
     assert float((one - other).norm() / one.norm()) < 1e-4
-    assert len(split_by_tokens(batch, 64)) > 1
+    assert len(split_by_tokens([s.ids for s in batch], 64)) > 1
     for key in ("critic/vf_loss", "critic/vf_clipfrac", "critic/value_mean", "critic/grad_norm"):
         assert parts[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
 

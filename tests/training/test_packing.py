@@ -12,10 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentevo.config import AlgorithmSection, TrainerSection
-from agentevo.training.packing import pack, split_by_tokens
+from agentevo.training.packing import pack
 from agentevo.training.trainer import Trainer
-from agentevo.training.tree import build_tree
-from agentevo.types import Sample
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral"]
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, learning_rate=1e-6)
@@ -112,28 +110,6 @@ def test_branches_at_any_depth(name, random_model, samples_of, slow_loss, gradie
         assert float((gradient(one.model) - wanted).norm()) < 1e-5 * float(wanted.norm()) + 1e-9
 
     any_trie()
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12),
-    st.integers(1, 40),
-)
-def test_micro_batches_hold_every_sample_once_within_the_limit(sequences, limit):
-    samples = [
-        Sample(trajectory_id="t", group_id=f"g{len(ids) % 3}", ids=ids, loss_mask=[], logprobs=[], versions=[], advantages=[])
-        for ids in sequences
-    ]
-    batches = split_by_tokens(samples, limit)
-    assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
-    for batch in batches:
-        assert len(batch) == 1 or build_tree([samples[index].ids for index in batch]).num_nodes <= limit
-
-
-def test_samples_of_one_prompt_stay_together(samples_of):
-    prompt = words(40, 1)
-    samples = samples_of([[*prompt, 50 + seed, *words(4, seed)] for seed in range(8)], group_size=8)
-    assert len(split_by_tokens(samples, 80)) == 1
-    assert len(split_by_tokens(samples, 79)) == 2
 
 
 def test_what_can_not_be_packed_is_refused(samples_of):

@@ -147,8 +147,8 @@ def _mixed_samples(num: int = 7):
     return [token_row(str(n), row, [False, *(rng.random() < 0.4 for _ in row[2:]), True]).sample() for n, row in enumerate(ids)]
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [64, 16384])
-def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens):
+@pytest.mark.parametrize(("micro_batch_tokens", "merge"), [(64, True), (16384, True), (16384, False)])
+def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens, merge):
     """Loss, gradient, and the held-out loss and accuracy, against whole sequences through transformers' own attention."""
     samples = _mixed_samples()
     alone = copy.deepcopy(loaded.model)
@@ -165,12 +165,12 @@ def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens):
     assert found["sft/eval/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert found["sft/eval/perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-4)
     assert found["sft/eval/token_accuracy"] == pytest.approx(sum(right) / len(right))
-    trainer = SupervisedTrainer(loaded.model, SFTSection(max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens), total_steps=1)
-    metrics = trainer.step(samples)
+    section = SFTSection(max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens, prefix_merging=merge)
+    metrics = SupervisedTrainer(loaded.model, section, total_steps=1).step(samples)
     assert metrics["sft/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["trainer/trained_tokens"] == len(losses)
     assert metrics["trainer/logical_tokens"] == sum(len(s.ids) for s in samples)
-    assert metrics["trainer/distinct_tokens"] < metrics["trainer/logical_tokens"]
+    assert (metrics["trainer/distinct_tokens"] < metrics["trainer/logical_tokens"]) == merge
     assert float((gradient(loaded.model) - gradient(alone)).norm() / gradient(alone).norm()) < 1e-5
 
 

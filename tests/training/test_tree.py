@@ -35,3 +35,12 @@ def test_the_tree_does_not_depend_on_the_order_of_sequences(sequences, rng):
     one, other = build_tree(sequences), build_tree(shuffled)
     assert one.ids.tolist() == other.ids.tolist()
     assert one.positions.tolist() == other.positions.tolist()
+
+
+@given(sequences_of_few_letters)
+def test_without_merging_every_sequence_is_a_trunk_of_its_own(sequences):
+    tree = build_tree(sequences, merge=False)
+    assert sorted(node for path in tree.paths for node in path) == list(range(sum(map(len, sequences))))
+    for sequence, path in zip(sequences, tree.paths, strict=True):
+        assert tree.ids[path].tolist() == sequence
+        assert tree.positions[path].tolist() == list(range(len(sequence)))

@@ -51,10 +51,11 @@ def test_each_node_sees_what_its_sequence_sees(monkeypatch, window, softcap, blo
     monkeypatch.setattr(attention_kernels, "MATH_ROWS", 7)
 
     @settings(max_examples=12, deadline=None, derandomize=True)
-    @given(sequences_of_few_letters)
-    @example(LONG)
-    def any_tree(sequences):
-        tree = build_tree(sequences)
+    @given(sequences_of_few_letters, st.booleans())
+    @example(LONG, True)
+    @example(LONG, False)
+    def any_tree(sequences, merge):
+        tree = build_tree(sequences, merge=merge)
         q, k, v, above = random_heads(tree)
         found = TreeAttention(tree, CPU).attend(0, q, k, v, 0.4, window, softcap)
         expected = alone(tree, q, k, v, 0.4, window, softcap)

@@ -159,6 +159,9 @@ class TrainerSection(Section):
     """Passes over each batch of trajectories."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
+    prefix_merging: bool = True
+    """Compute what several samples begin with once for all of them; the result does not depend on it. Off, every sample is computed
+    whole, as most trainers do: slower, for comparison."""
 
 
 class CriticSection(Section):

@@ -80,6 +80,9 @@ class SFTSection(Section):
     """Gradients are scaled down to this global L2 norm."""
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
+    prefix_merging: bool = True
+    """Compute what several conversations begin with once for all of them; the result does not depend on it. Off, every conversation is
+    computed whole, as most trainers do: slower, for comparison."""
 
 
 def check_sft(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from agentevo.errors import ModelError
 from agentevo.models.fused import use_fused_layers
+from agentevo.models.isolation import check_isolation, check_layer_types
 from agentevo.models.linear import use_fast_linear
 
 NAME = "agentevo"
@@ -53,6 +54,8 @@ def _attention(
         )
     if kwargs.get("s_aux") is not None:
         raise ModelError("attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: use another model")
+    if attention_mask is not None:
+        raise ModelError("the model brings an attention mask of its own, which AgentEvo's attention would ignore: use another model")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = plan.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
@@ -77,14 +80,17 @@ AttentionMaskInterface.register(NAME, _no_mask)
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Points the model's attention here and, on a CPU, its linear layers at oneDNN. In place; parameters stay the same objects.
 
-    Raises ModelError for an architecture that does not go through transformers' attention interface.
+    Raises ModelError for an architecture that does not go through transformers' attention interface, or in which tokens meet elsewhere too
+    (models/isolation.py).
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} does not use transformers' attention interface, which AgentEvo needs: choose a Llama, Qwen, "
             "Mistral, Gemma or similar decoder"
         )
+    check_layer_types(model)
     model.set_attn_implementation(NAME)
+    check_isolation(model)
     if next(model.parameters()).device.type == "cpu" and use_fast_linear(model):
         use_fused_layers(model)
     return model

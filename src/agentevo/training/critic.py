@@ -17,6 +17,7 @@ from agentevo.config import CriticSection, TrainerSection
 from agentevo.training.optimization import Optimization
 from agentevo.training.output_layer import causal_model
 from agentevo.training.packing import PackedBatch
+from agentevo.training.parallel import gathered, summed
 from agentevo.training.twin import load_weights, trained_parameters, twin_of, weights_of
 
 
@@ -65,7 +66,7 @@ class Critic:
 
     def update(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step over a minibatch, the policy untouched: all of an own model, the head alone of a shared trunk."""
-        num_tokens = sum(int(batch.mask.sum()) for batch in batches)
+        num_tokens = sum(gathered(sum(int(batch.mask.sum()) for batch in batches)))
         lr = self.optimization.begin()
         sums: dict[str, float] = {}
         for batch in batches:
@@ -74,7 +75,7 @@ class Critic:
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
         norm = self.optimization.finish()
-        return {key: value / num_tokens for key, value in sums.items()} | {"critic/grad_norm": norm, "critic/lr": lr}
+        return {key: value / num_tokens for key, value in summed(sums).items()} | {"critic/grad_norm": norm, "critic/lr": lr}
 
     def _trained_values(self, batch: PackedBatch) -> torch.Tensor:
         if not self.shared:

@@ -18,6 +18,7 @@ from agentevo.algorithms.divergence import kl
 from agentevo.algorithms.losses import STATISTICS, batch_statistics, policy_loss_terms
 from agentevo.config import AlgorithmSection
 from agentevo.training.packing import PackedBatch
+from agentevo.training.parallel import gathered, num_ranks
 from agentevo.types import Sample
 
 
@@ -38,16 +39,19 @@ class Objective:
     @torch.no_grad()
     def statistics(self, model: PreTrainedModel, batches: Sequence[PackedBatch]) -> dict[str, float]:
         """What the loss has to know of the whole minibatch beforehand: most losses nothing, then nothing is computed."""
-        if self.algorithm.policy_loss not in STATISTICS or len(batches) == 1:
+        if self.algorithm.policy_loss not in STATISTICS or (len(batches) == 1 and num_ranks() == 1):
             return {}
-        width = max(batch.mask.shape[1] for batch in batches)
-        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        own = []
         for batch in batches:
             logp, _ = batch.forward(model)
             tables = [batch.table(values) for values in (logp, batch.old_logprobs, batch.advantages)]
-            for column, table in zip(columns, [*tables, batch.mask], strict=True):
-                column.append(torch.nn.functional.pad(table, (0, width - table.shape[1])))
-        logp, old_logp, advantages, mask = (torch.cat(column) for column in columns)
+            own.append([table.cpu() for table in (*tables, batch.mask)])
+        parts = [part for of_rank in gathered(own) for part in of_rank]
+        width = max(part[0].shape[1] for part in parts)
+        logp, old_logp, advantages, mask = (
+            torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in column])
+            for column in zip(*parts, strict=True)
+        )
         return batch_statistics(
             self.algorithm.policy_loss, logp=logp, old_logp=old_logp, advantages=advantages, mask=mask, **self.algorithm.loss_hyper
         )

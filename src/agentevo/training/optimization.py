@@ -13,6 +13,7 @@ import torch
 
 from agentevo.config import TrainerSection
 from agentevo.errors import TrainingError
+from agentevo.training.parallel import sum_gradients
 
 
 class Grouped(Protocol):
@@ -91,7 +92,9 @@ class Optimization:
         loss.backward()
 
     def finish(self) -> float:
-        """Scales the gradient down to max_grad_norm and steps; returns the L2 norm from before. Raises TrainingError."""
+        """Adds up the gradients of all ranks, scales down to max_grad_norm and steps; returns the L2 norm from before. Raises
+        TrainingError."""
+        sum_gradients(self.parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.section.max_grad_norm))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class PackedBatch:
     """[S, T] bool: the table of trained tokens, one row per sample, filled from the left."""
     temperature: float
     num_logical: int
-    """Tokens of the samples before merging."""
+    """Tokens of the samples, however many of them share a node."""
 
     @property
     def num_distinct(self) -> int:
@@ -95,27 +96,31 @@ class PackedBatch:
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
-    """Lays out samples of one temperature."""
+def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True, tokens: Sequence[np.ndarray] | None = None) -> PackedBatch:
+    """Lays out samples of one temperature; without `merge` side by side, and what they share is computed again for each. Either way no
+    sample sees another's tokens, and the results are the same. `tokens`: the samples' ids as arrays, by those who have them already."""
     temperatures = {s.temperature for s in samples}
     if len(temperatures) != 1:
         raise ValueError(f"one pass has one temperature, not {sorted(temperatures)}: pack samples of different temperatures apart")
-    tree = build_tree([s.ids for s in samples])
-    predictors, nodes, targets, old, advantages = [], [], [], [], []
+    tree = build_tree([s.ids for s in samples] if tokens is None else tokens, merge=merge)
+    predictors, nodes, old, advantages = [], [], [], []
     names = samples[0].columns.keys()
     for sample, path in zip(samples, tree.paths, strict=True):
-        places = np.nonzero(np.asarray(sample.loss_mask))[0]
-        if len(places) and places[0] == 0:
+        places = np.flatnonzero(np.frombuffer(bytes(sample.loss_mask), dtype=np.uint8))
+        first = int(places[0]) if len(places) else len(sample.ids)
+        if first == 0:
             raise ValueError(f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing predicts it")
         if sample.columns.keys() != names:
             raise ValueError(f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others have {sorted(names)}")
+        mask = sample.loss_mask[first:]
         predictors.append(path[places - 1])
         nodes.append(path[places])
-        targets.append(np.asarray(sample.ids, dtype=np.int64)[places])
-        old.append(np.asarray(sample.logprobs, dtype=np.float32)[places])
-        advantages.append(np.asarray(sample.advantages, dtype=np.float32)[places])
-    counts = np.array([len(part) for part in targets])
-    logit_nodes, rows = np.unique(np.concatenate(predictors), return_inverse=True)
+        old.append(np.array(list(compress(sample.logprobs[first:], mask)), dtype=np.float32))
+        advantages.append(np.array(list(compress(sample.advantages[first:], mask)), dtype=np.float32))
+    counts = np.array([len(part) for part in nodes])
+    trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
+    predicts = np.zeros(tree.num_nodes, dtype=np.int64)
+    predicts[predicting] = 1
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array, device=device)
@@ -124,10 +129,10 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         input_ids=tensor(tree.ids).unsqueeze(0),
         position_ids=tensor(tree.positions).unsqueeze(0),
         plan=TreeAttention(tree, device),
-        logit_nodes=tensor(logit_nodes),
-        rows=tensor(rows),
-        targets=tensor(np.concatenate(targets)),
-        nodes=tensor(np.concatenate(nodes)),
+        logit_nodes=tensor(np.flatnonzero(predicts)),
+        rows=tensor(np.cumsum(predicts)[predicting] - 1),
+        targets=tensor(tree.ids[trained]),
+        nodes=tensor(trained),
         rollout_logprobs=tensor(np.concatenate(old)),
         advantages=tensor(np.concatenate(advantages)),
         columns={name: tensor(np.concatenate([np.asarray(s.columns[name], dtype=np.float32) for s in samples])) for name in names},
@@ -137,25 +142,3 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         temperature=temperatures.pop(),
         num_logical=sum(len(s.ids) for s in samples),
     )
-
-
-def split_by_tokens(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
-    """Indices of samples, in micro-batches of at most `max_tokens` distinct tokens where that is possible; neighbours in sorted order stay
-    together, because they share the most. A longer sample stands alone."""
-    order = sorted(range(len(samples)), key=lambda i: (samples[i].group_id, samples[i].ids))
-    batches: list[list[int]] = []
-    used = 0
-    previous: list[int] = []
-    for index in order:
-        ids = samples[index].ids
-        size = min(len(previous), len(ids))
-        same = np.asarray(previous[:size]) == np.asarray(ids[:size])
-        shared = size if same.all() else int(np.argmin(same))
-        if batches and used + len(ids) - shared <= max_tokens:
-            batches[-1].append(index)
-            used += len(ids) - shared
-        else:
-            batches.append([index])
-            used = len(ids)
-        previous = ids
-    return batches

@@ -1,4 +1,7 @@
-"""Passes of a model over a whole step's samples, in micro-batches whose size changes nothing but the memory."""
+"""Passes of a model over a whole step's samples, in micro-batches whose size changes nothing but the memory.
+
+With several ranks (training/parallel.py) each computes its own micro-batches, and all get the results of all.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,45 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.training.packing import PackedBatch, pack, split_by_tokens
+from agentevo.training.packing import PackedBatch, pack
+from agentevo.training.parallel import gathered, num_ranks, rank
+from agentevo.training.partition import spread
+from agentevo.training.prefixes import token_array
 from agentevo.types import Sample
 
 
-def micro_batches(samples: Sequence[Sample], max_tokens: int, device: torch.device) -> list[tuple[list[int], PackedBatch]]:
-    """Indices of samples, and these packed; see `split_by_tokens`."""
-    return [(indices, pack([samples[i] for i in indices], device)) for indices in split_by_tokens(samples, max_tokens)]
+def micro_batches(
+    samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
+) -> list[tuple[list[int], PackedBatch]]:
+    """Indices of samples, and these packed: this rank's part; see `spread` and, for `merge`, `pack`."""
+    tokens = [token_array(s.ids) for s in samples]
+    split = spread(tokens, max_tokens, num_ranks(), merge=merge)[rank()]
+    return [(indices, pack([samples[i] for i in indices], device, merge=merge, tokens=[tokens[i] for i in indices])) for indices in split]
 
 
 @torch.no_grad()
 def token_tables(
-    samples: Sequence[Sample], max_tokens: int, device: torch.device, compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]]
+    samples: Sequence[Sample],
+    max_tokens: int,
+    device: torch.device,
+    compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]],
+    *,
+    merge: bool = True,
 ) -> dict[str, torch.Tensor]:
     """What `compute` finds for the trained tokens of each micro-batch, name -> [M], as tables name -> [S, T] float32 on the CPU.
 
     Row s holds the trained tokens of sample s from the left, then zeros.
     """
     width = max(sum(s.loss_mask) for s in samples)
+    parts = [
+        (name, indices, batch.table(values.float()).cpu())
+        for indices, batch in micro_batches(samples, max_tokens, device, merge=merge)
+        for name, values in compute(batch).items()
+    ]
     found: dict[str, torch.Tensor] = {}
-    for indices, batch in micro_batches(samples, max_tokens, device):
-        for name, values in compute(batch).items():
-            table = found.setdefault(name, torch.zeros(len(samples), width))
-            part = batch.table(values.float()).cpu()
-            table[torch.tensor(indices), : part.shape[1]] = part
+    for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:
+        table = found.setdefault(name, torch.zeros(len(samples), width))
+        table[torch.tensor(indices), : part.shape[1]] = part
     return found
 
 
@@ -50,13 +68,14 @@ def backward_through_sums(
     and falls apart into micro-batches.
     """
     num = max(owners) + 1
-    if len(batches) == 1:
+    if len(batches) == 1 and num_ranks() == 1:
         sums = _sums(model, *batches[0], owners, num)
         loss = loss_of(sums)
         backward(loss)
         return loss.detach(), sums.detach()
     with torch.no_grad():
-        total = torch.stack([_sums(model, indices, batch, owners, num) for indices, batch in batches]).sum(0)
+        own = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
+        total = torch.stack([sums for of_rank in gathered(own) for sums in of_rank]).sum(0).to(device_of(model))
     leaf = total.requires_grad_()
     loss = loss_of(leaf)
     (slope,) = torch.autograd.grad(loss, leaf)

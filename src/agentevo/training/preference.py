@@ -9,7 +9,7 @@ answers too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ from agentevo.seeds import derive_seed
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.packing import PackedBatch
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
+from agentevo.training.parallel import gathered
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
 from agentevo.training.reference import Reference
 from agentevo.types import Sample, Trajectory
@@ -119,7 +120,8 @@ class PreferenceTrainer:
         lr = self.optimization.begin()
         answers = _answers(pairs)
         rows, owners = self._rows(answers)
-        batches = micro_batches(rows, self.section.micro_batch_tokens, device_of(self.model))
+        section = self.section
+        batches = micro_batches(rows, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging)
         comparison = _Comparison(pairs, answers, reference)
         baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
         found: dict[str, float] = {}
@@ -140,8 +142,8 @@ class PreferenceTrainer:
         return {f"preference/{key}": value for key, value in found.items()} | {
             "actor/grad_norm": norm,
             "actor/lr": lr,
-            "trainer/distinct_tokens": float(sum(batch.num_distinct for _, batch in batches)),
-            "trainer/logical_tokens": float(sum(batch.num_logical for _, batch in batches)),
+            "trainer/distinct_tokens": float(sum(gathered(sum(batch.num_distinct for _, batch in batches)))),
+            "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
             "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
         }
 
@@ -156,9 +158,7 @@ class PreferenceTrainer:
             return {}
         reference, answers = self.reference, _answers(pairs)
         rows, owners = self._rows(answers)
-        tables = token_tables(
-            rows, self.section.micro_batch_tokens, device_of(self.model), lambda batch: {"ref": reference.logprobs(batch)}
-        )
+        tables = self._tables(rows, lambda batch: {"ref": reference.logprobs(batch)})
         sums = torch.zeros(len(answers)).index_add(0, torch.tensor(owners), tables["ref"].sum(1))
         return {answer.name: float(value) for answer, value in zip(answers, sums, strict=True)}
 
@@ -174,8 +174,11 @@ class PreferenceTrainer:
         def log_ratio(batch: PackedBatch) -> dict[str, torch.Tensor]:
             return {"ratio": batch.forward(self.model)[0] - reference.logprobs(batch)}
 
-        tables = token_tables(rows, self.section.micro_batch_tokens, device_of(self.model), log_ratio)
-        return float(tables["ratio"].sum()) / num_answers
+        return float(self._tables(rows, log_ratio)["ratio"].sum()) / num_answers
+
+    def _tables(self, rows: Sequence[Sample], compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        section = self.section
+        return token_tables(rows, section.micro_batch_tokens, device_of(self.model), compute, merge=section.prefix_merging)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""

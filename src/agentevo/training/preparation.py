@@ -51,8 +51,8 @@ class Prepared:
 class Preparation:
     """See the module."""
 
-    def __init__(self, section: AlgorithmSection, max_tokens: int) -> None:
-        self.section, self.max_tokens = section, max_tokens
+    def __init__(self, section: AlgorithmSection, max_tokens: int, *, merge: bool = True) -> None:
+        self.section, self.max_tokens, self.merge = section, max_tokens, merge
         self.algorithm = section.settled()
         needs = ADVANTAGES[self.algorithm.advantage].needs
         self.collision = "sum_pi_squared" in needs
@@ -104,13 +104,13 @@ class Preparation:
         beside = (roles.reference, roles.critic, roles.reward_model)
         if not (self.recomputed or self.collision or any(role is not None for role in beside)):
             return {}, {}
-        tables = token_tables(samples, self.max_tokens, device, compute)
+        tables = token_tables(samples, self.max_tokens, device, compute, merge=self.merge)
         if roles.process_reward is None:
             return tables, {}
         process, reference = roles.process_reward, tables["ref_logp"]
         owners, successes = _owners(rows)
         metrics = process.update(samples, owners, reference, successes)
-        learnt = token_tables(samples, self.max_tokens, device, lambda batch: {"phi": batch.forward(process.model)[0]})
+        learnt = token_tables(samples, self.max_tokens, device, lambda batch: {"phi": batch.forward(process.model)[0]}, merge=self.merge)
         tables["process_rewards"] = process.section.beta * (learnt["phi"] - reference)
         return tables, metrics
 

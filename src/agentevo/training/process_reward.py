@@ -25,7 +25,7 @@ class ImplicitProcessReward:
     """See the module."""
 
     def __init__(self, policy: PreTrainedModel, section: ProcessRewardSection, trainer: TrainerSection) -> None:
-        self.section, self.max_tokens = section, trainer.micro_batch_tokens
+        self.section, self.trainer = section, trainer
         self.model = twin_of(policy)
         self.weights = trained_parameters(self.model)
         self.optimization = Optimization(self.model.parameters(), trainer, learning_rate=section.learning_rate, key="process_reward")
@@ -46,7 +46,7 @@ class ImplicitProcessReward:
             return torch.nn.functional.binary_cross_entropy_with_logits(logits, outcome.to(sums.device))
 
         lr = self.optimization.begin()
-        batches = micro_batches(samples, self.max_tokens, device_of(self.model))
+        batches = micro_batches(samples, self.trainer.micro_batch_tokens, device_of(self.model), merge=self.trainer.prefix_merging)
         loss, sums = backward_through_sums(self.model, batches, owners, loss_of, self.optimization.backward)
         norm = self.optimization.finish()
         right = ((sums.cpu() > offset) == (outcome > 0.5)).float().mean()

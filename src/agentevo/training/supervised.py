@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from agentevo.config import ColdStartSection, SFTSection, TrainerSection
 from agentevo.models.chat import ChatFormat
 from agentevo.training.optimization import Optimization, decay
+from agentevo.training.parallel import summed
 from agentevo.training.passes import device_of, micro_batches
 from agentevo.types import Message, Sample
 
@@ -69,24 +70,19 @@ class SupervisedTrainer:
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes no weight, if a number is not finite."""
-        lr = self.optimization.begin(scheduled(self.section, self.steps, self.total_steps))
+        section = self.section
+        lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)
-        total, logical, distinct = 0.0, 0, 0
-        for _, batch in micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model)):
+        sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
+        for _, batch in micro_batches(samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging):
             logp, _ = batch.forward(self.model)
             loss = -(logp / trained).sum()
             self.optimization.backward(loss)
-            total += float(loss.detach())
-            logical, distinct = logical + batch.num_logical, distinct + batch.num_distinct
+            sums["sft/loss"] += float(loss.detach())
+            sums["trainer/logical_tokens"] += batch.num_logical
+            sums["trainer/distinct_tokens"] += batch.num_distinct
         norm = self.optimization.finish()
-        return {
-            "sft/loss": total,
-            "actor/grad_norm": norm,
-            "actor/lr": lr,
-            "trainer/trained_tokens": float(trained),
-            "trainer/logical_tokens": float(logical),
-            "trainer/distinct_tokens": float(distinct),
-        }
+        return summed(sums) | {"actor/grad_norm": norm, "actor/lr": lr, "trainer/trained_tokens": float(trained)}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""
@@ -127,13 +123,14 @@ def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> li
 @torch.no_grad()
 def held_out_metrics(model: PreTrainedModel, samples: Sequence[Sample], micro_batch_tokens: int) -> dict[str, float]:
     """Mean loss per trained token in nats, its exponential, and the share of trained tokens that are the model's first choice."""
-    loss, right, count = 0.0, 0, 0
+    sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     for _, batch in micro_batches(samples, micro_batch_tokens, device_of(model)):
         logits = batch.logits(model)
         logp, _ = batch.chosen(logits)
-        loss -= float(logp.double().sum())
-        right += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
-        count += len(batch.targets)
+        sums["loss"] -= float(logp.double().sum())
+        sums["right"] += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
+        sums["count"] += len(batch.targets)
+    loss, right, count = summed(sums).values()
     mean = loss / count
     return {"sft/eval/loss": mean, "sft/eval/perplexity": math.exp(min(mean, 700.0)), "sft/eval/token_accuracy": right / count}
 
@@ -163,6 +160,7 @@ def train_supervised(
         betas=trainer.betas,
         max_grad_norm=trainer.max_grad_norm,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        prefix_merging=trainer.prefix_merging,
     )
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:

@@ -19,6 +19,7 @@ from agentevo.training.critic import Critic
 from agentevo.training.objective import Objective
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.output_layer import Listener
+from agentevo.training.parallel import gathered, summed
 from agentevo.training.passes import device_of, micro_batches
 from agentevo.training.preparation import Preparation, Prepared, Roles
 from agentevo.training.process_reward import ImplicitProcessReward
@@ -45,7 +46,7 @@ class Trainer:
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = Objective(algorithm)
-        self.preparation = Preparation(algorithm, trainer.micro_batch_tokens)
+        self.preparation = Preparation(algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging)
         self.optimization = Optimization(model.parameters(), trainer)
         self.steps = 0
         self.kl: KLController = FixedKL(algorithm.kl_coef)
@@ -98,7 +99,8 @@ class Trainer:
 
     def _update(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step over a minibatch, and one of the critic's."""
-        batches = micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model))
+        section = self.section
+        batches = micro_batches(samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging)
         critic, metrics = self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([batch for _, batch in batches])
@@ -112,7 +114,7 @@ class Trainer:
         statistics = self.objective.statistics(self.model, [batch for _, batch in batches])
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
-        num_tokens = sum(int(batch.mask.sum()) for _, batch in batches)
+        num_tokens = sum(sum(s.loss_mask) for s in samples)
         for indices, batch in batches:
             with Listener(self.model) if joint is not None else nullcontext() as heard:
                 loss, found = self.objective.loss(
@@ -128,7 +130,7 @@ class Trainer:
         norm = self.optimization.finish()
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
-        metrics |= _means(sums) | {"actor/logprob_diff_max": largest_diff}
+        metrics |= _means(summed(sums)) | {"actor/logprob_diff_max": max(gathered(largest_diff))}
         self.mean_entropy = metrics["actor/entropy"]
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from agentevo.training.prefixes import sort_sequences
+
 
 @dataclass(eq=False)
 class TokenTree:
@@ -36,19 +38,15 @@ class TokenTree:
         return len(self.ids)
 
 
-def build_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
-    """The tree of several non-empty token sequences."""
-    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
+def build_tree(sequences: Sequence[Sequence[int]] | Sequence[np.ndarray], *, merge: bool = True) -> TokenTree:
+    """The tree of several non-empty token sequences; without `merge` they share nothing, each is a trunk of its own."""
+    found = sort_sequences(sequences, merge=merge)
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
     left: list[tuple[np.ndarray, int]] = []
-    previous, path, num_nodes = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 0
-    for index in order:
-        tokens = np.asarray(sequences[index], dtype=np.int64)
-        size = min(len(previous), len(tokens))
-        differ = np.nonzero(previous[:size] != tokens[:size])[0]
-        shared = int(differ[0]) if len(differ) else size
+    path, num_nodes = np.empty(0, dtype=np.int64), 0
+    for index, tokens, shared in zip(found.order, found.tokens, found.shared.tolist(), strict=True):
         added = len(tokens) - shared
         left.append((path[shared:], num_nodes))
         path = np.concatenate([path[:shared], np.arange(num_nodes, num_nodes + added)])
@@ -57,11 +55,10 @@ def build_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
             ids.append(tokens[shared:])
             positions.append(np.arange(shared, len(tokens)))
             num_nodes += added
-        previous = tokens
     ends = np.full(num_nodes, num_nodes, dtype=np.int64)
     for nodes, end in left:
         ends[nodes] = end
-    return TokenTree(np.concatenate(ids), np.concatenate(positions), paths, ends)
+    return TokenTree(np.concatenate(ids).astype(np.int64), np.concatenate(positions), paths, ends)
 
 
 class Segment(NamedTuple):

@@ -1,0 +1,129 @@
+"""Models in whose layers tokens meet elsewhere than in attention can't be packed, and are refused before anything is computed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
+
+from agentevo.errors import ModelError
+from agentevo.models.attention import prepare
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+@pytest.fixture
+def strange():
+    """`strange(name)`: a small model of an architecture that can't be packed."""
+
+    def make(name: str):
+        if name == "lfm2":
+            return Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]))
+        if name == "granite-hybrid":
+            mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+            config = GraniteMoeHybridConfig(**SHAPE, **EXPERTS, **mamba, layer_types=["mamba", "attention"], shared_intermediate_size=16)
+            return GraniteMoeHybridForCausalLM(config)
+        if name == "llama4":
+            return Llama4ForCausalLM(Llama4TextConfig(**SHAPE, **EXPERTS, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=8))
+        if name == "gpt-oss":
+            return GptOssForCausalLM(GptOssConfig(**SHAPE, **EXPERTS, head_dim=8))
+        assert name == "recurrent-gemma"
+        return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SHAPE, lru_width=32, block_types=["recurrent", "attention"]))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lfm2", "layers of the kind conv, which AgentEvo can't pack: choose a Llama"),
+        ("granite-hybrid", "layers of the kind linear_attention"),
+        ("llama4", "layers of the kind chunked_attention"),
+        ("gpt-oss", "attention sinks"),
+        ("recurrent-gemma", "depends on the tokens around it by another way than attention"),
+    ],
+)
+def test_architectures_that_can_not_be_packed(name, reason, strange):
+    with pytest.raises(ModelError, match=reason):
+        prepare(strange(name))
+
+
+class Shifted(torch.nn.Module):
+    """Half of each token's input comes from the token before it, as in RWKV."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner((x + x.roll(1, dims=1)) / 2)
+
+
+class Full(torch.nn.Module):
+    """Takes so many tokens, as an expert with a capacity; the rest it leaves as they are."""
+
+    def __init__(self, inner: torch.nn.Module, capacity: int) -> None:
+        super().__init__()
+        self.inner, self.capacity = inner, capacity
+
+    def forward(self, x):
+        taken = torch.arange(x.shape[1], device=x.device) < self.capacity
+        return self.inner(x) * taken[:, None]
+
+
+@pytest.mark.parametrize("wrapped", [Shifted, lambda inner: Full(inner, 12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
+    model = copy.deepcopy(random_model("llama").alone).to(dtype)
+    prepare(copy.deepcopy(model))
+    model.model.layers[1].mlp = wrapped(model.model.layers[1].mlp)
+    with pytest.raises(ModelError, match="depends on the tokens around it by another way than attention"):
+        prepare(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral"])
+def test_decoders_of_attention_and_feed_forward_are_accepted(name, dtype, random_model):
+    model = copy.deepcopy(random_model(name).alone).to(dtype)
+    model.train()
+    state = torch.random.get_rng_state()
+    prepare(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.device("meta"):
+        unread = type(model)(model.config)
+    prepare(unread)
+
+
+def test_a_mask_of_the_models_own_is_refused(random_model):
+    model = copy.deepcopy(random_model("llama").alone)
+    attention = model.model.layers[0].self_attn
+    inner = attention.forward
+    attention.forward = lambda *args, **kwargs: inner(*args, **kwargs | {"attention_mask": torch.zeros(1, 1, 16, 16)})
+    with pytest.raises(ModelError, match="an attention mask of its own"):
+        prepare(model)
