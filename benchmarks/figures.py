@@ -66,11 +66,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any]) -> Path:
-    """Writes results/<date>-<host>.json and returns its path."""
+def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any], part: str = "") -> Path:
+    """Writes results/<date>-<host>.json, or -<part>.json of a run of some figures, and returns its path."""
     now = datetime.datetime.now(datetime.UTC)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}.json"
+    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}{part and '-' + part}.json"
     content = {
         "time": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),

@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/run.py [--only turns,train] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures
-only: they are named on stderr and the exit code is 1.
+A run of everything writes its raw numbers to results/<date>-<host>.json, one of a part with --save. A peer that can't be installed or
+started costs its own figures only, as does one that computes something else than we do: they are named on stderr and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -167,6 +167,9 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds, after one that warms up")
     parser.add_argument("--model", default=MODEL, help="a known model's name or a folder")
+    parser.add_argument(
+        "--save", action="store_true", help="write the raw numbers of a part as well, to results/<date>-<host>-<names>.json"
+    )
     args = parser.parse_args()
     only = set(args.only.split(","))
     if only - set(GROUPS) or args.repeats < 1:
@@ -198,8 +201,9 @@ def main() -> int:
             run_sft(bench, Path(scratch))
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
-    if only == set(GROUPS):
-        print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before)}", file=sys.stderr)
+    if args.save or only == set(GROUPS):
+        part = "" if only == set(GROUPS) else "-".join(name for name in GROUPS if name in only)
+        print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before, part)}", file=sys.stderr)
     return 1 if bench.failures else 0
 
 
