@@ -10,6 +10,7 @@ weights. Its first step is short and has learning rate 0 (`FIRST_STEP`): it make
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,3 +106,5 @@ def serve(line: Line, description: dict[str, Any], make_trainer: Callable[[dict[
         clock.trainer = make_trainer(request, clock)
         clock.trainer.train()
         request = clock.next
+        del clock
+        gc.collect()  # the trainer is in cycles, and two at once would count as memory of the second

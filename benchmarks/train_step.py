@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -128,33 +129,31 @@ def against_trl_in_memory(folder: Path, model: PreTrainedModel, scratch: Path, t
     """Peak of resident memory of one step on rows of 4,096 tokens, one at a time, each way in a process of its own. Both sides' best."""
     rows = scratch / "long_rows.json"
     rows.write_text(json.dumps([row.json() for row in long_rows(model)]))
-    ways = [peers.trl_train_step(folder, rows, threads, checkpointing=on) for on in TRL_CHECKPOINTING]
     keys = {"micro_batch_tokens": LONG_ROW_TOKENS}
     answers: dict[str, dict[str, Any]] = {}
     for way in OUR_CHECKPOINTING:
         with peers.our_train_step(folder, rows, threads, {"trainer": keys, "memory": {"checkpointing": way}}) as ours:
             answers[f"agentevo, checkpointing {way}"] = ours.ask({})
     first = Step.of(next(iter(answers.values())))
-    for peer in ways:
-        with peer as trl:
-            for compact in (False, True):
-                name = f"{trl.name}, compact {compact}"
-                answers[name] = trl.ask({"micro_batch": 1, "compact": compact})
+    for compact, on in product((False, True), TRL_CHECKPOINTING):
+        with peers.trl_train_step(folder, rows, threads, checkpointing=on) as trl:
+            name = f"trl{'_compact' if compact else ''}, checkpointing {on}"
+            answers[name] = trl.ask({"micro_batch": 1, "compact": compact})
     for name, answer in answers.items():
         check_same(name, first, Step.of(answer))
-    return [
-        _memory_figure("train_memory_vs_trl", answers, "peak of resident memory of a GRPO step at 4,096 tokens", lambda a: a["peak_bytes"]),
-        _memory_figure(
-            "train_memory_vs_trl_without_state",
-            answers,
-            "the same without libraries, weights, gradients and optimizer",
-            lambda a: a["peak_bytes"] - a["state_bytes"] - a["library_bytes"],
-        ),
-    ]
+    found = []
+    for peer in ("trl", "trl_compact"):
+        whole = {name: answer["peak_bytes"] for name, answer in answers.items()}
+        without = {name: size - answers[name]["state_bytes"] - answers[name]["library_bytes"] for name, size in whole.items()}
+        meaning = "peak of resident memory of a GRPO step at 4,096 tokens"
+        found.append(_memory_figure(f"train_memory_vs_{peer}", peer, whole, meaning))
+        meaning += " without libraries, weights, gradients and optimizer"
+        found.append(_memory_figure(f"train_memory_vs_{peer}_without_state", peer, without, meaning))
+    return found
 
 
-def _memory_figure(name: str, answers: Mapping[str, dict[str, Any]], meaning: str, value: Callable[[dict[str, Any]], int]) -> Figure:
-    mib = {way: value(answer) / 2**20 for way, answer in answers.items()}
-    ours = min(size for way, size in mib.items() if way.startswith("agentevo"))
-    theirs = min(size for way, size in mib.items() if way.startswith("trl"))
-    return Figure(name, theirs / ours, meaning, {"unit": "MiB", "medians": mib, "answers": dict(answers)})
+def _memory_figure(name: str, peer: str, sizes: Mapping[str, int], meaning: str) -> Figure:
+    """sizes: side and its way, separated by a comma -> bytes. The best way of each side."""
+    mib = {way: size / 2**20 for way, size in sizes.items()}
+    ours, theirs = (min(size for way, size in mib.items() if way.startswith(f"{side},")) for side in ("agentevo", peer))
+    return Figure(name, theirs / ours, meaning, {"unit": "MiB", "medians": mib})
