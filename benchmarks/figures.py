@@ -19,6 +19,18 @@ import agentevo
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+class NotComparableError(Exception):
+    """Two sides did not compute the same: a ratio between them would say nothing."""
+
+
+def check_equal(what: str, ours: float, theirs: float, tolerance: float) -> None:
+    """Raises NotComparableError where two numbers differ by more than `tolerance`, relative to the larger one."""
+    difference = abs(ours - theirs) / max(abs(ours), abs(theirs), 1e-12)
+    print(f"    {what}: ours {ours:.7g}, theirs {theirs:.7g}, relative difference {difference:.1e}", file=sys.stderr, flush=True)
+    if not difference <= tolerance:
+        raise NotComparableError(f"{what} differs by {difference:.1e} ({ours:.7g} and {theirs:.7g}), more than {tolerance:g}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """One line of the table: `value` is ours over the best peer's, or a part over its whole, from medians of `raw`."""
@@ -54,11 +66,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any]) -> Path:
-    """Writes results/<date>-<host>.json and returns its path."""
+def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any], part: str = "") -> Path:
+    """Writes results/<date>-<host>.json, or -<part>.json of a run of some figures, and returns its path."""
     now = datetime.datetime.now(datetime.UTC)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}.json"
+    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}{part and '-' + part}.json"
     content = {
         "time": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),

@@ -1,4 +1,4 @@
-"""Peak memory of a part of this process, on Linux."""
+"""Peak memory of a part of this process, on Linux. Standard library only: peers' workers use it too."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ def resident_bytes(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
+def reset_peak() -> int:
+    """The peak starts again from what is resident now, which is returned."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes("VmRSS")
+
+
 def peak_bytes(part: Callable[[], object]) -> int:
     """Peak of resident memory during `part` above what was there before."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
-    before = resident_bytes("VmRSS")
+    before = reset_peak()
     part()
     return resident_bytes("VmHWM") - before

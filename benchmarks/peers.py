@@ -60,9 +60,13 @@ def interpreter(name: str) -> Path:
 class Peer:
     """A running worker. `description` is what it said of itself: versions and settings."""
 
-    def __init__(self, name: str, environment: str, script: str, args: list[str], variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, environment: str | None, script: str, args: list[str], variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: see `interpreter`; None runs the script in ours."""
         self.name = name
-        self.command = [str(interpreter(environment)), str(HERE / script), *args]
+        python = sys.executable if environment is None else str(interpreter(environment))
+        self.command = [python, str(HERE / script), *args]
         self.variables = dict(variables or {})
         self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"agentevo-bench-{name}-{os.getpid()}.log"
         self.description: dict[str, Any] = {}
@@ -152,6 +156,23 @@ def vllm_generate(model: Path, threads: int, *, tuned: bool) -> Peer:
 def trl_grpo_step(model: Path, prompts: Path, threads: int) -> Peer:
     """TRL's GRPO trainer on the prompts in the JSON file `prompts`."""
     return Peer("trl", "trl", "peer_trl_grpo_step.py", [str(model), str(prompts), str(threads)], _threads(threads))
+
+
+def trl_train_step(model: Path, rows: Path, threads: int, *, checkpointing: bool = False) -> Peer:
+    """TRL's GRPO trainer, optimizer steps on the ready-made rows of the JSON file `rows`."""
+    args = [str(model), str(rows), str(threads), "checkpointing" if checkpointing else "plain"]
+    return Peer("trl_checkpointing" if checkpointing else "trl", "trl", "peer_trl_train_step.py", args, _threads(threads))
+
+
+def our_train_step(model: Path, rows: Path, threads: int, settings: Mapping[str, Any]) -> Peer:
+    """Our trainer on the same rows, in a process of its own. settings: keys of the trainer's section."""
+    args = [str(model), str(rows), str(threads), json.dumps(settings)]
+    return Peer("agentevo", None, "our_train_step.py", args, _threads(threads))
+
+
+def transformers_sft(model: Path, adapter: Path, rows: Path, threads: int) -> Peer:
+    """transformers' Trainer and PEFT, in TRL's environment, on the rows of the JSON file `rows`."""
+    return Peer("transformers", "trl", "peer_transformers_sft.py", [str(model), str(adapter), str(rows), str(threads)], _threads(threads))
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us, but for shares).
 
-    .venv/bin/python benchmarks/run.py [--only algorithms,logprobs,turns,generate,prefix,grpo] [--repeats 3] [--model NAME_OR_FOLDER]
+    .venv/bin/python benchmarks/run.py [--only turns,train] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A run of everything writes its raw numbers to results/<date>-<host>.json. A peer that can't be installed or started costs its own figures
-only: they are named on stderr and the exit code is 1.
+A run of everything writes its raw numbers to results/<date>-<host>.json, one of a part with --save. A peer that can't be installed or
+started costs its own figures only, as does one that computes something else than we do: they are named on stderr and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ import peers
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
 from algorithms import share_of_forward
-from figures import Figure, machine, write_results
+from figures import Figure, NotComparableError, machine, write_results
 from generate import concurrent, shared_prefix
 from grpo_step import GrpoStep, against_trl, chat_prompts
 from logprobs import ROWS, without_logits
 from ours import MODEL, load, make_engine, model_folder
+from prefix_merging import TURNS, figures, small_model
+from sft import SupervisedStep, against_transformers, make_adapter, peer_row
+from train_step import ROWS as TRAIN_ROWS
+from train_step import against_trl as train_against_trl
+from train_step import against_trl_in_memory
 from turns import flatness
 
-GROUPS = ("algorithms", "logprobs", "turns", "generate", "prefix", "grpo")
+GROUPS = ("algorithms", "logprobs", "turns", "generate", "prefix", "prefix_merging", "train", "train_memory", "sft", "grpo")
 
 
 class Bench:
@@ -63,7 +68,7 @@ class Bench:
         """Measures and prints the figures of one case; a peer's failure is recorded under `name`."""
         try:
             found = measure()
-        except peers.PeerError as error:
+        except (peers.PeerError, NotComparableError) as error:
             self.fail(name, error)
             return
         self.figures += found
@@ -123,11 +128,48 @@ def run_grpo(bench: Bench, scratch: Path) -> None:
             bench.add("grpo_step_vs_trl", lambda: [against_trl(GrpoStep(bench.loaded, bench.engine), running[0], bench.repeats)])
 
 
+def run_prefix_merging(bench: Bench) -> None:
+    model = small_model()
+    for num_turns in TURNS:
+        bench.add(f"prefix_merging_T{num_turns}", lambda num_turns=num_turns: figures(model, num_turns, bench.repeats))  # type: ignore[misc]
+
+
+def run_train(bench: Bench, scratch: Path) -> None:
+    for kind, make_rows in TRAIN_ROWS.items():
+        rows = make_rows(bench.loaded.model)
+        file = scratch / f"{kind}.json"
+        file.write_text(json.dumps([row.json() for row in rows]))
+
+        def trl_train_step(file: Path = file) -> peers.Peer:
+            return peers.trl_train_step(bench.folder, file, bench.threads)
+
+        with bench.started(trl_train_step) as running:
+            if running:
+                trl = running[0]
+                bench.add(f"train_{kind}", lambda: train_against_trl(bench.folder, trl, kind, rows, bench.repeats))  # noqa: B023
+
+
+def run_sft(bench: Bench, scratch: Path) -> None:
+    adapter, rows = make_adapter(bench.folder, scratch / "adapter"), scratch / "conversations.json"
+    ours = SupervisedStep(bench.folder, adapter)
+    rows.write_text(json.dumps([peer_row(sample) for sample in ours.samples]))
+
+    def transformers_sft() -> peers.Peer:
+        return peers.transformers_sft(bench.folder, adapter, rows, bench.threads)
+
+    with bench.started(transformers_sft) as running:
+        if running:
+            bench.add("sft", lambda: against_transformers(ours, running[0], bench.repeats))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Speed against peers, as ratios in one run.")
     parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds, after one that warms up")
     parser.add_argument("--model", default=MODEL, help="a known model's name or a folder")
+    parser.add_argument(
+        "--save", action="store_true", help="write the raw numbers of a part as well, to results/<date>-<host>-<names>.json"
+    )
     args = parser.parse_args()
     only = set(args.only.split(","))
     if only - set(GROUPS) or args.repeats < 1:
@@ -148,11 +190,20 @@ def main() -> int:
             bench.add("turn_flatness", lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)])  # type: ignore[misc]
     if only & {"generate", "prefix"}:
         run_generate(bench, only)
-    if "grpo" in only:  # last: it changes the weights
-        with tempfile.TemporaryDirectory() as scratch:
+    if "prefix_merging" in only:
+        run_prefix_merging(bench)
+    with tempfile.TemporaryDirectory() as scratch:
+        if "train" in only:
+            run_train(bench, Path(scratch))
+        if "train_memory" in only:
+            bench.add("train_memory", lambda: against_trl_in_memory(bench.folder, bench.loaded.model, Path(scratch), threads))
+        if "sft" in only:
+            run_sft(bench, Path(scratch))
+        if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
-    if only == set(GROUPS):
-        print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before)}", file=sys.stderr)
+    if args.save or only == set(GROUPS):
+        part = "" if only == set(GROUPS) else "-".join(name for name in GROUPS if name in only)
+        print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before, part)}", file=sys.stderr)
     return 1 if bench.failures else 0
 
 
