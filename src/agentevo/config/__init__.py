@@ -2,6 +2,7 @@
 
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
+from agentevo.config.profile import ProfileSection
 from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml
 from agentevo.config.section import Section
 from agentevo.config.sections import (
@@ -28,6 +29,7 @@ __all__ = [
     "LoraSection",
     "ModelSection",
     "ProcessRewardSection",
+    "ProfileSection",
     "RewardModelSection",
     "RunConfig",
     "RunSection",

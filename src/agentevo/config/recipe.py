@@ -28,6 +28,7 @@ from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.preference import preference_contradictions
+from agentevo.config.profile import ProfileSection, spell_out
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -76,6 +77,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     store: StoreSection = StoreSection()
     tracking: TrackingSection = TrackingSection()
+    profile: ProfileSection = ProfileSection()
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -194,7 +196,8 @@ def build_config(
 ) -> RunConfig:
     """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the default of `run.name`."""
     keys = config_keys()
-    plain = sources.merge(dict(tree), overrides, where=where, is_text=keys.is_text)
+    tree, overrides = spell_out(tree, overrides)
+    plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
             f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, which only `agentevo train` takes "

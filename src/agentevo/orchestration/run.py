@@ -358,6 +358,7 @@ def _write_summary(loop: Loop) -> None:
         "steps": progress.step,
         "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
         "best": {"step": best.best_step, "value": best.best_value},
+        "profile": loop.profiling.summary,
         "warnings": progress.warnings,
     }
     write_summary(config.run_dir, summary)

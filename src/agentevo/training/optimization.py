@@ -13,6 +13,7 @@ import torch
 
 from agentevo.config import TrainerSection
 from agentevo.errors import TrainingError
+from agentevo.training.phases import phase
 
 
 class Grouped(Protocol):
@@ -81,6 +82,7 @@ class Optimization:
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
+    @phase("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the loss's gradient. Raises TrainingError, before any weight changes, if the loss is not finite."""
         if not torch.isfinite(loss):
@@ -90,6 +92,7 @@ class Optimization:
             )
         loss.backward()
 
+    @phase("optimizer")
     def finish(self) -> float:
         """Scales the gradient down to max_grad_norm and steps; returns the L2 norm from before. Raises TrainingError."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.section.max_grad_norm))

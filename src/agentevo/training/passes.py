@@ -8,9 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.training.packing import PackedBatch, pack, split_by_tokens
+from agentevo.training.phases import phase
 from agentevo.types import Sample
 
 
+@phase("plan")
 def micro_batches(samples: Sequence[Sample], max_tokens: int, device: torch.device) -> list[tuple[list[int], PackedBatch]]:
     """Indices of samples, and these packed; see `split_by_tokens`."""
     return [(indices, pack([samples[i] for i in indices], device)) for indices in split_by_tokens(samples, max_tokens)]
@@ -67,6 +69,7 @@ def backward_through_sums(
     return loss.detach(), total.detach()
 
 
+@phase("forward")
 def _sums(model: PreTrainedModel, indices: Sequence[int], batch: PackedBatch, owners: Sequence[int], num: int) -> torch.Tensor:
     """[N] summed log-probs of each answer's tokens in this micro-batch."""
     logp, _ = batch.forward(model)

@@ -18,6 +18,8 @@ from agentevo.config import ColdStartSection, SFTSection, TrainerSection
 from agentevo.models.chat import ChatFormat
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.passes import device_of, micro_batches
+from agentevo.training.phases import phase
+from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
 
 
@@ -51,6 +53,7 @@ class SupervisedTrainer:
 
     def __init__(self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft") -> None:
         self.model, self.section, self.total_steps = model, section, total_steps
+        self.flops = FlopCounter(model)
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -72,9 +75,11 @@ class SupervisedTrainer:
         lr = self.optimization.begin(scheduled(self.section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)
         total, logical, distinct = 0.0, 0, 0
-        for _, batch in micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model)):
-            logp, _ = batch.forward(self.model)
-            loss = -(logp / trained).sum()
+        for indices, batch in micro_batches(samples, self.section.micro_batch_tokens, device_of(self.model)):
+            self.flops.trained([samples[i] for i in indices], batch)
+            with phase("forward"):
+                logp, _ = batch.forward(self.model)
+                loss = -(logp / trained).sum()
             self.optimization.backward(loss)
             total += float(loss.detach())
             logical, distinct = logical + batch.num_logical, distinct + batch.num_distinct
@@ -86,6 +91,7 @@ class SupervisedTrainer:
             "trainer/trained_tokens": float(trained),
             "trainer/logical_tokens": float(logical),
             "trainer/distinct_tokens": float(distinct),
+            **self.flops.take(),
         }
 
     def state_dict(self) -> dict[str, Any]:
