@@ -3,7 +3,7 @@
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
 from agentevo.config.profile import ProfileSection
-from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml
+from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml, with_defaults
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -44,4 +44,5 @@ __all__ = [
     "load_config",
     "to_tree",
     "to_yaml",
+    "with_defaults",
 ]

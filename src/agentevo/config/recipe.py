@@ -22,6 +22,7 @@ from pydantic import SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
 from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
@@ -263,6 +264,18 @@ def to_yaml(config: RunConfig) -> str:
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if value is not None or preset[key] is not None}
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree as `to_yaml` wrote it, perhaps before some of today's keys were there, with what they stand at by default."""
+    defaults = RunConfig().model_dump(mode="json")
+    name = (tree.get("algorithm") or {}).get("name")
+    if name in PRESETS or name in PREFERENCE_PRESETS:
+        defaults["algorithm"] = AlgorithmSection(name=name).model_dump(mode="json")
+    kind = (tree.get("environment") or {}).get("type")
+    if kind in environments.names():
+        defaults["environment"] = environments.get(kind).Config.model_construct().model_dump(mode="json")
+    return sources.overlay(defaults, tree)
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
