@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from agentevo.config import AlgorithmSection, SFTSection, TrainerSection
+from agentevo.config import AlgorithmSection, CriticSection, SFTSection, TrainerSection
 from agentevo.models.attention import prepare
 from agentevo.observability.profile_table import PREFIX
 from agentevo.training.packing import pack
+from agentevo.training.pairs import Answer, Pair
+from agentevo.training.passes import micro_batches
 from agentevo.training.phases import phase
+from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.training.workload import FlopCounter, speed_metrics
@@ -117,3 +121,41 @@ def test_without_a_profiler_a_phase_leaves_no_mark(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.profiler, "record_function", None)
     with phase("forward"):
         pass
+
+
+def _with_columns(samples: list[Sample]) -> list[Sample]:
+    return [msgspec.structs.replace(s, columns={name: [0.5] * sum(s.loss_mask) for name in ("values", "returns")}) for s in samples]
+
+
+def test_a_critic_of_its_own_is_as_much_again(samples: list[Sample]):
+    found = {}
+    for trunk in ("own", "shared"):
+        trainer = Trainer(prepare(_model()), TrainerSection(steps=1), AlgorithmSection(name="ppo"), critic=CriticSection(trunk=trunk))
+        trainer.begin()
+        found[trunk] = trainer.step(_with_columns(samples))
+    for key in ("trainer/distinct_flops", "trainer/logical_flops"):
+        assert found["own"][key] == 2 * found["shared"][key]
+    pretrained = Trainer(prepare(_model()), TrainerSection(steps=2), AlgorithmSection(name="ppo"), critic=CriticSection(pretrain_steps=1))
+    pretrained.begin()
+    assert pretrained.step(_with_columns(samples))["trainer/distinct_flops"] == found["shared"]["trainer/distinct_flops"]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [64, 4096])
+def test_preferences_are_a_training_pass_and_one_of_the_reference(samples_of: Callable[..., list[Sample]], micro_batch_tokens: int):
+    """Whatever is computed twice because the answers don't fit in one micro-batch does not count."""
+    rows = samples_of([[*range(2, 40), *range(20)], [*range(2, 40), *range(30, 55)]], group_size=2)
+    pair = Pair("g0", Answer("a", (rows[0],)), Answer("b", (rows[1],)))
+    counter, found = FlopCounter(_model()), {}
+    batches = micro_batches(rows, micro_batch_tokens, CPU)
+    assert len(batches) == (2 if micro_batch_tokens == 64 else 1)
+    for indices, batch in batches:
+        counter.trained([rows[i] for i in indices], batch)
+    once = counter.take()
+    for name in ("dpo", "orpo"):
+        section = TrainerSection(steps=1, micro_batch_tokens=micro_batch_tokens)
+        trainer = PreferenceTrainer(prepare(_model()), section, AlgorithmSection(name=name))
+        trainer.begin()
+        found[name] = trainer.step([pair])
+    for key, value in once.items():
+        assert found["orpo"][key] == value, "it has no reference"
+        assert found["dpo"][key] == pytest.approx(value * 4 / 3)
