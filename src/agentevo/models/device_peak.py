@@ -46,7 +46,7 @@ GPUS = {
 """By name as CUDA tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX), H200, H100, A100, A40, A10, L40S, L40 and L4,
 halved where they are given with sparsity; its Ada and Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
-MEASURING_S = 0.15
+MEASURING_S = 0.1
 SIDE = {"cpu": 512, "cuda": 8192}
 """Of the square matrices that are multiplied."""
 

@@ -18,6 +18,7 @@ from agentevo.algorithms.divergence import kl
 from agentevo.algorithms.losses import STATISTICS, batch_statistics, policy_loss_terms
 from agentevo.config import AlgorithmSection
 from agentevo.training.packing import PackedBatch
+from agentevo.training.phases import phase
 from agentevo.types import Sample
 
 
@@ -43,7 +44,8 @@ class Objective:
         width = max(batch.mask.shape[1] for batch in batches)
         columns: list[list[torch.Tensor]] = [[], [], [], []]
         for batch in batches:
-            logp, _ = batch.forward(model)
+            with phase("forward"):
+                logp, _ = batch.forward(model)
             tables = [batch.table(values) for values in (logp, batch.old_logprobs, batch.advantages)]
             for column, table in zip(columns, [*tables, batch.mask], strict=True):
                 column.append(torch.nn.functional.pad(table, (0, width - table.shape[1])))

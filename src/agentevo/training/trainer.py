@@ -114,8 +114,7 @@ class Trainer:
         if joint is not None:
             metrics["critic/lr"] = joint.optimization.begin()
         weights = self.objective.row_weights(samples)
-        with phase("forward"):
-            statistics = self.objective.statistics(self.model, [batch for _, batch in batches])
+        statistics = self.objective.statistics(self.model, [batch for _, batch in batches])
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
         num_tokens = sum(int(batch.mask.sum()) for _, batch in batches)
