@@ -96,9 +96,11 @@ def train(
 
     sweep = load_sweep(recipe, overrides or [])
     if sweep is not None:
+        _warn_of_kept_keys(recipe, overrides or [])
         _train_sweep(sweep, resume, dry_run)
         return
     config = load_config(recipe, overrides or [])
+    _warn_of_kept_keys(recipe, overrides or [])
     if resume and config.run.overwrite:
         raise ConfigError("--resume goes on with the run in the folder and run.overwrite deletes it: give only one of the two")
     if dry_run:
@@ -108,6 +110,16 @@ def train(
     from agentevo.orchestration.run import train as train_run
 
     train_run(config, resume=resume, view=LiveView(config.run.name))
+
+
+def _warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
+    """A preset named on the command line does not bring its own values for what the recipe has set."""
+    from agentevo.config import sources
+    from agentevo.config.other_preset import kept_keys
+
+    path = sources.find_recipe(recipe)
+    for line in kept_keys(sources.read_yaml(path), overrides, where=str(path)):
+        print(f"warning: {line}", file=sys.stderr)
 
 
 @app.command()
@@ -255,6 +267,8 @@ def _check(target: str, overrides: list[str]) -> list[Verdict]:
 
     of_run = is_run_folder(Path(target))
     config = run_config(Path(target), overrides) if of_run else load_config(target, overrides)
+    if not of_run:
+        _warn_of_kept_keys(target, overrides)
     from agentevo.orchestration.doctor import check_recipe
     from agentevo.orchestration.run import Run
 
@@ -303,7 +317,9 @@ def show_config(recipe: Recipe, overrides: Overrides = None) -> None:
     """Print the whole resolved configuration as YAML."""
     from agentevo.config import load_config, to_yaml
 
-    print(to_yaml(load_config(recipe, overrides or [])), end="")
+    config = load_config(recipe, overrides or [])
+    _warn_of_kept_keys(recipe, overrides or [])
+    print(to_yaml(config), end="")
 
 
 @config_commands.command("explain")

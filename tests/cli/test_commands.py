@@ -34,6 +34,16 @@ def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(agentevo):
     assert agentevo("config", "show", "small.yaml", "trainer.steps=3").out == out
 
 
+def test_another_preset_than_the_recipes_is_warned_of_on_stderr(agentevo):
+    words = ["frozen_lake", "algorithm.name=gspo"]
+    code, out, err = agentevo("train", *words, "--dry-run")
+    assert (code, yaml.safe_load(out)["algorithm"]["clip_high"]) == (0, 0.28)
+    assert "warning:   algorithm.clip_high=0.28" in err
+    assert "add: algorithm.clip_high=0.0004" in err
+    assert agentevo("config", "show", *words).err == err
+    assert agentevo("config", "show", "frozen_lake").err == ""
+
+
 def test_explain_says_meaning_type_default_and_unit(agentevo):
     out = agentevo("config", "explain", "sampling.max_new_tokens").out
     assert re.search(r"^sampling\.max_new_tokens\n  Longest completion", out)

@@ -123,3 +123,25 @@ def test_another_preset_brings_its_own_keys():
     assert config.algorithm.dynamic_sampling == 10
     other = build_config(to_tree(config), ["algorithm.name=starpo_s"]).algorithm
     assert (other.dynamic_sampling, other.keep_groups, other.entropy_coef) == (0, 0.25, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("profile", "overrides", "enabled", "steps"),
+    [
+        (None, ["profile=true"], True, 1),
+        (None, ["profile=true", "profile.steps=3"], True, 3),
+        (None, ["profile.steps=3", "profile=true"], True, 3),
+        (True, [], True, 1),
+        (True, ["profile=false"], False, 1),
+        ({"enabled": True, "steps": 2}, ["profile=false"], False, 2),
+        ({"steps": 2}, ["profile=true"], True, 2),
+    ],
+)
+def test_profile_may_be_written_short(profile, overrides, enabled, steps):
+    config = build_config(DOORS if profile is None else {**DOORS, "profile": profile}, overrides)
+    assert (config.profile.enabled, config.profile.steps) == (enabled, steps)
+
+
+def test_profile_is_yes_or_no_or_a_section():
+    with pytest.raises(ConfigError, match=r"override: profile: got 3; it is a section, set its keys, such as profile\.enabled"):
+        build_config(DOORS, ["profile=3"])

@@ -47,7 +47,7 @@ def _training_row(step: int, rng: random.Random) -> MetricsRow:
         "perf/total_num_tokens": tokens,
         "perf/throughput": tokens / (gen + update),
         "engine/tokens_per_s": tokens * 0.4 / gen,
-        "trainer/tokens_per_s": tokens / update,
+        "perf/tokens_per_s_logical": tokens / update,
         "group/reward_std/mean": 0.45 - 0.3 * abs(skill - 0.5),
         "group/zero_std_ratio": zero,
         "rollout/in": 64.0,

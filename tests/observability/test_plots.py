@@ -125,7 +125,7 @@ def test_smoothing_is_centred_and_leaves_gaps() -> None:
 
 
 def test_a_step_without_an_update_has_no_speed(rows: list[MetricsRow]) -> None:
-    idle = [{**row, "trainer/tokens_per_s": 0.0} if row["step"] == 20 and "trainer/tokens_per_s" in row else row for row in rows]
+    idle = [{**row, "perf/tokens_per_s_logical": 0.0} if row["step"] == 20 and "perf/tokens_per_s_logical" in row else row for row in rows]
     figure = Figure()
     assert plots._throughput(figure, idle, {})
     line = next(line for line in figure.axes[1].lines if line.get_label() == "trainer")

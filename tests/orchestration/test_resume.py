@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agentevo.agents import Outcome
 from agentevo.config import build_config, load_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.observability import LiveView
-from agentevo.orchestration.run import train
+from agentevo.orchestration.run import changes, train
 from agentevo.types import Message, Task
 
 
@@ -100,6 +101,49 @@ def test_another_run_is_not_resumed(change, tmp_path, small_config, quiet_view):
     with pytest.raises(ConfigError, match=rf"was started with {change.split('=')[0]}=.* and not .*give another run\.dir"):
         train(other, resume=True, view=quiet_view())
     assert {path: path.read_bytes() for path in before} == before
+
+
+def _without(path: Path, *keys: str) -> None:
+    """config.yaml as it was written before there were these keys."""
+    tree = yaml.safe_load(path.read_text())
+    for key in keys:
+        *sections, name = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner[section]
+        del inner[name]
+    path.write_text(yaml.safe_dump(tree))
+
+
+OLD = (
+    "model.lora",
+    "model.tiny.tokenizer",
+    "data",
+    "profile",
+    "cold_start.random_action_rate",
+    "environment.alphabet",
+    "environment.frozen_probability",
+    "algorithm.kl_in",
+)
+
+
+def test_a_run_from_before_some_keys_existed_goes_on(tmp_path, quiet_view, small_config, outcome_of, assert_same):
+    config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
+    train(config, view=quiet_view())
+    before = outcome_of(config.run_dir)
+    _without(tmp_path / "run" / "config.yaml", *OLD)
+    assert changes(config) == {}, "they stood at their defaults"
+    train(config, view=quiet_view(), resume=True)
+    assert_same(outcome_of(config.run_dir), before)
+
+
+@pytest.mark.parametrize("change", ["cold_start.random_action_rate=0.5", "environment.frozen_probability=0.5"])
+def test_a_key_from_after_its_beginning_may_not_change_a_run(change, tmp_path, quiet_view, small_config):
+    overrides = ("trainer.steps=1", "cold_start.episodes=8")
+    train(small_config(tmp_path / "run", *overrides), view=quiet_view())
+    _without(tmp_path / "run" / "config.yaml", *OLD)
+    with pytest.raises(ConfigError, match=rf"was started with {change.split('=')[0]}="):
+        train(small_config(tmp_path / "run", *overrides, change), view=quiet_view(), resume=True)
 
 
 def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config):
@@ -187,7 +231,7 @@ import torch
 from agentevo.config import load_config
 from agentevo.observability import LiveView
 from agentevo.observability import LiveView
-from agentevo.orchestration.run import train
+from agentevo.orchestration.run import changes, train
 from agentevo.rollout.sampler import Sampler
 
 where = sys.argv[2]

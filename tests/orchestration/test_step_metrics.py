@@ -89,16 +89,22 @@ def test_what_can_be_trained_on():
 def test_speeds():
     timings = {"gen": 2.0, "adv": 0.5, "update_actor": 4.0, "update_weights": 0.5, "step": 7.0}
     engine = {"engine/generated_tokens": 100.0, "engine/prefix_hit_tokens": 30.0, "engine/session_hit_tokens": 5.0}
-    found = performance_metrics(timings, engine, {"trainer/logical_tokens": 250.0})
+    found = performance_metrics(
+        timings,
+        engine,
+        {"trainer/logical_tokens": 250.0, "trainer/distinct_tokens": 100.0, "trainer/distinct_flops": 8e9, "trainer/logical_flops": 2e10},
+        1e10,
+    )
     assert found["timing_s/gen"] == 2.0
     assert found["engine/tokens_per_s"] == 50.0
-    assert found["trainer/tokens_per_s"] == 62.5
+    assert (found["perf/tokens_per_s_logical"], found["perf/tokens_per_s_distinct"]) == (62.5, 25.0)
+    assert (found["perf/mfu"], found["perf/mfu_logical"]) == (0.2, 0.5)
     assert found["perf/throughput"] == pytest.approx(350 / 7)
     assert (found["engine/prefix_hit_tokens"], found["engine/session_hit_tokens"]) == (30.0, 5.0)
     assert found["perf/cpu_memory_used_gb"] > 0.01
 
 
 def test_nothing_trained_is_no_division_by_zero():
-    found = performance_metrics({"gen": 0.0, "update_actor": 0.0, "step": 1.0}, {}, {})
+    found = performance_metrics({"gen": 0.0, "update_actor": 0.0, "step": 1.0}, {}, {}, 1e10)
     assert found["engine/tokens_per_s"] == 0.0
-    assert "trainer/tokens_per_s" not in found
+    assert not {"perf/tokens_per_s_logical", "perf/mfu"} & set(found)

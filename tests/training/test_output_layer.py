@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from agentevo.models.attention import prepare
+from agentevo.training import output_layer
 from agentevo.training.output_layer import DensePredictions, LinearPredictions, Listener, Tail, tail_of
 from agentevo.training.packing import pack
 
@@ -234,3 +237,52 @@ def test_other_tails_are_not_mistaken(tail):
 def test_plain_logits_have_no_tail():
     probes = torch.tensor(PROBES, dtype=torch.float64)
     assert tail_of(probes, probes.view(1, 1, -1)) == Tail(None, 1.0)
+
+
+def counting(monkeypatch):
+    """How often the model was asked for its tail."""
+    asked = []
+    real = output_layer.tail_of
+    monkeypatch.setattr(output_layer, "tail_of", lambda *given: asked.append(1) or real(*given))
+    return asked
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "hyperclovax"])
+def test_a_model_is_asked_once(name, random_model, batch, monkeypatch):
+    model, asked = copy.deepcopy(made(name, random_model)), counting(monkeypatch)
+    first = batch.forward(model)
+    with torch.no_grad():
+        again = batch.forward(model)
+    model.train()
+    batch.forward(model)
+    assert len(asked) == 1
+    for one, other in zip(first, again, strict=True):
+        torch.testing.assert_close(one.detach(), other, rtol=1e-5, atol=1e-5)
+    batch.forward(copy.deepcopy(model))
+    assert len(asked) == 2, "a copy may have other settings"
+
+
+def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, batch):
+    model = copy.deepcopy(random_model("gemma2").model)
+    for change in (lambda: None, lambda: setattr(model.config, "final_logit_softcapping", 3.0), lambda: None):
+        change()
+        ours, theirs = batch.forward(model), batch.chosen(batch.logits(model))
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+    handle = model.register_forward_hook(lambda module, given, found: setattr(found, "logits", 2 * found.logits) or found)
+    torch.testing.assert_close(batch.forward(model)[0], batch.chosen(batch.logits(model))[0], rtol=1e-5, atol=1e-5)
+    handle.remove()
+    torch.testing.assert_close(batch.forward(model)[0], ours[0])
+    scaled = made("cohere", random_model)
+    before = batch.forward(scaled)[0]
+    scaled.logit_scale = 0.9
+    assert not torch.allclose(batch.forward(scaled)[0], before)
+    torch.testing.assert_close(batch.forward(scaled)[0], batch.chosen(batch.logits(scaled))[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_forgotten_model_is_forgotten(random_model, batch):
+    model = copy.deepcopy(random_model("llama").model)
+    batch.forward(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

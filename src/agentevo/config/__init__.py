@@ -2,7 +2,8 @@
 
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
-from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml
+from agentevo.config.profile import ProfileSection
+from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml, with_defaults
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -28,6 +29,7 @@ __all__ = [
     "LoraSection",
     "ModelSection",
     "ProcessRewardSection",
+    "ProfileSection",
     "RewardModelSection",
     "RunConfig",
     "RunSection",
@@ -42,4 +44,5 @@ __all__ = [
     "load_config",
     "to_tree",
     "to_yaml",
+    "with_defaults",
 ]

@@ -22,12 +22,14 @@ from pydantic import SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
 from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.preference import preference_contradictions
+from agentevo.config.profile import ProfileSection, spell_out
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -76,6 +78,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     store: StoreSection = StoreSection()
     tracking: TrackingSection = TrackingSection()
+    profile: ProfileSection = ProfileSection()
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -194,7 +197,8 @@ def build_config(
 ) -> RunConfig:
     """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the default of `run.name`."""
     keys = config_keys()
-    plain = sources.merge(dict(tree), overrides, where=where, is_text=keys.is_text)
+    tree, overrides = spell_out(tree, overrides)
+    plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
             f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, which only `agentevo train` takes "
@@ -260,6 +264,18 @@ def to_yaml(config: RunConfig) -> str:
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if value is not None or preset[key] is not None}
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree as `to_yaml` wrote it, perhaps before some of today's keys were there, with what they stand at by default."""
+    defaults = RunConfig().model_dump(mode="json")
+    name = (tree.get("algorithm") or {}).get("name")
+    if name in PRESETS or name in PREFERENCE_PRESETS:
+        defaults["algorithm"] = AlgorithmSection(name=name).model_dump(mode="json")
+    kind = (tree.get("environment") or {}).get("type")
+    if kind in environments.names():
+        defaults["environment"] = environments.get(kind).Config.model_construct().model_dump(mode="json")
+    return sources.overlay(defaults, tree)
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:

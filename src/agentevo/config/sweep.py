@@ -22,6 +22,7 @@ from pydantic import Field, field_validator
 
 from agentevo.config import RunConfig, RunSection, Section, build_config, environment_variants, sources
 from agentevo.config.keys import ConfigKeys
+from agentevo.config.profile import spell_out
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
 
@@ -143,7 +144,7 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     Raises `ConfigError` with a line for each problem of any member.
     """
     path = sources.find_recipe(str(recipe))
-    tree = sources.read_yaml(path)
+    tree, overrides = spell_out(sources.read_yaml(path), overrides)
     for_sweep = [one for one in overrides if sources.split_override(one)[0].partition(".")[0] == "sweep"]
     for_runs = [one for one in overrides if one not in for_sweep]
     keys = recipe_keys()

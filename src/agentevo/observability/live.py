@@ -59,7 +59,9 @@ def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
         ("reward", "critic/score/mean", "{:.3f}"),
         ("success", "train/success", "{:.0%}"),
         ("loss", "sft/loss", "{:.3f}"),
-        ("tok/s", _first(metrics, "perf/throughput", "trainer/tokens_per_s", "engine/tokens_per_s"), "{:,.0f}"),
+        ("tok/s", _first(metrics, "perf/throughput", "perf/tokens_per_s_logical", "engine/tokens_per_s"), "{:,.0f}"),
+        ("trained tok/s", "perf/tokens_per_s_distinct", "{:,.0f}"),
+        ("MFU", "perf/mfu", "{:.1%}"),
         ("s/step", _first(metrics, "timing_s/step", "perf/time_per_step"), "{:.1f}"),
         ("grad", "actor/grad_norm", "{:.2f}"),
         ("entropy", "actor/entropy", "{:.2f}"),
@@ -230,7 +232,7 @@ class LiveView:
         parts += [f"{label} {facts[label]}" for label in ("reward", "success", "loss") if label in facts]
         if "sft/loss" not in state.metrics:
             parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
-        parts += [f"{facts[label]} {label}" for label in ("tok/s", "s/step") if label in facts]
+        parts += [f"{facts[label]} {label}" for label in ("tok/s", "MFU", "s/step") if label in facts]
         if state.eta_s is not None:
             parts.append(f"eta {format_duration(state.eta_s)}")
         parts += [
@@ -287,7 +289,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
             line = learning if label in ("success", "reward", "loss") else optimisation
             line.append(f"{label} ", "dim").append(facts[label], "bold").append("   ")
     learning.append(sparkline(state.scores), "green")
-    for label in ("tok/s", "s/step"):
+    for label in ("tok/s", "trained tok/s", "MFU", "s/step"):
         if label in facts:
             speed.append(facts[label], "bold").append(f" {label}   ", "dim")
     if state.metrics and "sft/loss" not in state.metrics:

@@ -353,7 +353,7 @@ def _throughput(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str
     speeds = [
         ("perf/throughput", "whole step", INK),
         ("engine/tokens_per_s", "engine, new tokens", BLUE),
-        ("trainer/tokens_per_s", "trainer", ORANGE),
+        ("perf/tokens_per_s_logical", "trainer", ORANGE),
     ]
     totals = {key: sum(row.get(key) or 0.0 for row in rows) for key, *_ in parts}
     parts = [part for part in parts if totals[part[0]] > 0.005 * sum(totals.values())]

@@ -21,6 +21,7 @@ from agentevo.errors import ConfigError
 from agentevo.observability import report_html as html
 from agentevo.observability.metrics import MetricsRow, read_metrics
 from agentevo.observability.plots import write_plots
+from agentevo.observability.profile_table import PROFILE_TABLE
 from agentevo.observability.trajectory_view import Decode
 from agentevo.types import Trajectory
 
@@ -53,6 +54,7 @@ def write_report(
         html.pictures("Optimisation, lengths and speed", [path for path in plots if path not in curve]),
         html.rollouts(metrics_rows),
         html.timings(metrics_rows),
+        html.profile(run_dir / PROFILE_TABLE),
         html.config(config_yaml),
     ]
     path = run_dir / "report.html"

@@ -178,6 +178,13 @@ def timings(rows: Sequence[MetricsRow]) -> str:
     return "<h2>Step timings</h2>" + table(["part", "times", "mean [s]", "longest [s]", "total", "share"], body)
 
 
+def profile(table_file: Path) -> str:
+    """The table of the profile, if there is one."""
+    if not table_file.is_file():
+        return ""
+    return f"<h2>Profile</h2><pre>{escape(table_file.read_text(encoding='utf-8'))}</pre>"
+
+
 def rollouts(rows: Sequence[MetricsRow]) -> str:
     """How many trajectories came in over the whole run, and why some were not trained on."""
     total = sum(row.get("rollout/in") or 0.0 for row in rows)

@@ -14,14 +14,17 @@ from typing import Any
 
 import msgspec
 
+from agentevo.models.device_peak import device_peak
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
 from agentevo.orchestration.collect import Collector
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import evaluate, headline
+from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.step_metrics import drop_metrics, performance_metrics
 from agentevo.rollout.sampler import BASELINE
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
+from agentevo.training.phases import phase
 from agentevo.types import Baselines
 
 
@@ -61,6 +64,8 @@ class Loop:
         self.collector = Collector(parts.config, parts.sampler, parts.tasks)
         self.monitor = CollapseMonitor()
         self.progress = Progress()
+        self.profiling = Profiling(parts.config.profile, parts.config.run_dir, parts.model, warn=self.warn, note=view.note)
+        self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
 
     async def run(self) -> None:
@@ -69,9 +74,11 @@ class Loop:
         if not self.progress.before:
             self.trainer.begin()
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
-        while self.progress.step < section.steps and not self.stop():
-            await self.step()
-            await self._milestones(last=self.progress.step == section.steps)
+        with self.profiling:
+            while self.progress.step < section.steps and not self.stop():
+                with self.profiling.step(self.progress.step + 1):
+                    await self.step()
+                    await self._milestones(last=self.progress.step == section.steps)
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             self.save()
 
@@ -82,29 +89,34 @@ class Loop:
         counters = parts.engine.stats()
         self.view.phase("sampling", f"step {step}")
         parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together: resuming is bit for bit
-        collected = await self.collector.collect(step)
+        with phase("sampling"):
+            collected = await self.collector.collect(step)
         sampled = time.perf_counter()
 
-        made = self.trainer.prepare(collected.kept, collected.baselines)
+        with phase("prepare"):
+            made = self.trainer.prepare(collected.kept, collected.baselines)
         dropped = collected.dropped | made.dropped
         told = {name: reason for name, reason in dropped.items() if reason != BASELINE}
-        for reason in sorted(set(dropped.values())):
-            await parts.store.drop([t.id for t in collected.trajectories if dropped.get(t.id) == reason], reason)
         trained_ids = [t.id for t in collected.kept if t.id not in dropped]
-        await parts.store.reserve(trained_ids, step)
+        with phase("store"):
+            for reason in sorted(set(dropped.values())):
+                await parts.store.drop([t.id for t in collected.trajectories if dropped.get(t.id) == reason], reason)
+            await parts.store.reserve(trained_ids, step)
         prepared = time.perf_counter()
 
         self.view.phase("training", f"step {step}")
         trained = made.metrics | self.trainer.step(made.samples) if made.samples else {}
         updated = time.perf_counter()
-        await parts.engine.publish(step)
+        with phase("publish"):
+            await parts.engine.publish(step)
 
         now = time.perf_counter()
         timings = {"gen": sampled - started, "adv": prepared - sampled, "update_actor": updated - prepared, "update_weights": now - updated}
         grown = {key: value - counters.get(key, 0.0) for key, value in parts.engine.stats().items()}
         metrics = {"training/global_step": float(step), **collected.metrics, **drop_metrics(told), **trained}
-        metrics |= performance_metrics(timings | {"step": now - started}, grown, trained)
-        await parts.store.commit_step(step, {"metrics": metrics}, ids=trained_ids)
+        metrics |= performance_metrics(timings | {"step": now - started}, grown, trained, self.peak.flops_per_s)
+        with phase("store"):
+            await parts.store.commit_step(step, {"metrics": metrics}, ids=trained_ids)
         self.progress.step = step
         self.progress.generated_tokens += int(grown["engine/generated_tokens"])
         self.progress.trained_tokens += int(trained.get("trainer/trained_tokens", 0))
@@ -118,7 +130,8 @@ class Loop:
         self.view.phase("evaluating", name)
         started, before = time.perf_counter(), self.parts.engine.stats()["engine/generated_tokens"]
         samples = self.parts.config.evaluation.samples if full else 0
-        metrics = await evaluate(self.parts, self.progress.step, samples=samples, players=self.players, label=label)
+        with phase("evaluation"):
+            metrics = await evaluate(self.parts, self.progress.step, samples=samples, players=self.players, label=label)
         self.progress.generated_tokens += int(self.parts.engine.stats()["engine/generated_tokens"] - before)
         self.log.log(self.progress.step, metrics | {"timing_s/testing": time.perf_counter() - started})
         self.view.evaluation(self.progress.step, metrics)
@@ -135,7 +148,8 @@ class Loop:
         self._clock = time.perf_counter()
         state: dict[str, Any] = {"progress": msgspec.to_builtins(self.progress), "monitor": self.monitor.state_dict()}
         state["collector"] = self.collector.state_dict()
-        self.checkpoints.save(self.progress.step, self.parts.model, self.parts.tokenizer, self.trainer.state_dict(), state, value)
+        with phase("checkpoint"):
+            self.checkpoints.save(self.progress.step, self.parts.model, self.parts.tokenizer, self.trainer.state_dict(), state, value)
 
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""

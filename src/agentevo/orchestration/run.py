@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Unpack
 
 import yaml
 
-from agentevo.config import RunConfig, sources, to_yaml
+from agentevo.config import RunConfig, sources, to_yaml, with_defaults
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.adapters import check_lora, num_parameters
 from agentevo.models.attention import prepare
@@ -236,7 +236,7 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Where `config` differs from the configuration that its folder was last run with: key -> (was, now)."""
-    before = sources.leaves(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    before = sources.leaves(with_defaults(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8"))))
     now = sources.leaves(config.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS]
     return {key: (before.get(key), now.get(key)) for key in keys}
@@ -358,6 +358,7 @@ def _write_summary(loop: Loop) -> None:
         "steps": progress.step,
         "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
         "best": {"step": best.best_step, "value": best.best_value},
+        "profile": loop.profiling.summary,
         "warnings": progress.warnings,
     }
     write_summary(config.run_dir, summary)

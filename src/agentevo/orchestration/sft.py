@@ -21,12 +21,14 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
+from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView, MetricsLog, report_from_run
 from agentevo.orchestration.components import Components, load_policy, make_environment, open_components
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
 from agentevo.orchestration.loop import Progress
+from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.run import (
     Run,
     check_folder,
@@ -41,7 +43,9 @@ from agentevo.orchestration.run import (
 from agentevo.orchestration.sft_data import BAD_ROWS, SFTData, check_sft_data, load_sft_data
 from agentevo.seeds import derive_seed
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.phases import phase
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics, plan_batches
+from agentevo.training.workload import speed_metrics
 
 HELD_OUT = "sft/eval/"
 """Prefix of the metrics on held-out conversations."""
@@ -128,6 +132,8 @@ class SupervisedRun:
         self.held_out = data.held_out_samples()
         self.players = reference_players(parts) if parts is not None else None
         self.progress = Progress()
+        self.profiling = Profiling(config.profile, config.run_dir, model, warn=self._warn, note=view.note)
+        self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
 
     async def run(self) -> None:
@@ -135,17 +141,21 @@ class SupervisedRun:
         if not self.checkpoints.steps():
             self.log.log(0, {key: value for report in self.data.reports for key, value in report.metrics().items()})
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
-        while self.progress.step < len(self.batches) and not self.stop():
-            await self._step()
-            await self._milestones(last=self.progress.step == len(self.batches))
+        with self.profiling:
+            while self.progress.step < len(self.batches) and not self.stop():
+                with self.profiling.step(self.progress.step + 1):
+                    await self._step()
+                    await self._milestones(last=self.progress.step == len(self.batches))
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             self._save(None)
 
     async def _step(self) -> None:
         step, started = self.progress.step + 1, time.perf_counter()
         self.view.phase("training", f"step {step}")
+        with phase("data"):
+            batch = self.data.batch(self.batches[step - 1])
         with dropping_out(self.model, derive_seed(self.config.run.seed, "dropout", step)):
-            metrics = self.trainer.step(self.data.batch(self.batches[step - 1]))
+            metrics = self.trainer.step(batch)
         spent = time.perf_counter() - started
         self.progress.step = step
         self.progress.trained_tokens += int(metrics["trainer/trained_tokens"])
@@ -154,10 +164,11 @@ class SupervisedRun:
             "training/epoch": step / len(self.batches) * self.config.sft.epochs,
             "timing_s/step": spent,
             "timing_s/update_actor": spent,
-            "trainer/tokens_per_s": metrics["trainer/logical_tokens"] / spent,
+            **speed_metrics(metrics, spent, self.peak.flops_per_s),
         }
         if self.parts is not None:
-            await self.parts.store.commit_step(step, {"metrics": metrics}, ids=[])  # a resumed run rewinds the store to it
+            with phase("store"):
+                await self.parts.store.commit_step(step, {"metrics": metrics}, ids=[])  # a resumed run rewinds the store to it
         self.log.log(step, metrics)
         self.view.step(step, len(self.batches), metrics, {})
 
@@ -165,7 +176,8 @@ class SupervisedRun:
         """Logs and shows an evaluation of the current weights; `full` adds sampled attempts at the tasks."""
         self.view.phase("evaluating", name)
         started, step = time.perf_counter(), self.progress.step
-        metrics = held_out_metrics(self.model, self.held_out, self.config.sft.micro_batch_tokens) if self.held_out else {}
+        with phase("evaluation"):
+            metrics = held_out_metrics(self.model, self.held_out, self.config.sft.micro_batch_tokens) if self.held_out else {}
         if metrics:
             told = ", ".join(f"{key.removeprefix(HELD_OUT).replace('_', ' ')} {value:.4g}" for key, value in metrics.items())
             self.view.note(f"held-out conversations at step {step}: {told}")
@@ -173,7 +185,8 @@ class SupervisedRun:
             self.parts.engine.weights_changed()
             self.parts.engine.set_version(step)
             before = self.parts.engine.stats()["engine/generated_tokens"]
-            metrics |= await evaluate(self.parts, step, samples=self.config.evaluation.samples if full else 0, players=self.players)
+            with phase("evaluation"):
+                metrics |= await evaluate(self.parts, step, samples=self.config.evaluation.samples if full else 0, players=self.players)
             self.progress.generated_tokens += int(self.parts.engine.stats()["engine/generated_tokens"] - before)
             self.view.evaluation(step, metrics)
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
@@ -203,7 +216,8 @@ class SupervisedRun:
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {"command": "sft", "progress": msgspec.to_builtins(self.progress), "planned_steps": len(self.batches)}
-        self.checkpoints.save(self.progress.step, self.model, self.tokenizer, self.trainer.state_dict(), state, value)
+        with phase("checkpoint"):
+            self.checkpoints.save(self.progress.step, self.model, self.tokenizer, self.trainer.state_dict(), state, value)
 
     async def restore(self) -> None:
         """Goes on from the last checkpoint, whose weights are loaded already."""
@@ -222,6 +236,10 @@ class SupervisedRun:
         self.log.resume(step)
         self.checkpoints.forget_after(step)
         self.view.note(f"resuming after step {step} from {checkpoint}")
+
+    def _warn(self, text: str) -> None:
+        self.progress.warnings.append(text)
+        self.view.warn(text)
 
     def wall_s(self) -> float:
         return self.progress.wall_s + time.perf_counter() - self._clock
@@ -253,7 +271,8 @@ class SupervisedRun:
             "planned_steps": len(self.batches),
             "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
             "best": {"step": self.checkpoints.best_step, "value": self.checkpoints.best_value},
-            "warnings": [line for report in self.data.reports for line in report.lines() if " left out, " in line],
+            "profile": self.profiling.summary,
+            "warnings": [*(line for report in self.data.reports for line in report.lines() if " left out, " in line), *progress.warnings],
         }
 
 

@@ -8,6 +8,7 @@ from statistics import fmean, pstdev
 
 import psutil
 
+from agentevo.training.workload import speed_metrics
 from agentevo.types import Trajectory
 
 
@@ -61,8 +62,10 @@ def collection_metrics(*, group_sizes: Sequence[int], length_parts: Sequence[flo
     return metrics
 
 
-def performance_metrics(timings: Mapping[str, float], engine: Mapping[str, float], trained: Mapping[str, float]) -> dict[str, float]:
-    """Seconds per phase and tokens per second; `engine` holds what its counters grew by in this step."""
+def performance_metrics(
+    timings: Mapping[str, float], engine: Mapping[str, float], trained: Mapping[str, float], peak_flops_per_s: float
+) -> dict[str, float]:
+    """Seconds per phase, tokens per second, and MFU; `engine` holds what its counters grew by in this step."""
     step_s = timings["step"]
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
     generated, logical = engine.get("engine/generated_tokens", 0.0), trained.get("trainer/logical_tokens", 0.0)
@@ -76,6 +79,4 @@ def performance_metrics(timings: Mapping[str, float], engine: Mapping[str, float
         "perf/throughput": (generated + logical) / step_s,
         "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
     }
-    if timings.get("update_actor"):
-        metrics["trainer/tokens_per_s"] = logical / timings["update_actor"]
-    return metrics
+    return metrics | speed_metrics(trained, timings.get("update_actor", 0.0), peak_flops_per_s)

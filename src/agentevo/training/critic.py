@@ -18,6 +18,7 @@ from agentevo.training.optimization import Optimization
 from agentevo.training.output_layer import causal_model
 from agentevo.training.packing import PackedBatch
 from agentevo.training.parallel import gathered, summed
+from agentevo.training.phases import phase
 from agentevo.training.twin import load_weights, trained_parameters, twin_of, weights_of
 
 
@@ -70,7 +71,8 @@ class Critic:
         lr = self.optimization.begin()
         sums: dict[str, float] = {}
         for batch in batches:
-            loss, metrics = self.loss(self._trained_values(batch), batch, num_tokens)
+            with phase("forward"):
+                loss, metrics = self.loss(self._trained_values(batch), batch, num_tokens)
             self.optimization.backward(loss)
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value

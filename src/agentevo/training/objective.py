@@ -19,6 +19,7 @@ from agentevo.algorithms.losses import STATISTICS, batch_statistics, policy_loss
 from agentevo.config import AlgorithmSection
 from agentevo.training.packing import PackedBatch
 from agentevo.training.parallel import gathered, num_ranks
+from agentevo.training.phases import phase
 from agentevo.types import Sample
 
 
@@ -43,7 +44,8 @@ class Objective:
             return {}
         own = []
         for batch in batches:
-            logp, _ = batch.forward(model)
+            with phase("forward"):
+                logp, _ = batch.forward(model)
             tables = [batch.table(values) for values in (logp, batch.old_logprobs, batch.advantages)]
             own.append([table.cpu() for table in (*tables, batch.mask)])
         parts = [part for of_rank in gathered(own) for part in of_rank]

@@ -14,6 +14,7 @@ import torch
 from agentevo.config import TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.training.parallel import sum_gradients
+from agentevo.training.phases import phase
 
 
 class Grouped(Protocol):
@@ -82,6 +83,7 @@ class Optimization:
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
+    @phase("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the loss's gradient. Raises TrainingError, before any weight changes, if the loss is not finite."""
         if not torch.isfinite(loss):
@@ -91,6 +93,7 @@ class Optimization:
             )
         loss.backward()
 
+    @phase("optimizer")
     def finish(self) -> float:
         """Adds up the gradients of all ranks, scales down to max_grad_norm and steps; returns the L2 norm from before. Raises
         TrainingError."""

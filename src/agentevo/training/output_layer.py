@@ -3,7 +3,7 @@
 A pass is stopped short at the output layer: a hook takes the hidden states [R, H] that arrive there and hands the layer none. All before it
 is the model's own doing, so this holds for every architecture and inside of adapters. What the model does to logits afterwards (a scale, a
 cap, under whatever name its config has them) is found out rather than looked up: in place of the layer's output the model is given known
-numbers, in float64, and what it makes of them tells scale and cap.
+numbers, in float64, and what it makes of them tells scale and cap; once for each model, and again where its settings have changed since.
 
 An output layer that is more than one product (adapters on it, quantised, sharded, with hooks of others), and a model that does something
 else to its logits, are left alone: then the logits are computed.
@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ from agentevo.training.logprobs import selected_logprobs, sum_of_squares
 PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
 """Given to the model as logits. The first tells the scale, the last the cap, all together whether there is nothing else."""
 HIGHEST_CAP = 1e9
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Tail | None]] = WeakKeyDictionary()
+"""Model -> its settings then, and what its tail was found to be under them."""
 
 
 class Predictions(Protocol):
@@ -100,10 +103,14 @@ class Listener:
 
 
 class _Interceptor(Listener):
-    """Keeps the hidden states from the output layer, and gives the model PROBES for logits [1, 1, V]."""
+    """Keeps the hidden states from the output layer, and gives the model `answer` [V] for logits [1, 1, V]."""
+
+    def __init__(self, model: PreTrainedModel, answer: torch.Tensor) -> None:
+        super().__init__(model)
+        self.given = answer
 
     def __enter__(self) -> Listener:
-        self._answer = self.layer.register_forward_hook(lambda *_: self._probes())
+        self._answer = self.layer.register_forward_hook(lambda *_: self.given.to(self.hidden.device).view(1, 1, -1))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -114,16 +121,17 @@ class _Interceptor(Listener):
         super()._hear(layer, given)
         return (given[0][..., :0, :], *given[1:])
 
-    def _probes(self) -> torch.Tensor:
-        return _probes(self.layer).to(self.hidden.device).view(1, 1, -1)
-
 
 def predictions(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Predictions:
     """Of the nodes that `logits_to_keep` of the model's inputs names; differentiable."""
     layer = causal_model(model).get_output_embeddings()
-    if _is_one_product(layer):
-        hidden, logits = _intercepted(model, layer, inputs)
-        tail = tail_of(_probes(layer), logits)
+    known, tail = _known_tail(model)
+    if _is_one_product(layer) and (tail is not None or not known):
+        answer = _zeros(layer) if known else _probes(layer)
+        hidden, logits = _intercepted(model, layer, inputs, answer)
+        if not known:
+            tail = tail_of(answer, logits)
+            _KNOWN[model] = (_settings(model), tail)
         if tail is not None and hidden.dtype == layer.weight.dtype and hidden.device == layer.weight.device:
             return LinearPredictions(hidden, layer, tail)
     found: Any = model(**inputs)
@@ -134,19 +142,36 @@ def last_hidden(model: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tens
     """[R, H] what goes into the output layer at those nodes, differentiable."""
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
-        return _intercepted(model, layer, inputs)[0]
+        return _intercepted(model, layer, inputs, _zeros(layer))[0]
     with Listener(model) as heard:
         model(**inputs)
     return heard.hidden
 
 
-def _intercepted(model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states [R, H], and what the model made of PROBES."""
+def _intercepted(
+    model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [R, H], and what the model made of `answer` in place of logits."""
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
-    with _Interceptor(model) as heard:
+    with _Interceptor(model, answer) as heard:
         found: Any = model(**inputs)
     return heard.hidden, found.logits
+
+
+def _known_tail(model: PreTrainedModel) -> tuple[bool, Tail | None]:
+    """Whether the tail has been found out under the model's present settings, and what it is."""
+    settings, tail = _KNOWN.get(model, (None, None))
+    return (True, tail) if settings is not None and settings == _settings(model) else (False, None)
+
+
+def _settings(model: PreTrainedModel) -> object:
+    """All that a tail could depend on: the numbers in config and model, and what else has a hand in the model's pass."""
+    inner = causal_model(model)
+    holders = (inner.config.get_text_config(), inner)
+    numbers = [{key: value for key, value in vars(holder).items() if type(value) in (int, float)} for holder in holders]
+    hands = [(vars(module).get("forward"), *module._forward_hooks.values()) for module in (model, inner)]
+    return numbers, hands
 
 
 def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
@@ -169,6 +194,11 @@ def _probes(layer: Any) -> torch.Tensor:
     """[V] float64: PROBES over and over."""
     num_tokens = layer.weight.shape[0]
     return torch.tensor(PROBES, dtype=torch.float64).repeat(-(-num_tokens // len(PROBES)))[:num_tokens]
+
+
+def _zeros(layer: Any) -> torch.Tensor:
+    """[V] where nothing is asked."""
+    return torch.zeros(len(layer.weight), device=layer.weight.device)
 
 
 def _is_one_product(layer: nn.Module) -> bool:

@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from agentevo.training.packing import PackedBatch, pack
 from agentevo.training.parallel import gathered, num_ranks, rank
 from agentevo.training.partition import spread
+from agentevo.training.phases import phase
 from agentevo.training.prefixes import token_array
 from agentevo.types import Sample
 
 
+@phase("plan")
 def micro_batches(
     samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
 ) -> list[tuple[list[int], PackedBatch]]:
@@ -86,6 +88,7 @@ def backward_through_sums(
     return loss.detach(), total.detach()
 
 
+@phase("forward")
 def _sums(model: PreTrainedModel, indices: Sequence[int], batch: PackedBatch, owners: Sequence[int], num: int) -> torch.Tensor:
     """[N] summed log-probs of each answer's tokens in this micro-batch."""
     logp, _ = batch.forward(model)

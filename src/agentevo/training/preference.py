@@ -26,7 +26,9 @@ from agentevo.training.packing import PackedBatch
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
 from agentevo.training.parallel import gathered
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
+from agentevo.training.phases import phase
 from agentevo.training.reference import Reference
+from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
 METRICS = {
@@ -84,6 +86,7 @@ class PreferenceTrainer:
         self.model, self.section, self.algorithm_section, self.algorithm = model, trainer, section, algorithm
         self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
         self.optimization = Optimization(model.parameters(), trainer)
+        self.flops = FlopCounter(model)
         self.reference: Reference | None = None
         self.steps = 0
         self.context_length = int(getattr(model.config, "max_position_embeddings", 1 << 30))
@@ -108,7 +111,8 @@ class PreferenceTrainer:
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
-        reference = self._reference_sums(samples)
+        with phase("reference"):
+            reference = self._reference_sums(samples)
         updates = [self._update(part, reference) for part in minibatches(samples, self.section)]
         self.steps += 1
         if self.reference is not None:
@@ -122,6 +126,8 @@ class PreferenceTrainer:
         rows, owners = self._rows(answers)
         section = self.section
         batches = micro_batches(rows, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging)
+        for indices, batch in batches:
+            self.flops.trained([rows[i] for i in indices], batch)
         comparison = _Comparison(pairs, answers, reference)
         baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
         found: dict[str, float] = {}
@@ -139,13 +145,17 @@ class PreferenceTrainer:
         found |= {"loss": float(loss)} | comparison.means(sums)
         if baseline is not None:
             found |= {"kl": baseline} | comparison.kto_rewards(sums, self.algorithm.hyper["beta"])
-        return {f"preference/{key}": value for key, value in found.items()} | {
-            "actor/grad_norm": norm,
-            "actor/lr": lr,
-            "trainer/distinct_tokens": float(sum(gathered(sum(batch.num_distinct for _, batch in batches)))),
-            "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
-            "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
-        }
+        return (
+            {f"preference/{key}": value for key, value in found.items()}
+            | self.flops.take()
+            | {
+                "actor/grad_norm": norm,
+                "actor/lr": lr,
+                "trainer/distinct_tokens": float(sum(gathered(sum(batch.num_distinct for _, batch in batches)))),
+                "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
+                "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
+            }
+        )
 
     def _rows(self, answers: Sequence[Answer]) -> tuple[list[Sample], list[int]]:
         """All rows, at one temperature, and the number of the answer that each is of."""
@@ -158,7 +168,13 @@ class PreferenceTrainer:
             return {}
         reference, answers = self.reference, _answers(pairs)
         rows, owners = self._rows(answers)
-        tables = self._tables(rows, lambda batch: {"ref": reference.logprobs(batch)})
+
+        def logprobs(batch: PackedBatch) -> dict[str, torch.Tensor]:
+            self.flops.computed(batch)
+            return {"ref": reference.logprobs(batch)}
+
+        tables = self._tables(rows, logprobs)
+        self.flops.stood_for(rows)
         sums = torch.zeros(len(answers)).index_add(0, torch.tensor(owners), tables["ref"].sum(1))
         return {answer.name: float(value) for answer, value in zip(answers, sums, strict=True)}
 

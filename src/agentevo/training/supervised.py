@@ -19,6 +19,8 @@ from agentevo.models.chat import ChatFormat
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import summed
 from agentevo.training.passes import device_of, micro_batches
+from agentevo.training.phases import phase
+from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
 
 
@@ -52,6 +54,7 @@ class SupervisedTrainer:
 
     def __init__(self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft") -> None:
         self.model, self.section, self.total_steps = model, section, total_steps
+        self.flops = FlopCounter(model)
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -74,15 +77,19 @@ class SupervisedTrainer:
         lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
-        for _, batch in micro_batches(samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging):
-            logp, _ = batch.forward(self.model)
-            loss = -(logp / trained).sum()
+        merge, device = section.prefix_merging, device_of(self.model)
+        for indices, batch in micro_batches(samples, section.micro_batch_tokens, device, merge=merge):
+            self.flops.trained([samples[i] for i in indices], batch)
+            with phase("forward"):
+                logp, _ = batch.forward(self.model)
+                loss = -(logp / trained).sum()
             self.optimization.backward(loss)
             sums["sft/loss"] += float(loss.detach())
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
         norm = self.optimization.finish()
-        return summed(sums) | {"actor/grad_norm": norm, "actor/lr": lr, "trainer/trained_tokens": float(trained)}
+        found = {"actor/grad_norm": norm, "actor/lr": lr, "trainer/trained_tokens": float(trained)}
+        return summed(sums) | found | self.flops.take()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""

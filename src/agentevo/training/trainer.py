@@ -21,10 +21,12 @@ from agentevo.training.optimization import Optimization, minibatches, over_updat
 from agentevo.training.output_layer import Listener
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.passes import device_of, micro_batches
+from agentevo.training.phases import phase
 from agentevo.training.preparation import Preparation, Prepared, Roles
 from agentevo.training.process_reward import ImplicitProcessReward
 from agentevo.training.reference import Reference
 from agentevo.training.token_rewards import TokenRewardModel
+from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
 
@@ -48,6 +50,7 @@ class Trainer:
         self.objective = Objective(algorithm)
         self.preparation = Preparation(algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging)
         self.optimization = Optimization(model.parameters(), trainer)
+        self.flops = FlopCounter(model)
         self.steps = 0
         self.kl: KLController = FixedKL(algorithm.kl_coef)
         if algorithm.kl_target is not None:
@@ -104,8 +107,10 @@ class Trainer:
         critic, metrics = self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([batch for _, batch in batches])
+            for indices, batch in batches if not critic.shared else ():
+                self.flops.trained([samples[i] for i in indices], batch)
         if self.pretraining:
-            return metrics
+            return metrics | self.flops.take()
         lr, entropy_coef, kl_coef = self.optimization.begin(), self._entropy_coef(), self.kl.coef
         joint = critic if critic is not None and critic.shared else None
         if joint is not None:
@@ -116,7 +121,8 @@ class Trainer:
         largest_diff = 0.0
         num_tokens = sum(sum(s.loss_mask) for s in samples)
         for indices, batch in batches:
-            with Listener(self.model) if joint is not None else nullcontext() as heard:
+            self.flops.trained([samples[i] for i in indices], batch)
+            with phase("forward"), Listener(self.model) if joint is not None else nullcontext() as heard:
                 loss, found = self.objective.loss(
                     self.model, batch, weights[indices], kl_coef=kl_coef, entropy_coef=entropy_coef, statistics=statistics
                 )
@@ -135,7 +141,7 @@ class Trainer:
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))
             metrics["actor/kl_coef"] = kl_coef
-        return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
+        return metrics | self.flops.take() | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
 
     def _entropy_coef(self) -> float:
         """The weight of the entropy bonus now; see AlgorithmSection.entropy_target."""

@@ -1,0 +1,105 @@
+"""The most that a device can compute: floating-point operations per second in dense matrix products, the whole of which MFU is a share.
+
+GPUs: the makers' figures without sparsity. What is not in the table (any CPU, other GPUs) is measured, once per process, by a matrix
+product of a size that suits it: a figure that programs can reach, so MFU against it is higher than against a maker's.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from agentevo.models import linear
+
+TERA = 1e12
+
+
+class Peaks(NamedTuple):
+    """TFLOP/s of a GPU."""
+
+    bfloat16: float
+    tf32: float
+    float32: float
+
+
+GPUS = {
+    r"\bB200\b": Peaks(2250.0, 1125.0, 75.0),
+    r"\bH200 NVL\b": Peaks(835.5, 417.5, 60.0),
+    r"\b(H200|GH200)\b": Peaks(989.5, 494.5, 67.0),
+    r"\bH100 NVL\b": Peaks(835.5, 417.5, 60.0),
+    r"\bH100 PCIe\b": Peaks(756.0, 378.0, 51.0),
+    r"\bH(100|800)\b": Peaks(989.5, 494.5, 67.0),
+    r"\bA(100|800)\b": Peaks(312.0, 156.0, 19.5),
+    r"\bA40\b": Peaks(149.7, 74.8, 37.4),
+    r"\bA10\b": Peaks(125.0, 62.5, 31.2),
+    r"\bL40S\b": Peaks(362.0, 183.0, 91.6),
+    r"\bL40\b": Peaks(181.0, 90.5, 90.5),
+    r"\bL4\b": Peaks(121.0, 60.0, 30.3),
+    r"\bRTX 4090$": Peaks(165.2, 82.6, 82.6),
+    r"\bRTX 3090$": Peaks(71.0, 35.6, 35.6),
+}
+"""By name as CUDA tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX), H200, H100, A100, A40, A10, L40S, L40 and L4,
+halved where they are given with sparsity; its Ada and Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
+
+MEASURING_S = 0.1
+SIDE = {"cpu": 512, "cuda": 8192}
+"""Of the square matrices that are multiplied."""
+
+
+class Peak(NamedTuple):
+    """See the module."""
+
+    flops_per_s: float
+    source: str
+    """For people: which figure it is."""
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """For products of matrices of that dtype, under the settings of now (threads, TF32)."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = known_peak(name, dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
+        if known is not None:
+            return known
+    return _measured(device.type, dtype, torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32)
+
+
+def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
+    """By the name of a GPU; None for one that is not in the table. tf32: whether float32 products may be computed so."""
+    peaks = next((peaks for pattern, peaks in GPUS.items() if re.search(pattern, name)), None)
+    if peaks is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    kind = "bfloat16" if dtype != torch.float32 else "tf32" if tf32 else "float32"
+    return Peak(getattr(peaks, kind) * TERA, f"{name}, {kind}, data sheet")
+
+
+@cache
+def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak:
+    """The fastest of several products. `threads` and `tf32` tell measurements apart."""
+    side = SIDE[device]
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    products: list[Callable[[], torch.Tensor]] = [lambda: left @ right]
+    if device == "cpu" and dtype == torch.float32 and linear.available():
+        products.append(lambda: linear.product(left, right))
+    fastest = min(_seconds(product, device) for product in products)
+    where = f"cpu, {threads} threads" if device == "cpu" else torch.cuda.get_device_name()
+    return Peak(2 * side**3 / fastest, f"{where}, {str(dtype).removeprefix('torch.')}, measured")
+
+
+@torch.no_grad()
+def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
+    """Of the fastest run; the first one, which warms up, does not count."""
+    found: list[float] = []
+    until = time.perf_counter() + MEASURING_S
+    while len(found) < 3 or time.perf_counter() < until:
+        begun = time.perf_counter()
+        product()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begun)
+    return min(found[1:])

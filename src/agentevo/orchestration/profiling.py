@@ -1,0 +1,123 @@
+"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table of it, in `profile/` in the run's folder.
+
+    trace.json.gz  for https://ui.perfetto.dev or chrome://tracing        table.txt  for people
+
+A profile that fails is told as a warning and costs the run nothing else. What is written and read for it happens between steps.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import psutil
+import torch
+
+from agentevo.config import ProfileSection
+from agentevo.models.device_peak import device_peak
+from agentevo.observability.profile_table import OTHER, PREFIX, PROFILE_TABLE, Profile, format_bytes, read_profile, table_text
+
+NUM_OPERATORS = 25
+
+
+class Profiling:
+    """Entered once around a run's steps; each step inside of `step`."""
+
+    def __init__(
+        self,
+        section: ProfileSection,
+        run_dir: Path,
+        model: torch.nn.Module,
+        *,
+        warn: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self.section, self.table, self.warn, self.note = section, run_dir / PROFILE_TABLE, warn, note
+        parameter = next(p for p in model.parameters() if p.is_floating_point())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        self.summary: dict[str, Any] = {}
+        """For summary.json; empty without a profile."""
+        self._left = section.after + section.steps if section.enabled else 0
+        self._profiled: list[int] = []
+        self._profiler: Any = None
+        self._whole: Any = None
+        self._base_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._profiler is not None:
+            self._safely(self._end)
+        elif self._left and not self._profiled and kind is None:
+            self.warn(f"profile: no step was profiled, because the run ended within profile.after={self.section.after} steps: set it lower")
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step `number` and what follows it until the next."""
+        if self._left and self._left <= self.section.steps:
+            if self._profiler is None:
+                self._safely(self._begin)
+            if self._profiler is not None:
+                self._profiled.append(number)
+        yield
+        if self._left:
+            self._left -= 1
+            if self._left == 0 and self._profiler is not None:
+                self._safely(self._end)
+
+    def _begin(self) -> None:
+        gpu = self.device.type == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if gpu else [])
+        self._base_bytes = 0 if gpu else psutil.Process().memory_info().rss
+        profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+        profiler.start()
+        self._profiler = profiler
+        self._whole = torch.profiler.record_function(PREFIX + OTHER)
+        self._whole.__enter__()
+
+    def _end(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        self._whole.__exit__(None, None, None)
+        profiler.stop()
+        self.table.parent.mkdir(parents=True, exist_ok=True)
+        trace = self.table.with_name("trace.json.gz")
+        profiler.export_chrome_trace(str(trace))
+        with gzip.open(trace, "rt", encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        profile = read_profile(events, gpu=self.device.type == "cuda", base_bytes=self._base_bytes)
+        self.table.write_text(table_text(profile, self._heading(), num_operators=NUM_OPERATORS), encoding="utf-8")
+        self.summary = _summary(profile, self._profiled)
+        self.note(f"profile of {self._steps()}: {self.table}, and {trace} for https://ui.perfetto.dev")
+
+    def _heading(self) -> list[str]:
+        peak = device_peak(self.device, self.dtype)
+        held = (
+            "memory: bytes that PyTorch's allocator held on the GPU"
+            if self.device.type == "cuda"
+            else f"memory: {format_bytes(self._base_bytes)} that the process held when profiling began, and tensors since then"
+        )
+        return [f"profile of {self._steps()}", f"device: {peak.source}, {peak.flops_per_s / 1e12:,.2f} TFLOP/s", held]
+
+    def _steps(self) -> str:
+        first, last = self._profiled[0], self._profiled[-1]
+        return f"step {first}" if first == last else f"steps {first} to {last}"
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        """The one boundary between the profiler and the run."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
+            self._profiler, self._left = None, 0
+            self.warn(f"profile: it failed and is left out, the run goes on: {type(error).__name__}: {error}")
+
+
+def _summary(profile: Profile, steps: list[int]) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(profile)
+    return {"steps": steps, **found, "operators": found["operators"][:NUM_OPERATORS]}

@@ -1,0 +1,31 @@
+"""Marks on the profile: which part of a step is being computed.
+
+A phase is a `torch.profiler.record_function` span. Without a profiler on this thread it is one question and costs nothing else; with one on
+a GPU both ends wait for the device, so that the span holds the work and not only its launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from agentevo.observability.profile_table import PREFIX
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """For `with` and as a decorator. Phases may lie in one another: time and memory count for the innermost."""
+    if not torch.autograd._profiler_enabled():
+        yield
+        return
+    _wait()
+    with torch.profiler.record_function(PREFIX + name):
+        yield
+        _wait()
+
+
+def _wait() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from agentevo.models import device_peak as module
+from agentevo.models.device_peak import device_peak, known_peak
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_gpus_by_name(name: str, tera: float):
+    found = known_peak(name, torch.bfloat16, tf32=False)
+    assert found is not None
+    assert found.flops_per_s == tera * 1e12
+    assert name in found.source
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "NVIDIA GeForce GTX 1080"])
+def test_other_gpus_are_not_taken_for_those_of_the_table(name: str):
+    assert known_peak(name, torch.bfloat16, tf32=False) is None
+
+
+def test_float32_is_by_what_pytorch_may_use():
+    peaks = [known_peak("NVIDIA H100 80GB HBM3", torch.float32, tf32=tf32) for tf32 in (False, True)]
+    assert [peak.flops_per_s for peak in peaks if peak is not None] == [67e12, 494.5e12]
+
+
+def test_a_cpu_is_measured_once_and_no_program_is_faster():
+    module._measured.cache_clear()
+    found = device_peak(torch.device("cpu"), torch.float32)
+    assert found.source.endswith("float32, measured")
+    begun = time.perf_counter()
+    assert device_peak(torch.device("cpu"), torch.float32) is found
+    assert time.perf_counter() - begun < 0.01
+    left = torch.ones(64, 2048)
+    product = lambda: left @ left.t()  # noqa: E731
+    assert 2 * 64 * 64 * 2048 / module._seconds(product, "cpu") < 3 * found.flops_per_s
