@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.preference import preference_loss
-from agentevo.config import AlgorithmSection, TrainerSection
+from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.seeds import derive_seed
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.packing import PackedBatch
@@ -75,6 +75,7 @@ class PreferenceTrainer:
         temperature: float = 1.0,
         demonstrations: Demonstrations | None = None,
         data: PairData | None = None,
+        memory: MemorySection | None = None,
     ) -> None:
         """data: pairs to train on in place of those that trajectories make."""
         algorithm = section.preference()
@@ -82,7 +83,7 @@ class PreferenceTrainer:
             raise ValueError(f"algorithm.name={section.name} has no preference loss: choose dpo, say")
         self.model, self.section, self.algorithm_section, self.algorithm = model, trainer, section, algorithm
         self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
-        self.optimization = Optimization(model.parameters(), trainer)
+        self.optimization = Optimization(model.parameters(), trainer, memory=memory)
         self.reference: Reference | None = None
         self.steps = 0
         self.context_length = int(getattr(model.config, "max_position_embeddings", 1 << 30))
