@@ -25,8 +25,6 @@ from agentevo.models.linear import PackedWeights
 DEAR_OPERATORS = (
     "aten::mm",
     "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
     "aten::linear",
     "aten::_grouped_mm",
     "aten::_scaled_dot_product_flash_attention",
@@ -37,7 +35,7 @@ DEAR_OPERATORS = (
     "aten::_efficient_attention_forward",
     "mkldnn::_linear_pointwise",
 )
-"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it."""
+"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not batched products: those may be scores."""
 SMALLEST_OFFLOAD = 64 * 1024
 """Bytes. Smaller tensors are not worth the trip."""
 
