@@ -6,16 +6,18 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import torch
 
-from agentevo.config import LoraSection, MemorySection
+from agentevo.config import AlgorithmSection, CriticSection, LoraSection, MemorySection, TrainerSection
 from agentevo.errors import ModelError
 from agentevo.models import activations
 from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import add_adapter, dropping_out
 from agentevo.models.attention import prepare
 from agentevo.training.packing import pack
+from agentevo.training.trainer import Trainer
 from agentevo.training.twin import twin_of
 
 SECTIONS = {
@@ -154,3 +156,20 @@ def test_a_model_without_decoder_layers_is_refused():
     assert keep_activations(model, MemorySection()) is model
     with pytest.raises(ModelError, match=r"memory\.checkpointing=none"):
         keep_activations(model, SECTIONS["full"])
+
+
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_policy_and_critic_learn_the_same(trunk, random_model, samples_of):
+    samples = []
+    for one in samples_of([[3 + (5 * n + k) % 90 for k in range(20)] for n in range(6)]):
+        values = [0.1 * k for k in range(sum(one.loss_mask))]
+        samples.append(msgspec.structs.replace(one, columns={"returns": values, "values": [0.0] * len(values)}))
+    found = []
+    for kind in ("none", "selective", "full"):
+        model = keep_activations(copy.deepcopy(random_model("qwen2").model), MemorySection(checkpointing=kind))
+        trainer = Trainer(model, TrainerSection(warmup_steps=0), AlgorithmSection(name="ppo"), critic=CriticSection(trunk=trunk))
+        trainer.begin()
+        found.append(trainer.step(samples))
+    assert found[0]["critic/grad_norm"] > 0
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], rel=1e-4, abs=1e-6)
