@@ -54,8 +54,16 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_kv_cache(32, 100, 65536, 1e5, 8), "warning", "engine.max_running=32"),
         (v.judge_kv_cache(32, 4000, 2000, 1e5, 256), "wrong", "engine.kv_cache_gb=0.38 or more"),
         (v.judge_memory({"gradients": 1 * GIB, "activations": 2 * GIB}, 8 * GIB), "good", ""),
-        (v.judge_memory({"gradients": 1 * GIB, "activations": 6 * GIB}, 8 * GIB), "warning", "trainer.micro_batch_tokens"),
-        (v.judge_memory({"key-value cache": 9 * GIB, "activations": 1 * GIB}, 8 * GIB), "wrong", "engine.kv_cache_gb"),
+        (
+            v.judge_memory({"activations": 7 * GIB}, 8 * GIB, {"a.b=1": 6.9 * GIB, "c.d=full": 2 * GIB, "e=8": 1 * GIB}),
+            "warning",
+            "set c.d=full, which saves 5.00 GiB",
+        ),
+        (
+            v.judge_memory({"optimizer": 30 * GIB}, 8 * GIB, {"a.b=4": 20 * GIB, "a.b=2": 16 * GIB, "c.d=full": 12 * GIB, "e=8": 30 * GIB}),
+            "wrong",
+            "not enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; model.lora.rank=16",
+        ),
         (v.judge_memory({"optimizer": 9 * GIB}, 8 * GIB), "wrong", "smaller model"),
         (v.judge_version("torch", "2.13.0", ">=2.6"), "good", ""),
         (v.judge_version("torch", None, ">=2.6"), "wrong", "pip install 'torch>=2.6'"),

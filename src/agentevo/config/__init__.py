@@ -2,6 +2,7 @@
 
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
+from agentevo.config.memory import MemorySection
 from agentevo.config.profile import ProfileSection
 from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml, with_defaults
 from agentevo.config.section import Section
@@ -27,6 +28,7 @@ __all__ = [
     "CriticSection",
     "EngineSection",
     "LoraSection",
+    "MemorySection",
     "ModelSection",
     "ProcessRewardSection",
     "ProfileSection",

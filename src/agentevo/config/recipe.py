@@ -28,6 +28,7 @@ from agentevo.config import sources
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
 from agentevo.config.keys import ConfigKeys, Variants
+from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
 from agentevo.config.section import Section
@@ -67,6 +68,7 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
+    memory: MemorySection = MemorySection()
     critic: CriticSection = CriticSection()
     process_reward: ProcessRewardSection = ProcessRewardSection()
     reward_model: RewardModelSection = RewardModelSection()
@@ -126,6 +128,7 @@ def _contradictions(config: RunConfig) -> list[str]:
         elif config.algorithm.keep_groups < 1:
             found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
     found += collect_contradictions(config)
+    found += memory_contradictions(config)
     found += _of_the_advantage(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")

@@ -54,7 +54,7 @@ def load_model(
     `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights or those of fresh adapters; nothing else uses them.
     Raises `ModelError` or `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
     """
-    device = _device(section.device)
+    device = find_device(section.device)
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":
@@ -131,7 +131,8 @@ def _placed(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) ->
     return model
 
 
-def _device(wanted: str) -> torch.device:
+def find_device(wanted: str) -> torch.device:
+    """Of ModelSection.device. Raises ModelError where there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device=cuda, but PyTorch sees no CUDA GPU: set model.device=auto or cpu, or install PyTorch for CUDA")
     if wanted == "auto":

@@ -50,6 +50,7 @@ def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> d
             samples,
             config.cold_start,
             config.trainer,
+            memory=config.memory,
             seed=seed,
             progress=lambda done, total, loss: view.phase("cold start", f"{done}/{total}, loss {loss:.3f} nats per token"),
             stop=stop,

@@ -15,17 +15,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.agents import Agent, EnvironmentAgent, Outcome, Policy
 from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.config import LoraSection, ModelSection, RunConfig
+from agentevo.config.memory import offload_refusal
 from agentevo.environments import TextEnvironment, make
 from agentevo.errors import ConfigError
 from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
-from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.load import LoadedModel, find_device, load_model
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks, world_seed
 from agentevo.seeds import derive_seed
 from agentevo.store.store import Store, open_store
+from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.types import Task
 
 AgentFunction = Callable[[Task, Any], Awaitable[Any]]
@@ -139,6 +142,16 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
     return section.model_copy(update={"lora": LoraSection(adapter=checkpoint, quantize=section.lora.quantize)})
 
 
+def check_memory(config: RunConfig) -> None:
+    """Raises ConfigError, before anything is created, for keys of the section `memory` that this machine can't follow: no GPU to take
+    memory off, no torchao."""
+    if find_device(config.model.device).type == "cpu":
+        for key in config.memory.offloads:
+            raise ConfigError(offload_refusal(key))
+    if config.memory.optimizer == "adamw_8bit":
+        check_8bit()
+
+
 def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
     """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with tokenizer, on its device and with this package's
     attention."""
@@ -147,7 +160,7 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
     corpus = (lambda: _corpus(config)) if config.environment is not None else None
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
-    return replace(loaded, model=prepare(loaded.model))
+    return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from agentevo.config import RunConfig
 from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.orchestration import group_checks as measure
 from agentevo.orchestration import verdicts
-from agentevo.orchestration.components import Components, make_environment, open_components
+from agentevo.orchestration.components import Components, check_memory, make_environment, open_components
 from agentevo.orchestration.verdicts import Verdict
 from agentevo.rollout.sampler import Sampler
 from agentevo.training.tree import build_tree
@@ -27,6 +27,7 @@ from agentevo.types import Trajectory
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Verdict]:
     """Plays the first training task's group under the recipe's settings. Raises like `train` for a model that can't be loaded."""
+    check_memory(config)
     return asyncio.run(_check(config, checkpoint))
 
 
@@ -93,13 +94,20 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Verdict]:
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
     longest = min(worst, _context_length(parts))
     together, kv_tokens = config.trainer.groups_per_step * config.trainer.group_size, parts.engine.scheduler.kv_tokens
-    needs = measure.memory_parts(parts.model, config, step_tokens=per_step, cached_tokens=min(kv_tokens, together * longest))
     on_gpu = parts.model.device.type == "cuda"
+    said = sum(len(turn.completion_ids) for one in spoken for turn in one.turns) * config.trainer.groups_per_step
+
+    def needs(turned: RunConfig) -> dict[str, float]:
+        room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
+        cached = min(int(room), together * longest)
+        return measure.memory_parts(parts.model, turned, step_tokens=per_step, cached_tokens=cached, step_rows=min(said, per_step))
+
+    turned = {change: sum(needs(other).values()) for change, other in measure.knobs(config, not on_gpu).items()}
     available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
     return [
         verdicts.judge_context(max(map(len, paths)), worst, _context_length(parts)),
         verdicts.judge_kv_cache(together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running),
-        verdicts.judge_memory(needs, float(available)),
+        verdicts.judge_memory(needs(config), float(available), turned),
     ]
 
 

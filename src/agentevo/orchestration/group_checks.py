@@ -6,6 +6,7 @@ What engine and trainer share (cache, packing, their attention) can therefore no
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,8 @@ from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
 from agentevo.inference.sampling import filter_logits
 from agentevo.inference.torch_engine import kv_bytes_per_token
-from agentevo.models.adapters import num_parameters
 from agentevo.models.attention import NAME
+from agentevo.training.memory_estimate import FLOAT, Load, optimizer_bytes, packed_bytes, total, trained_of, training_bytes
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
@@ -134,30 +135,56 @@ def worst_case_tokens(trajectories: Sequence[Trajectory], max_turns: int, max_ne
     return first + max_turns * max_new_tokens + (max_turns - 1) * added
 
 
-def memory_parts(model: PreTrainedModel, config: RunConfig, *, step_tokens: int, cached_tokens: int) -> dict[str, float]:
-    """Bytes that training takes beside the weights. `step_tokens`: distinct tokens that a step trains on; `cached_tokens`: those whose keys
-    and values the engine holds at once.
-
-    Activations are counted as what a decoder layer keeps for the backward pass (about 12 hidden and 4 intermediate vectors a token) and the
-    logits with their gradient; attention keeps no matrix.
-    """
-    shape = model.config.get_text_config()
-    numbers, _ = num_parameters(model)  # a base under adapters has no gradient and is its own reference's too
-    size = next(model.parameters()).element_size()
-    tokens = min(step_tokens, config.trainer.micro_batch_tokens)
-    layer = 12 * shape.hidden_size + 4 * shape.intermediate_size
-    parts = {
-        "gradients": numbers * size,
-        "optimizer": 2 * numbers * size,
-        "activations": tokens * (shape.num_hidden_layers * layer + 2 * shape.vocab_size) * size,
-        "key-value cache": cached_tokens * kv_bytes_per_token(model),
-    }
+def memory_parts(
+    model: PreTrainedModel, config: RunConfig, *, step_tokens: int, cached_tokens: int, step_rows: int | None = None
+) -> dict[str, float]:
+    """Bytes that training takes beside the weights, at its peak. `step_tokens`: distinct tokens that a step trains on; `cached_tokens`:
+    those whose keys and values the engine holds at once; `step_rows`: nodes of a step whose prediction is trained (by default all)."""
+    tokens = min(math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens)
+    share = 1.0 if step_rows is None else step_rows / max(1, step_tokens)
+    load = Load(tokens, math.ceil(tokens * share), tokens * config.trainer.minibatches >= step_tokens, model.device.type == "cpu")
+    parts = training_bytes(model, load, config.memory)
+    cache = {"key-value cache": float(cached_tokens * kv_bytes_per_token(model))}
+    sampling = {"packed weights": packed_bytes(model)} | cache
+    trained = trained_of(model)
+    copy = float(trained.total * next(model.parameters()).element_size())  # a base under adapters is its own reference's too
+    beside = {}
     preference, needs = config.algorithm.preference(), config.algorithm.needs
     if config.algorithm.kl_coef > 0 or "process_rewards" in needs or (preference is not None and preference.needs_reference):
-        parts["reference copy"] = numbers * size
-    trained = 4 * numbers * size  # weights, gradients, two moments
+        beside["reference copy"] = copy
+    of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (load.on_cpu or not config.memory.offload_optimizer)
+    of_twin += FLOAT * trained.total  # its gradients stay until its next step
     if "values" in needs and config.critic.trunk == "own":
-        parts["critic"] = trained
+        beside["critic"] = of_twin
     if "process_rewards" in needs:
-        parts["process reward"] = trained
-    return {name: float(part) for name, part in parts.items()}
+        beside["process reward"] = of_twin
+    kept = {name: parts[name] for name in ("optimizer", "float32 weights") if name in parts}  # also while the engine samples
+    return beside | max(kept | sampling, parts | cache, key=total)
+
+
+def knobs(config: RunConfig, on_cpu: bool) -> dict[str, RunConfig]:
+    """What to turn where memory is short, the cheapest first: 'key=value' -> the recipe with it (and, where it is one of degree, with less
+    and less)."""
+    memory, found = config.memory, {}
+    tokens = config.trainer.micro_batch_tokens
+    while (tokens := tokens // 2) >= 1024:
+        found[f"trainer.micro_batch_tokens={tokens}"] = _changed(config, "trainer", micro_batch_tokens=tokens)
+    if memory.checkpointing == "none" and not memory.offload_activations:
+        found["memory.checkpointing=selective"] = _changed(config, "memory", checkpointing="selective")
+    if memory.checkpointing != "full":
+        found["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
+    cache = config.engine.kv_cache_gb
+    if config.engine.kv_cache_tokens is None:
+        found[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(config, "engine", kv_cache_gb=cache / 2)
+    if memory.optimizer == "adamw":
+        found["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
+    for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
+        if key not in memory.offloads and not (key == "offload_activations" and memory.checkpointing == "selective"):
+            found[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
+    if config.critic.trunk == "own" and "values" in config.algorithm.needs:
+        found["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
+    return found
+
+
+def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -36,6 +36,7 @@ def preference_trainer(parts: Components) -> PreferenceTrainer | None:
         config.algorithm,
         temperature=config.sampling.temperature,
         demonstrations=_solver(parts) if algorithm.pairs == "demonstrations" and groups is None else None,
+        memory=config.memory,
         data=None if groups is None else PairData(groups, config.trainer.groups_per_step, config.run.seed),
     )
 

@@ -24,7 +24,14 @@ from agentevo.models.load import load_reward_model
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView, MetricsLog, report_from_run
 from agentevo.orchestration.cold_start import cold_start
-from agentevo.orchestration.components import AgentFunction, Components, TaskSource, make_environment, open_components
+from agentevo.orchestration.components import (
+    AgentFunction,
+    Components,
+    TaskSource,
+    check_memory,
+    make_environment,
+    open_components,
+)
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
 from agentevo.orchestration.loop import Loop
 from agentevo.orchestration.preference import check_preference, preference_trainer
@@ -39,6 +46,8 @@ T = TypeVar("T")
 
 FIXED_SECTIONS = ("model", "environment", "agent", "cold_start", "data")
 """What a resumed run can't change: it would be another run."""
+FIXED_KEYS = ("run.seed", "memory.optimizer")
+"""Likewise."""
 UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite")
 """They say where a run is and not what it is; its folder may have been moved."""
 
@@ -169,6 +178,7 @@ def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -
         make_environment(config).close()
     TaskSource(config, tasks)
     check_preference(config)
+    check_memory(config)
     if config.model.name != "tiny" and not resume:
         resolve(config.model.name)
         check_lora(config.model.lora)
@@ -191,7 +201,7 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
     changed = changes(config)
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     for key, (was, now) in changed.items():
-        if key == "run.seed" or key.partition(".")[0] in fixed:
+        if key in FIXED_KEYS or key.partition(".")[0] in fixed:
             raise ConfigError(
                 f"{folder} was started with {key}={was!r} and not {now!r}: resume it with the same recipe and overrides, "
                 "or give another run.dir"
@@ -284,6 +294,7 @@ async def _train(
                 critic=config.critic,
                 process_reward=config.process_reward,
                 reward_model=_reward_model(parts),
+                memory=config.memory,
             )
             if config.model.lora.enabled:
                 trained, total = num_parameters(parts.model)

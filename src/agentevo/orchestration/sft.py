@@ -25,7 +25,7 @@ from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView, MetricsLog, report_from_run
-from agentevo.orchestration.components import Components, load_policy, make_environment, open_components
+from agentevo.orchestration.components import Components, check_memory, load_policy, make_environment, open_components
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
 from agentevo.orchestration.loop import Progress
 from agentevo.orchestration.profiling import Profiling
@@ -57,6 +57,7 @@ def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None
     view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     check_sft_data(config)
+    check_memory(config)
     if config.environment is not None:
         make_environment(config).close()
     if config.model.name != "tiny" and not resume:
@@ -128,7 +129,7 @@ class SupervisedRun:
         self.config, self.model, self.tokenizer, self.parts, self.data = config, model, tokenizer, parts, data
         self.checkpoints, self.log, self.view, self.stop = checkpoints, log, view, stop
         self.batches = plan_batches(data.sizes(), config.sft, derive_seed(config.run.seed, "sft-order"))
-        self.trainer = SupervisedTrainer(model, config.sft, len(self.batches))
+        self.trainer = SupervisedTrainer(model, config.sft, len(self.batches), memory=config.memory)
         self.held_out = data.held_out_samples()
         self.players = reference_players(parts) if parts is not None else None
         self.progress = Progress()

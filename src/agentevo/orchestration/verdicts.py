@@ -157,22 +157,30 @@ def _gib(size: float) -> float:
     return math.ceil(100 * size / GIB) / 100
 
 
-def judge_memory(parts: Mapping[str, float], available: float) -> Verdict:
-    """`parts`: name -> bytes that training will still take. `available`: bytes that are free now."""
+def judge_memory(parts: Mapping[str, float], available: float, turned: Mapping[str, float] | None = None) -> Verdict:
+    """`parts`: name -> bytes that training will still take. `available`: bytes that are free now. `turned`: 'key=value' -> bytes that it
+    would take with it, the cheapest change first."""
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     finding = f"needs about {needed / GIB:.2f} GiB more ({listed}), {available / GIB:.2f} GiB are free"
     if needed <= 0.8 * available:
         return Verdict("memory", "good", finding)
-    largest = max(parts, key=lambda name: parts[name])
-    advice = {
-        "activations": "lower trainer.micro_batch_tokens",
-        "key-value cache": "lower engine.kv_cache_gb",
-        "reference copy": "set algorithm.kl_coef=0",
-        "critic": "set critic.trunk=shared, or choose an algorithm without a critic",
-        "process reward": "choose an algorithm without a process reward",
-    }.get(largest, "take a smaller model, or close other programs")
-    return Verdict("memory", "wrong" if needed > available else "warning", finding, advice)
+    return Verdict("memory", "wrong" if needed > available else "warning", finding, _memory_advice(needed, available, turned or {}))
+
+
+def _memory_advice(needed: float, available: float, turned: Mapping[str, float]) -> str:
+    """The first change that is enough; else those that save most, one for each key."""
+    for change, left in turned.items():
+        if left <= 0.8 * available:
+            return f"set {change}, which saves {(needed - left) / GIB:.2f} GiB"
+    best: dict[str, tuple[float, str]] = {}
+    for change, left in turned.items():
+        key = change.partition("=")[0]
+        best[key] = max(best.get(key, (0.0, "")), (needed - left, change))
+    helpful = sorted((one for one in best.values() if one[0] > 0.02 * needed), reverse=True)
+    several = ", ".join(f"{change} saves {saved / GIB:.2f} GiB" for saved, change in helpful[:4])
+    last = "model.lora.rank=16 trains adapters alone, or take a smaller model, or close other programs"
+    return f"one change is not enough: {several}; {last}" if several else last
 
 
 def before_cold_start(verdict: Verdict) -> Verdict:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.value import value_loss
-from agentevo.config import CriticSection, TrainerSection
+from agentevo.config import CriticSection, MemorySection, TrainerSection
 from agentevo.training.optimization import Optimization
 from agentevo.training.output_layer import causal_model
 from agentevo.training.packing import PackedBatch
@@ -25,7 +25,9 @@ from agentevo.training.twin import load_weights, trained_parameters, twin_of, we
 class Critic:
     """See the module. Trained with `value_loss`, a mean over tokens, from the columns `returns` and `values` of the samples."""
 
-    def __init__(self, policy: PreTrainedModel, section: CriticSection, trainer: TrainerSection) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, section: CriticSection, trainer: TrainerSection, memory: MemorySection | None = None
+    ) -> None:
         self.section, self.shared = section, section.trunk == "shared"
         parameter = next(policy.parameters())
         self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
@@ -38,7 +40,7 @@ class Critic:
             causal_model(self.model).set_output_embeddings(self.head)
             causal_model(self.model).config.get_text_config().final_logit_softcapping = None  # values have no bound
         self.weights = trained_parameters(trained)
-        self.optimization = Optimization(trained.parameters(), trainer, learning_rate=section.learning_rate, key="critic")
+        self.optimization = Optimization(trained.parameters(), trainer, memory=memory, learning_rate=section.learning_rate, key="critic")
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32, by a pass of its own; differentiable."""

@@ -1,20 +1,24 @@
 """One model's optimizer: AdamW, the learning rate over time, the limit on the gradient, and the refusal of numbers that are not finite.
 
-The learning rate of optimizer step t warms up linearly, then follows the schedule.
+The learning rate of optimizer step t warms up linearly, then follows the schedule. Gradients add up in float32, and so is what is stepped:
+the weights themselves, or masters of weights in bfloat16 or of a GPU (`master_weights.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from agentevo.config import TrainerSection
-from agentevo.errors import TrainingError
+from agentevo.config import MemorySection, TrainerSection
+from agentevo.errors import CheckpointError, TrainingError
+from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import sum_gradients
 from agentevo.training.phases import phase
+from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
 
 
 class Grouped(Protocol):
@@ -45,30 +49,52 @@ def decay(schedule: str, done: float, min_ratio: float) -> float:
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float]
-) -> torch.optim.AdamW:
-    """AdamW over those parameters that are trained; weight decay on matrices only."""
+    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float], kind: str = "adamw"
+) -> torch.optim.Optimizer:
+    """AdamW over those parameters that are trained; weight decay on matrices only. kind: as MemorySection.optimizer."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=True)
+    filled = [g for g in groups if g["params"]]
+    return adamw_8bit(filled, lr, betas) if kind == "adamw_8bit" else torch.optim.AdamW(filled, lr=lr, betas=betas, fused=True)
 
 
 class Optimization:
-    """`begin`, then backward passes that add up, then `finish`: one optimizer step."""
+    """`begin`, then backward passes that add up, then `finish`: one optimizer step.
+
+    Nothing is made before the first `begin` (or the first state that is saved or loaded): until then others may change the weights.
+    """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], section: TrainerSection, *, learning_rate: float | None = None, key: str = "trainer"
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        section: TrainerSection,
+        *,
+        memory: MemorySection | None = None,
+        learning_rate: float | None = None,
+        key: str = "trainer",
     ) -> None:
         """`key`: the recipe's section with this learning rate, for messages."""
-        self.section, self.key = section, key
+        self.section, self.memory, self.key = section, memory or MemorySection(), key
         self.peak = section.learning_rate if learning_rate is None else learning_rate
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.optimizer = make_optimizer(self.parameters, self.peak, section.weight_decay, section.betas)
         self.steps = 0
         self.leave_out(0)
+
+    @cached_property
+    def masters(self) -> MasterWeights | None:
+        """None where the parameters themselves are stepped."""
+        offloads = self.memory.offload_optimizer
+        return MasterWeights(self.parameters, on_cpu=offloads) if offloads or needs_masters(self.parameters) else None
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        for parameter in self.parameters:
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+        stepped = self.parameters if self.masters is None else self.masters.masters
+        return make_optimizer(stepped, self.peak, self.section.weight_decay, self.section.betas, self.memory.optimizer)
 
     def leave_out(self, steps: int) -> None:
         """So many of the run's steps are none of this model's: its schedule is shorter by them."""
@@ -79,15 +105,22 @@ class Optimization:
         if lr is None:
             lr = learning_rate(self.section, self.steps, self.total_steps, self.peak)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.zero_grad(set_to_none=True)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._clear_gradients()
         return lr
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @phase("backward")
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the loss's gradient. Raises TrainingError, before any weight changes, if the loss is not finite."""
         if not torch.isfinite(loss):
-            self.optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients()
             raise TrainingError(
                 f"the loss is not finite, the weights were not changed: lower {self.key}.learning_rate, or check rewards and data"
             )
@@ -100,18 +133,35 @@ class Optimization:
         sum_gradients(self.parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.section.max_grad_norm))
         if not math.isfinite(norm):
-            self.optimizer.zero_grad(set_to_none=True)
+            self._clear_gradients()
             raise TrainingError(f"the gradient is not finite, the weights were not changed: lower {self.key}.learning_rate")
-        self.optimizer.step()
+        self._step()
         self.steps += 1
         return norm
 
+    def _step(self) -> None:
+        if self.masters is not None:
+            self.masters.take_gradients()
+        if self.memory.optimizer == "adamw_8bit":
+            step_8bit(self.optimizer)
+        else:
+            self.optimizer.step()
+        if self.masters is not None:
+            self.masters.give_weights()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        masters = None if self.masters is None else self.masters.state_dict()
+        return {"kind": self.memory.optimizer, "optimizer": self.optimizer.state_dict(), "masters": masters, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict."""
+        """The inverse of state_dict, for parameters that are loaded already. Raises CheckpointError for the state of another optimizer."""
+        if state["kind"] != self.memory.optimizer:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {state['kind']}, not {self.memory.optimizer}: resume with memory.optimizer={state['kind']}"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.masters is not None and state["masters"] is not None:
+            self.masters.load_state_dict(state["masters"])
         self.steps = state["steps"]
 
 

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.preference import preference_loss
-from agentevo.config import AlgorithmSection, TrainerSection
+from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.seeds import derive_seed
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.packing import PackedBatch
@@ -78,6 +78,7 @@ class PreferenceTrainer:
         temperature: float = 1.0,
         demonstrations: Demonstrations | None = None,
         data: PairData | None = None,
+        memory: MemorySection | None = None,
     ) -> None:
         """data: pairs to train on in place of those that trajectories make."""
         algorithm = section.preference()
@@ -85,7 +86,7 @@ class PreferenceTrainer:
             raise ValueError(f"algorithm.name={section.name} has no preference loss: choose dpo, say")
         self.model, self.section, self.algorithm_section, self.algorithm = model, trainer, section, algorithm
         self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
-        self.optimization = Optimization(model.parameters(), trainer)
+        self.optimization = Optimization(model.parameters(), trainer, memory=memory)
         self.flops = FlopCounter(model)
         self.reference: Reference | None = None
         self.steps = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.config import ProcessRewardSection, TrainerSection
+from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
 from agentevo.training.optimization import Optimization
 from agentevo.training.packing import PackedBatch
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches
@@ -24,11 +24,15 @@ from agentevo.types import Sample
 class ImplicitProcessReward:
     """See the module."""
 
-    def __init__(self, policy: PreTrainedModel, section: ProcessRewardSection, trainer: TrainerSection) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, section: ProcessRewardSection, trainer: TrainerSection, memory: MemorySection | None = None
+    ) -> None:
         self.section, self.trainer = section, trainer
         self.model = twin_of(policy)
         self.weights = trained_parameters(self.model)
-        self.optimization = Optimization(self.model.parameters(), trainer, learning_rate=section.learning_rate, key="process_reward")
+        self.optimization = Optimization(
+            self.model.parameters(), trainer, memory=memory, learning_rate=section.learning_rate, key="process_reward"
+        )
 
     def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
         """[M] of each token, given the reference's log-probs [M]."""

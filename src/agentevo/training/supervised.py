@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.config import ColdStartSection, SFTSection, TrainerSection
+from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
 from agentevo.models.chat import ChatFormat
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import summed
@@ -52,7 +52,9 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
 class SupervisedTrainer:
     """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the section, for messages."""
 
-    def __init__(self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft") -> None:
+    def __init__(
+        self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft", *, memory: MemorySection | None = None
+    ) -> None:
         self.model, self.section, self.total_steps = model, section, total_steps
         self.flops = FlopCounter(model)
         self.optimization = Optimization(
@@ -63,6 +65,7 @@ class SupervisedTrainer:
                 betas=section.betas,
                 max_grad_norm=section.max_grad_norm,
             ),
+            memory=memory,
             key=key,
         )
 
@@ -148,6 +151,7 @@ def train_supervised(
     section: ColdStartSection,
     trainer: TrainerSection,
     *,
+    memory: MemorySection | None = None,
     seed: int,
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
@@ -173,7 +177,7 @@ def train_supervised(
     for sample in samples:
         episodes.setdefault(sample.trajectory_id, []).append(sample)
     batches = plan_batches({name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed)
-    supervised = SupervisedTrainer(model, settings, len(batches), key="cold_start")
+    supervised = SupervisedTrainer(model, settings, len(batches), key="cold_start", memory=memory)
     losses: list[float] = []
     for batch in batches:
         if stop():

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
-from agentevo.config import AlgorithmSection, CriticSection, ProcessRewardSection, TrainerSection
+from agentevo.config import AlgorithmSection, CriticSection, MemorySection, ProcessRewardSection, TrainerSection
 from agentevo.training.critic import Critic
 from agentevo.training.objective import Objective
 from agentevo.training.optimization import Optimization, minibatches, over_updates
@@ -42,6 +42,7 @@ class Trainer:
         critic: CriticSection | None = None,
         process_reward: ProcessRewardSection | None = None,
         reward_model: TokenRewardModel | None = None,
+        memory: MemorySection | None = None,
     ) -> None:
         self.section, self.algorithm = trainer, algorithm
         self.critic_section = critic or CriticSection()
@@ -49,7 +50,8 @@ class Trainer:
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = Objective(algorithm)
         self.preparation = Preparation(algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging)
-        self.optimization = Optimization(model.parameters(), trainer)
+        self.memory = memory or MemorySection()
+        self.optimization = Optimization(model.parameters(), trainer, memory=self.memory)
         self.flops = FlopCounter(model)
         self.steps = 0
         self.kl: KLController = FixedKL(algorithm.kl_coef)
@@ -73,10 +75,10 @@ class Trainer:
         if self.algorithm.kl_coef > 0 or "process_rewards" in needs:
             self.roles.reference = Reference(self.model, self.algorithm)
         if "values" in needs:
-            self.roles.critic = Critic(self.model, self.critic_section, self.section)
+            self.roles.critic = Critic(self.model, self.critic_section, self.section, self.memory)
             self.optimization.leave_out(self.critic_section.pretrain_steps)
         if "process_rewards" in needs:
-            self.roles.process_reward = ImplicitProcessReward(self.model, self.process_section, self.section)
+            self.roles.process_reward = ImplicitProcessReward(self.model, self.process_section, self.section, self.memory)
 
     def prepare(self, trajectories: Sequence[Trajectory], baselines: Mapping[str, float] = MappingProxyType({})) -> Prepared:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the algorithm compares with it."""

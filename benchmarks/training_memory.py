@@ -1,0 +1,134 @@
+"""Peak memory of training steps, measured in a child process each, beside what `agentevo doctor` predicts.
+
+    python benchmarks/training_memory.py [--hidden 512 --layers 6 --vocabulary 16384 --length 1024 --samples 4]
+
+Measured is the peak of resident memory over two optimizer steps, above what is resident once the model is loaded. glibc is told to return
+freed blocks of 1 MiB and more at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with blocks of 32 MiB: so a small run shows what a
+large one takes. `--plain-malloc` leaves that out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+CASES: dict[str, dict[str, Any]] = {
+    "full fine-tuning": {},
+    "full, checkpointing=selective": {"checkpointing": "selective"},
+    "full, checkpointing=full": {"checkpointing": "full"},
+    "full, shorter micro-batches": {"parts": 4},
+    "LoRA rank 16": {"rank": 16},
+    "LoRA rank 16, checkpointing=full": {"rank": 16, "checkpointing": "full"},
+    "SFT": {"kind": "sft"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+"""Options of `measure` beside the sizes."""
+
+
+def measure(
+    *,
+    hidden: int,
+    layers: int,
+    vocabulary: int,
+    length: int,
+    samples: int,
+    kind: str = "rl",
+    checkpointing: str = "none",
+    parts: int = 1,
+    rank: int = 0,
+    dtype: str = "float32",
+    plain_malloc: bool = False,
+) -> tuple[float, float]:
+    """(predicted, measured) bytes, in a process of its own. parts: micro-batches per step."""
+    given = {key: value for key, value in locals().items() if key != "plain_malloc"}
+    environment = os.environ if plain_malloc else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(given)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"{given} failed:\n{done.stderr[-2000:]}")
+    predicted, measured = json.loads(done.stdout.splitlines()[-1])
+    return predicted, measured
+
+
+def _child(given: dict[str, Any]) -> tuple[float, float]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from agentevo.config import AlgorithmSection, LoraSection, MemorySection, SFTSection, TrainerSection
+    from agentevo.models.activations import keep_activations
+    from agentevo.models.adapters import add_adapter
+    from agentevo.models.attention import prepare
+    from agentevo.training.memory_estimate import Load, total, training_bytes
+    from agentevo.training.passes import micro_batches
+    from agentevo.training.supervised import SupervisedTrainer
+    from agentevo.training.trainer import Trainer
+    from agentevo.types import Sample
+    from memory import peak_bytes
+
+    def sample(number: int, length: int) -> Sample:
+        mask = [place >= length // 2 for place in range(length)]
+        return Sample(
+            trajectory_id=f"t{number}",
+            group_id=f"g{number}",
+            ids=[rng.randrange(2, given["vocabulary"]) for _ in range(length)],
+            loss_mask=mask,
+            logprobs=[-5.0 if m else 0.0 for m in mask],
+            versions=[0] * length,
+            advantages=[float(m) for m in mask],
+        )
+
+    torch.manual_seed(0)
+    rng, hidden = random.Random(0), given["hidden"]
+    shape: dict[str, Any] = {"intermediate_size": 8 * hidden // 3, "num_hidden_layers": given["layers"], "max_position_embeddings": 65536}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64 // 2}
+    config = LlamaConfig(hidden_size=hidden, vocab_size=given["vocabulary"], tie_word_embeddings=True, **heads, **shape)
+    model = LlamaForCausalLM(config).to(getattr(torch, given["dtype"])).eval()
+    if given["rank"]:
+        model = add_adapter(model, LoraSection(rank=given["rank"]), seed=0)
+    memory = MemorySection(checkpointing=given["checkpointing"])
+    model = keep_activations(prepare(model), memory)
+    most = given["length"] * given["samples"] // given["parts"]
+    items = [sample(number, given["length"]) for number in range(given["samples"])]
+    batches = [batch for _, batch in micro_batches(items, most, torch.device("cpu"))]
+    largest = max(batches, key=lambda batch: batch.num_distinct)
+    load = Load(largest.num_distinct, len(largest.logit_nodes), len(batches) == 1, on_cpu=True)
+    small = [sample(100, 32)]
+    trainer: Any
+    if given["kind"] == "sft":
+        trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=most), 10, memory=memory)
+    else:
+        trainer = Trainer(model, TrainerSection(micro_batch_tokens=most), AlgorithmSection(), memory=memory)
+    with torch.no_grad():  # libraries load and buffers of theirs appear at the first pass
+        for _, batch in micro_batches(small, 64, torch.device("cpu")):
+            batch.forward(model)
+    torch.autograd.backward(micro_batches(small, 64, torch.device("cpu"))[0][1].forward(model)[0].sum())
+    model.zero_grad(set_to_none=True)
+    return total(training_bytes(model, load, memory)), float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"hidden": 512, "layers": 6, "vocabulary": 16384, "length": 1024, "samples": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--plain-malloc", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    child = options.pop("child")
+    if child is not None:
+        print(json.dumps(_child(json.loads(child))))
+        return
+    print(f"{'':36} {'predicted':>10} {'measured':>10} {'off by':>8}   (MiB above the loaded model)")
+    for name, case in CASES.items():
+        predicted, measured = measure(**options, **case)
+        print(f"{name:36} {predicted / MIB:10.0f} {measured / MIB:10.0f} {predicted / measured - 1:+8.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

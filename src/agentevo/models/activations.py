@@ -1,0 +1,150 @@
+"""What decoder layers keep between forward and backward pass: everything, the dear part, or only their input; on the device or on the CPU.
+
+`keep_activations(model, section)` puts a `KeptLayer` in the place of each decoder layer's `forward`; modules, parameters and names stay.
+Passes without gradient go straight to what was there before. What is not kept is computed again in the backward pass, by the same
+operations on the same numbers and with the same random draws: the gradient is the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from agentevo.config import MemorySection
+from agentevo.errors import ModelError
+from agentevo.models.linear import PackedWeights
+
+DEAR_OPERATORS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "mkldnn::_linear_pointwise",
+)
+"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not batched products: those may be scores."""
+SMALLEST_OFFLOAD = 64 * 1024
+"""Bytes. Smaller tensors are not worth the trip."""
+
+
+class KeptLayer(PackedWeights):
+    """Stands in for the `forward` of one decoder layer."""
+
+    def __init__(self, layer: nn.Module, section: MemorySection) -> None:
+        self.layer, self.section = layer, section
+        self.inner: PackedWeights | None = vars(layer).get("forward")
+        """What stood in for it before (models/fused.py)."""
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer's own `forward`: hidden_states [1, T, H] first."""
+        if not torch.is_grad_enabled():
+            return self._forward(hidden_states, *args, **kwargs)
+        where = self._on_cpu(kwargs) if self.section.offload_activations else nullcontext()
+        with where:
+            if self.section.checkpointing == "none":
+                return self._forward(hidden_states, *args, **kwargs)
+            contexts = _selective_contexts if self.section.checkpointing == "selective" else noop_context_fn
+            return checkpoint(partial(self._forward, **kwargs), hidden_states, *args, use_reentrant=False, context_fn=contexts)
+
+    def drop(self) -> None:
+        """See PackedWeights.drop."""
+        if self.inner is not None:
+            self.inner.drop()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward: Callable[..., Any] = partial(type(self.layer).forward, self.layer) if self.inner is None else self.inner  # type: ignore
+        return forward(*args, **kwargs)
+
+    def _on_cpu(self, kwargs: dict[str, Any]) -> Any:
+        """Where this layer's parameters and what all layers share (rotations) stay on the device."""
+        return _saved_on_cpu([*self.layer.parameters(), *_tensors(kwargs)])
+
+
+def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
+    """As the section says, in place, on a model that `agentevo.models.attention.prepare` has prepared. Raises ModelError for a model
+    without decoder layers of transformers' kind."""
+    if section.checkpointing == "none" and not section.offload_activations:
+        return model
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no decoder layers that transformers can checkpoint: set memory.checkpointing=none and "
+            "memory.offload_activations=false"
+        )
+    for layer in layers:
+        layer.forward = KeptLayer(layer, section)
+    return model
+
+
+@cache
+def _dear() -> frozenset[Any]:
+    found = set()
+    for name in DEAR_OPERATORS:
+        space, _, operator = name.partition("::")
+        packet = getattr(getattr(torch.ops, space), operator, None)
+        if packet is not None:
+            found.add(packet)
+    return frozenset(found)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(operator, "overloadpacket", operator)
+    return CheckpointPolicy.MUST_SAVE if packet in _dear() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    """Those in nested dicts, lists and tuples."""
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, dict | list | tuple):
+        for one in found.values() if isinstance(found, dict) else found:
+            yield from _tensors(one)
+
+
+def _leaves_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+@contextmanager
+def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
+    """While it is open, what autograd saves lies in pinned CPU memory, each tensor once; but for `staying` and what is small.
+
+    Copies both ways run on the device's current stream, in order with the computation.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
+    moved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # holds the tensors, so that no address is given away again
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
+        place = tensor.untyped_storage().data_ptr()
+        if tensor.nbytes < SMALLEST_OFFLOAD or place in storages or not _leaves_device(tensor):
+            return None, tensor
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key not in moved:
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            moved[key] = tensor, copy.copy_(tensor, non_blocking=True)
+        return tensor.device, moved[key][1]
+
+    def unpack(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
+        device, tensor = packed
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    moved.clear()

@@ -1,0 +1,175 @@
+"""What decoder layers keep for the backward pass: less of it, the same gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import torch
+
+from agentevo.config import AlgorithmSection, CriticSection, LoraSection, MemorySection, TrainerSection
+from agentevo.errors import ModelError
+from agentevo.models import activations
+from agentevo.models.activations import keep_activations
+from agentevo.models.adapters import add_adapter, dropping_out
+from agentevo.models.attention import prepare
+from agentevo.training.packing import pack
+from agentevo.training.trainer import Trainer
+from agentevo.training.twin import twin_of
+
+SECTIONS = {
+    "selective": MemorySection(checkpointing="selective"),
+    "full": MemorySection(checkpointing="full"),
+    "offload": MemorySection(offload_activations=True),
+    "full-offload": MemorySection(checkpointing="full", offload_activations=True),
+}
+
+
+def batch_of(samples_of, length: int = 60):
+    prompt = [3 + k % 50 for k in range(length // 2)]
+    return pack(samples_of([[*prompt, *(5 + (7 * k + n) % 80 for k in range(length // 2))] for n in range(3)]), torch.device("cpu"))
+
+
+def run(model, batch, gradient) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    logp, entropy = batch.forward(model)
+    (logp.square().mean() + 0.1 * entropy.mean()).backward()
+    return logp.detach(), gradient(model)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes that autograd holds of each layer's own making, by storage."""
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+    sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
+
+
+@pytest.fixture
+def everything_leaves(monkeypatch):
+    """As if the model were on a GPU."""
+    moved = []
+
+    def leaves(tensor: torch.Tensor) -> bool:
+        moved.append(tensor)
+        return True
+
+    monkeypatch.setattr(activations, "_leaves_device", leaves)
+    monkeypatch.setattr(activations, "SMALLEST_OFFLOAD", 0)
+    return moved
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
+def test_log_probs_and_gradient_stay_the_same(name, kind, random_model, samples_of, gradient, everything_leaves):
+    plain = copy.deepcopy(random_model(name).model)
+    model = keep_activations(copy.deepcopy(plain), SECTIONS[kind])
+    batch = batch_of(samples_of)
+    (logp, expected), (other, found) = run(plain, batch, gradient), run(model, batch, gradient)
+    assert torch.equal(logp, other)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert bool(everything_leaves) == SECTIONS[kind].offload_activations
+    parameters = {p.data_ptr() for p in model.parameters()}
+    assert not any(tensor.data_ptr() in parameters for tensor in everything_leaves), "weights stay where they are"
+    assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_of, gradient):
+    base = copy.deepcopy(random_model("qwen2").alone)
+    plain = prepare(add_adapter(base, LoraSection(rank=4, dropout=0.5), seed=1))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    model = keep_activations(copy.deepcopy(plain), SECTIONS[kind])
+    batch, found = batch_of(samples_of), []
+    for one in (plain, model):
+        with dropping_out(one, seed=3):
+            found.append(run(one, batch, gradient)[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
+    assert not torch.equal(found[0], run(plain, batch, gradient)[1]), "it did drop out"
+
+
+def test_less_is_kept(random_model, samples_of):
+    plain = random_model("llama").model
+    batch, kept = batch_of(samples_of, 400), {}
+    for kind in ("none", "selective", "full"):
+        model = keep_activations(copy.deepcopy(plain), MemorySection(checkpointing=kind))
+        calls = count_products(model, batch)
+        with counted_bytes() as sizes:
+            logp, _ = batch.forward(model)
+        kept[kind] = sizes[0], calls
+        logp.sum().backward()
+    assert kept["full"][0] < kept["none"][0] / 4
+    assert kept["full"][1] > kept["selective"][1] == kept["none"][1], "selective makes no product twice, full makes those of layers twice"
+
+
+def count_products(model, batch) -> int:
+    """Matrix products of the forward and backward pass that are really computed."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counter.count += func.overloadpacket in activations._dear()
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        logp, _ = batch.forward(model)
+        logp.sum().backward()
+    model.zero_grad()
+    return Counter.count
+
+
+def test_passes_without_gradient_stay_fused_and_twins_keep_what_they_were_given(random_model, samples_of, gradient):
+    plain = copy.deepcopy(random_model("llama").model)
+    model = keep_activations(copy.deepcopy(plain), SECTIONS["full"])
+    batch = batch_of(samples_of)
+    with torch.no_grad():
+        assert torch.equal(batch.forward(model)[0], batch.forward(plain)[0])
+        forward = vars(model.model.layers[0])["forward"]
+        packed = getattr(forward.inner, "packed", None)
+        forward.drop()
+        assert packed is None or forward.inner.packed is None, "what publishing drops is found behind it"
+    twin = twin_of(model)
+    assert vars(twin.model.layers[0])["forward"].layer is twin.model.layers[0]
+    with torch.no_grad():
+        next(iter(twin.model.layers[0].parameters())).mul_(1.5)
+    assert not torch.equal(run(twin, batch, gradient)[0], run(model, batch, gradient)[0])
+
+
+def test_a_model_without_decoder_layers_is_refused():
+    model = torch.nn.Linear(2, 2)
+    assert keep_activations(model, MemorySection()) is model
+    with pytest.raises(ModelError, match=r"memory\.checkpointing=none"):
+        keep_activations(model, SECTIONS["full"])
+
+
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_policy_and_critic_learn_the_same(trunk, random_model, samples_of):
+    samples = []
+    for one in samples_of([[3 + (5 * n + k) % 90 for k in range(20)] for n in range(6)]):
+        values = [0.1 * k for k in range(sum(one.loss_mask))]
+        samples.append(msgspec.structs.replace(one, columns={"returns": values, "values": [0.0] * len(values)}))
+    found = []
+    for kind in ("none", "selective", "full"):
+        model = keep_activations(copy.deepcopy(random_model("qwen2").model), MemorySection(checkpointing=kind))
+        trainer = Trainer(model, TrainerSection(warmup_steps=0), AlgorithmSection(name="ppo"), critic=CriticSection(trunk=trunk))
+        trainer.begin()
+        found.append(trainer.step(samples))
+    assert found[0]["critic/grad_norm"] > 0
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], rel=1e-4, abs=1e-6)
