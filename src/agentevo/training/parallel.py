@@ -59,7 +59,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     for parameter, count in zip(parameters, used.tolist(), strict=True):
         if count:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             waiting.append(distributed.all_reduce(parameter.grad, async_op=True))
     for work in waiting:
         work.wait()

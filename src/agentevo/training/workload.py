@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from agentevo.models.flops import Work, model_flops, work_of_depths, work_of_sequences
 from agentevo.training.packing import PackedBatch
+from agentevo.training.parallel import num_ranks, rank, summed
 from agentevo.types import Sample
 
 DISTINCT, LOGICAL = "trainer/distinct_flops", "trainer/logical_flops"
@@ -31,13 +32,14 @@ class FlopCounter:
         self._found[DISTINCT] += self.of_model.forward(self._distinct(batch))
 
     def stood_for(self, samples: Sequence[Sample]) -> None:
-        """See `computed`; samples may be those of several batches."""
-        self._found[LOGICAL] += self.of_model.forward(self._logical(samples))
+        """See `computed`; samples may be those of several batches, and are those of all ranks."""
+        if rank() == 0:
+            self._found[LOGICAL] += self.of_model.forward(self._logical(samples))
 
     def take(self) -> dict[str, float]:
-        """The metrics, and begins anew."""
+        """The metrics, over all ranks, and begins anew."""
         found, self._found = self._found, {DISTINCT: 0.0, LOGICAL: 0.0}
-        return found
+        return summed(found)
 
     def _distinct(self, batch: PackedBatch) -> Work:
         return work_of_depths(batch.position_ids, len(batch.logit_nodes), self.of_model.windows)
@@ -47,7 +49,8 @@ class FlopCounter:
 
 
 def speed_metrics(trained: Mapping[str, float], seconds: float, peak_flops_per_s: float) -> dict[str, float]:
-    """Of the update, which took `seconds`: tokens per second and MFU, as computed and as stood for. Nothing where nothing was trained."""
+    """Of the update, which took `seconds`: tokens per second and MFU, as computed and as stood for. Nothing where nothing was trained.
+    Every rank has a device with that peak."""
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics
@@ -55,5 +58,5 @@ def speed_metrics(trained: Mapping[str, float], seconds: float, peak_flops_per_s
         if f"trainer/{name}_tokens" in trained:
             metrics[f"perf/tokens_per_s_{name}"] = trained[f"trainer/{name}_tokens"] / seconds
         if flops in trained:
-            metrics[mfu] = trained[flops] / seconds / peak_flops_per_s
+            metrics[mfu] = trained[flops] / seconds / (peak_flops_per_s * num_ranks())
     return metrics
