@@ -265,14 +265,21 @@ def _check(target: str, overrides: list[str]) -> list[Verdict]:
     from agentevo.config import load_config
     from agentevo.run_folder import is_run_folder, run_config
 
-    of_run = is_run_folder(Path(target))
-    config = run_config(Path(target), overrides) if of_run else load_config(target, overrides)
-    if not of_run:
-        _warn_of_kept_keys(target, overrides)
-    from agentevo.orchestration.doctor import check_recipe
-    from agentevo.orchestration.run import Run
+    if is_run_folder(Path(target)):
+        from agentevo.orchestration.doctor import check_recipe
+        from agentevo.orchestration.run import Run
 
-    return check_recipe(config, Run(config).checkpoint_path("last") if of_run else None)
+        config = run_config(Path(target), overrides)
+        return check_recipe(config, Run(config).checkpoint_path("last"))
+    _warn_of_kept_keys(target, overrides)
+    config = load_config(target, overrides, needs_environment=False)
+    if config.data.taught:
+        from agentevo.orchestration.sft_doctor import check_sft_recipe
+
+        return check_sft_recipe(config)
+    from agentevo.orchestration.doctor import check_recipe
+
+    return check_recipe(load_config(target, overrides))
 
 
 def _check_installation() -> list[Verdict]:

@@ -46,6 +46,15 @@ def test_the_prediction_is_right_within_15_percent(case, benchmark):
     assert predicted == pytest.approx(measured, rel=0.15), f"{predicted / 2**20:.0f} MiB predicted, {measured / 2**20:.0f} measured"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_long_context_takes_memory_in_proportion_to_its_length(benchmark):
+    """One sequence of 8K and one of 16K tokens: neither attention nor the output layer makes anything that grows with the square."""
+    sizes = {"hidden": 128, "layers": 2, "vocabulary": 4096, "samples": 1, "checkpointing": "full"}
+    (_, short), (predicted, long) = (benchmark.measure(**sizes, length=length) for length in (8192, 16384))
+    assert 1.7 < long / short < 2.2
+    assert predicted == pytest.approx(long, rel=0.15)
+
+
 def test_activations_by_hand(random_model):
     """A Llama layer of width 32 (query 32, key 16, 4 heads) with 48 inner units, in float32: what its backward pass needs."""
     model = random_model("llama").alone

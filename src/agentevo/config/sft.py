@@ -49,6 +49,11 @@ class ConversationKeys(pydantic.BaseModel):
     per_task: int = Field(default=1, ge=1)
     """Most such attempts at one task, those with the highest reward first."""
 
+    @property
+    def taught(self) -> bool:
+        """Whether there are conversations to learn from."""
+        return bool(self.train or self.demonstrations or self.best_of)
+
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _one_source_is_a_list(cls, value: object) -> object:
@@ -88,7 +93,7 @@ class SFTSection(Section):
 def check_sft(config: RunConfig) -> None:
     """Raises ConfigError for a recipe that gives nothing to train on, or contradicts itself."""
     data = config.data
-    if not (data.train or data.demonstrations or data.best_of):
+    if not data.taught:
         raise ConfigError(
             "data: says nothing to train on: give data.train (files or datasets), data.demonstrations (episodes of the environment's "
             "solver) or data.best_of (folder of a run)"

@@ -183,6 +183,21 @@ def _memory_advice(needed: float, available: float, turned: Mapping[str, float])
     return f"one change is not enough: {several}; {last}" if several else last
 
 
+def judge_rows(num_rows: int, num_bad: int) -> Verdict:
+    """Conversations that `agentevo sft` would read, and those of them that it would leave out."""
+    finding = f"{num_rows - num_bad} of {num_rows} conversations are trained on or held out"
+    if not num_bad:
+        return Verdict("rows", "good", finding)
+    advice = "the lines above say which are left out, and why; `agentevo sft` writes all of them to bad_rows.jsonl"
+    return Verdict("rows", "warning", finding, advice)
+
+
+def judge_lengths(lengths: Sequence[int], context_length: int) -> Verdict:
+    """`lengths`: tokens of every sequence that is used."""
+    finding = f"sequences of {min(lengths)} to {max(lengths)} tokens, {statistics.fmean(lengths):.0f} on average; "
+    return Verdict("lengths", "good", finding + f"the model reads {context_length}")
+
+
 def before_cold_start(verdict: Verdict) -> Verdict:
     """How an untrained policy plays says little where the recipe teaches it the basics before RL."""
     if verdict.status == "good":

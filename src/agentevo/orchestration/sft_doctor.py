@@ -1,0 +1,75 @@
+"""`agentevo doctor` on a recipe for `agentevo sft`: reads and encodes its conversations as training would, and judges rows and memory."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from agentevo.config import MemorySection, RunConfig
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import LoadedModel
+from agentevo.observability import LiveView
+from agentevo.orchestration import verdicts
+from agentevo.orchestration.components import check_memory, load_policy
+from agentevo.orchestration.sft_data import SFTData, check_sft_data, load_sft_data
+from agentevo.orchestration.verdicts import Verdict
+from agentevo.seeds import derive_seed
+from agentevo.training.memory_estimate import Load, total, training_bytes
+from agentevo.training.partition import split_by_tokens
+from agentevo.training.supervised import plan_batches
+from agentevo.training.tree import build_tree
+from agentevo.types import Sample
+
+LARGEST_BATCHES = 8
+"""Batches that are laid out to find the one that takes most memory: those with most tokens."""
+
+
+def check_sft_recipe(config: RunConfig) -> list[Verdict]:
+    """Nothing is created. Raises like `sft` for data that can't be read and a model that can't be loaded."""
+    check_sft_data(config)
+    check_memory(config)
+    loaded = load_policy(config, None)
+    chat = None if config.environment is None else ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    context = int(getattr(loaded.model.config, "max_position_embeddings", 1 << 30))
+    data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
+    lengths = [len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows]
+    return [
+        verdicts.judge_rows(sum(report.rows for report in data.reports), sum(len(report.bad) for report in data.reports)),
+        verdicts.judge_lengths(lengths, context),
+        _judge_memory(config, loaded, data),
+    ]
+
+
+def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Verdict:
+    batches = plan_batches(data.sizes(), config.sft, derive_seed(config.run.seed, "sft-order"))
+    sizes = data.sizes()
+    largest = sorted(batches, key=lambda names: sum(sizes[name] for name in names), reverse=True)[:LARGEST_BATCHES]
+    samples = [data.batch(names) for names in largest]
+    on_gpu = loaded.model.device.type == "cuda"
+
+    def needs(micro_batch_tokens: int, memory: MemorySection) -> dict[str, float]:
+        loads = [_load(batch, micro_batch_tokens, config.sft.prefix_merging, not on_gpu) for batch in samples]
+        return max((training_bytes(loaded.model, load, memory) for load in loads), key=total)
+
+    tokens, memory = config.sft.micro_batch_tokens, config.memory
+    turned = {}
+    for fewer in (size for size in (tokens // 2, tokens // 4, tokens // 8) if size >= 1024):
+        turned[f"sft.micro_batch_tokens={fewer}"] = total(needs(fewer, memory))
+    for mode in ("selective", "full"):
+        if mode != memory.checkpointing and not memory.offload_activations:
+            changed = memory.model_copy(update={"checkpointing": mode})
+            turned[f"memory.checkpointing={mode}"] = total(needs(tokens, changed))
+    if memory.optimizer == "adamw":
+        turned["memory.optimizer=adamw_8bit"] = total(needs(tokens, memory.model_copy(update={"optimizer": "adamw_8bit"})))
+    available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
+    return verdicts.judge_memory(needs(tokens, memory), float(available), turned)
+
+
+def _load(batch: list[Sample], micro_batch_tokens: int, merge: bool, on_cpu: bool) -> Load:
+    """Of the largest micro-batch."""
+    split = split_by_tokens([s.ids for s in batch], micro_batch_tokens, merge=merge)
+    found = []
+    for part in split:
+        nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
+        found.append(Load(nodes, min(nodes, sum(sum(batch[i].loss_mask) for i in part)), len(split) == 1, on_cpu))
+    return max(found, key=lambda load: load.tokens)
