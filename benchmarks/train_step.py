@@ -30,7 +30,7 @@ from grpo_rows import Row, long_rows, samples_of, shared_rows, unshared_rows
 from ours import load
 
 LEARNING_RATE = 1e-6
-MICRO_BATCHES = (1, 2, 8)
+MICRO_BATCHES = (1, 4)
 """Rows in one forward pass that TRL is tried with."""
 ROWS: dict[str, Callable[[PreTrainedModel], list[Row]]] = {"shared": shared_rows, "unshared": unshared_rows}
 LOSS_TOLERANCE = 1e-4
