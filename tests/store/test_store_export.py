@@ -13,7 +13,7 @@ import pytest
 
 from agentevo.errors import StoreError
 from agentevo.store import StoredTrajectory, export_jsonl, open_store
-from agentevo.store.sqlite import SQLiteStore
+from agentevo.store.streams import Streaming
 from agentevo.types import Message, Trajectory
 
 Make = Callable[..., Trajectory]
@@ -72,14 +72,14 @@ def test_an_export_that_breaks_leaves_the_old_file(
     path = tmp_path / "exports" / name
     asyncio.run(export(url, path))
     before = path.read_bytes()
-    whole = SQLiteStore.trajectories
+    whole = Streaming.trajectories
 
-    async def breaking(self: SQLiteStore, **filters: object) -> AsyncIterator[StoredTrajectory]:
+    async def breaking(self: Streaming, **filters: object) -> AsyncIterator[StoredTrajectory]:
         async for stored in whole(self, **filters):  # type: ignore[arg-type]
             yield stored
             raise StoreError("the database went away")
 
-    monkeypatch.setattr(SQLiteStore, "trajectories", breaking)
+    monkeypatch.setattr(Streaming, "trajectories", breaking)
     with pytest.raises(StoreError, match="went away"):
         asyncio.run(export(url, path))
     assert path.read_bytes() == before
@@ -87,9 +87,10 @@ def test_an_export_that_breaks_leaves_the_old_file(
 
 
 def test_bad_targets_are_refused(url: str, filled: list[Trajectory], tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
     for path, message in [
         (tmp_path / "out.csv", "must end in .jsonl"),
-        (Path(url.removeprefix("sqlite:///")) / "x.jsonl", "can't export to"),
+        (tmp_path / "a file" / "x.jsonl", "can't export to"),
     ]:
         with pytest.raises(StoreError, match=message):
             asyncio.run(export(url, path))

@@ -22,6 +22,8 @@ from agentevo.types import Trajectory
 Make = Callable[..., Trajectory]
 Start = Callable[..., "Popen[str]"]
 
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
+
 PROGRAM = """
 import asyncio, os, signal, sys
 from agentevo.store import open_store
@@ -120,9 +122,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     refuses(f"sqlite:///{path}", "torn.sqlite")
 
 
-def test_the_settings_hold_on_every_connection(url: str) -> None:
+def test_the_settings_hold_on_every_connection(sqlite_url: str) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
 
             async def settings() -> list[object]:
                 async with store._transaction("test") as connection:
@@ -135,11 +137,11 @@ def test_the_settings_hold_on_every_connection(url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_every_query_uses_an_index(url: str, make_trajectory: Make) -> None:
+def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> None:
     seen: list[tuple[str, object]] = []
 
     async def scenario() -> list[str]:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
 
             @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
@@ -184,19 +186,19 @@ def test_every_query_uses_an_index(url: str, make_trajectory: Make) -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_many_processes_may_open_a_new_store_at_once(url: str, start_script: Start) -> None:
+def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_script: Start) -> None:
     body = "await store.write_trajectories([trajectory(sys.argv[2])], split='train', step=1)\nawait store.close()"
-    processes = [start_script(program(body), url, f"p{i}") for i in range(4)]
+    processes = [start_script(program(body), sqlite_url, f"p{i}") for i in range(4)]
     assert [process.wait(200) for process in processes] == [0] * 4
 
     async def scenario() -> None:
-        async with await open_store(url, create=False) as store:
+        async with await open_store(sqlite_url, create=False) as store:
             assert {summary.id for summary in await store.summaries()} == {"p0", "p1", "p2", "p3"}
 
     asyncio.run(scenario())
 
 
-def test_readers_in_another_process_see_whole_batches_while_one_writes(url: str, start_script: Start) -> None:
+def test_readers_in_another_process_see_whole_batches_while_one_writes(sqlite_url: str, start_script: Start) -> None:
     body = """
 print("open", flush=True)
 for batch in range(20):
@@ -206,10 +208,10 @@ sys.stdin.read()
 """
 
     async def scenario() -> None:
-        writer = start_script(program(body), url)
+        writer = start_script(program(body), sqlite_url)
         assert writer.stdout is not None and writer.stdout.readline() == "open\n"
         sizes = set()
-        async with await open_store(url, timeout_s=20) as store:
+        async with await open_store(sqlite_url, timeout_s=20) as store:
             while (count := (await store.counts())["trajectories/train/ready"]) < 1000:
                 assert count == len(await store.summaries(limit=count)), "what was counted can be read"
                 sizes.add(count)
@@ -222,7 +224,7 @@ sys.stdin.read()
     asyncio.run(scenario())
 
 
-def test_a_crash_between_reserve_and_commit_can_be_released(url: str, start_script: Start) -> None:
+def test_a_crash_between_reserve_and_commit_can_be_released(sqlite_url: str, start_script: Start) -> None:
     body = """
 await store.write_trajectories([trajectory(name) for name in "abc"], split="train", step=1)
 await store.reserve(["a"], 1)
@@ -230,10 +232,10 @@ await store.commit_step(1, {"loss": 1.0})
 await store.reserve(["b", "c"], 2)
 die()
 """
-    assert start_script(program(body), url).wait(200) == -signal.SIGKILL
+    assert start_script(program(body), sqlite_url).wait(200) == -signal.SIGKILL
 
     async def scenario() -> None:
-        async with await open_store(url, create=False) as store:
+        async with await open_store(sqlite_url, create=False) as store:
             assert [(s.state, s.trained_step) for s in await store.summaries()] == [("committed", 1), ("reserved", 2), ("reserved", 2)]
             assert await store.release() == 2
             await store.reserve(["b", "c"], 2)
@@ -243,7 +245,7 @@ die()
     asyncio.run(scenario())
 
 
-def test_a_crash_inside_the_commit_leaves_no_half_step(url: str, start_script: Start) -> None:
+def test_a_crash_inside_the_commit_leaves_no_half_step(sqlite_url: str, start_script: Start) -> None:
     body = """
 from sqlalchemy import event
 await store.write_trajectories([trajectory("a")], split="train", step=1)
@@ -254,17 +256,17 @@ def strike(connection, cursor, statement, *rest):
         die()
 await store.commit_step(1, {})
 """
-    assert start_script(program(body), url).wait(200) == -signal.SIGKILL
+    assert start_script(program(body), sqlite_url).wait(200) == -signal.SIGKILL
 
     async def scenario() -> None:
-        async with await open_store(url) as store:
+        async with await open_store(sqlite_url) as store:
             assert await store.steps() == []
             assert [(s.state, s.trained_step) for s in await store.summaries()] == [("reserved", 1)]
 
     asyncio.run(scenario())
 
 
-def test_kills_at_random_moments_never_tear_the_ledger(url: str, start_script: Start) -> None:
+def test_kills_at_random_moments_never_tear_the_ledger(sqlite_url: str, start_script: Start) -> None:
     body = """
 last = await store.last_step()
 first = last.step + 1 if last else 1
@@ -279,7 +281,7 @@ for step in range(first, 100000):
 """
     rng = random.Random(0)
     for _ in range(4):
-        process = start_script(program(body), url)
+        process = start_script(program(body), sqlite_url)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         for _ in range(rng.randrange(1, 6)):
             assert process.stdout.readline()
@@ -288,7 +290,7 @@ for step in range(first, 100000):
         process.wait()
 
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
             steps = await store.steps()
             assert [step.step for step in steps] == list(range(1, len(steps) + 1))
             for step in steps:
@@ -301,10 +303,10 @@ for step in range(first, 100000):
     asyncio.run(scenario())
 
 
-def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, make_trajectory: Make) -> None:
+def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await open_store(url, timeout_s=3) as store:
-            holder = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+        async with await open_store(sqlite_url, timeout_s=3) as store:
+            holder = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
             holder.execute("BEGIN IMMEDIATE")
             start = time.monotonic()
             writes = [store.write_trajectories([make_trajectory(name)], split="train", step=1) for name in "abc"]
@@ -320,22 +322,21 @@ def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, ma
     asyncio.run(scenario())
 
 
-def test_a_query_that_runs_too_long_is_given_up(url: str, make_trajectory: Make) -> None:
+def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url, timeout_s=3) as store:
+        async with await SQLiteStore.open(sqlite_url, timeout_s=3) as store:
             start = time.monotonic()
             with pytest.raises(DeadlineExceededError, match="endless: no answer"):
-                async with store._transaction("endless", write=True) as connection:
-                    await connection.exec_driver_sql("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n")
+                await store._run("endless", lambda connection: connection.exec_driver_sql(ENDLESS), write=True)
             assert time.monotonic() - start < 30
             assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
 
     asyncio.run(scenario())
 
 
-def test_a_cancelled_write_is_rolled_back(url: str, make_trajectory: Make) -> None:
+def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
 
             async def slow() -> None:
                 async with store._transaction("slow", write=True) as connection:
@@ -355,9 +356,9 @@ def test_a_cancelled_write_is_rolled_back(url: str, make_trajectory: Make) -> No
     asyncio.run(scenario())
 
 
-def test_a_full_disk_refuses_the_write_and_keeps_the_rest(url: str, make_trajectory: Make) -> None:
+def test_a_full_disk_refuses_the_write_and_keeps_the_rest(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
 
             @event.listens_for(store._engine.sync_engine, "begin")

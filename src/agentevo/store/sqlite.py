@@ -4,7 +4,7 @@ Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every proc
 never tears one. Readers see a snapshot and never wait for the writer. Writers queue: inside a process at a lock, between processes at
 SQLite's, which each takes at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
-Every call has one deadline for its whole work. The file is ours if it carries our `application_id`; `user_version` is the schema's version.
+The file is ours if it carries our `application_id`; `user_version` is the schema's version.
 """
 
 from __future__ import annotations
@@ -12,38 +12,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self
 
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentevo.errors import DeadlineExceededError, StoreError
-from agentevo.store import facts, ledger
-from agentevo.store.codec import JSON, encode_task, encode_trajectories
-from agentevo.store.store import (
-    Lease,
-    Split,
-    StepRecord,
-    StoredTrajectory,
-    TrajectoryFilter,
-    TrajectorySummary,
-    checked_filters,
-    stores,
-)
+from agentevo.errors import StoreError
+from agentevo.store.clock import Clock, MachineClock, Now
+from agentevo.store.migrations import MIGRATIONS
+from agentevo.store.sql import Lock, SQLStore
+from agentevo.store.store import RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
-from agentevo.types import Task, Trajectory
 
 APPLICATION_ID = 0x41676576  # "Agev"
-PAGE = 64
-"""Trajectories read with one query while streaming."""
 
 _SETTINGS = ("page_size=16384", "foreign_keys=ON", "synchronous=NORMAL", "wal_autocheckpoint=1000", "journal_size_limit=67108864")
 """Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk write: a turn's blobs are kilobytes."""
@@ -54,29 +42,30 @@ _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
 
 
-class SQLiteStore:
+class SQLiteStore(SQLStore):
     """See `Store` for what the methods promise; make one with `SQLiteStore.open` or `open_store`."""
 
-    def __init__(self, path: Path, engine: AsyncEngine, *, timeout_s: float, clock: Callable[[], float] = time.time) -> None:
-        """`engine` comes from `_engine`, and the file has been checked; `clock` gives Unix time in seconds."""
+    def __init__(self, path: Path, engine: AsyncEngine, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+        """`engine` comes from `_engine`, and the file has been checked."""
+        super().__init__(str(path), engine, timeout_s=timeout_s, retries=retries, clock=clock or MachineClock())
         self.path = path
-        self._engine = engine
-        self._timeout_s = timeout_s
-        self._clock = clock
         self._writer = asyncio.Lock()
 
     @classmethod
-    async def open(cls, url: str, *, timeout_s: float = 60.0, create: bool = True) -> Self:
+    async def open(
+        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+    ) -> Self:
         """Opens `sqlite:///PATH`. Makes the file and its folder if need be, unless `create` is false.
 
-        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer schema; such a file is left as it was.
+        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer schema; such a file is left as it was. One
+        of an older schema is migrated.
         """
         path = _path_of(url)
         _check_file(path, create=create)
         engine = _engine(path, timeout_s)
-        store = cls(path, engine, timeout_s=timeout_s)
+        store = cls(path, engine, timeout_s=timeout_s, retries=retries, clock=clock)
         try:
-            async with store._transaction("open", write=True) as connection:
+            async with store._deadline("open"), store._transaction("open", write=True) as connection:
                 await _check_or_make_schema(connection, path, create=create)
             await store._use_write_ahead_log()
         except BaseException:
@@ -84,146 +73,46 @@ class SQLiteStore:
             raise
         return store
 
-    async def close(self) -> None:
-        async with self._deadline("close"):
-            await self._engine.dispose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
-
     @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
-        """The one place where the database's failures become ours."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except TimeoutError as error:
-            raise self._too_late(what) from error
-        except DBAPIError as error:
-            if any(word in str(error.orig) for word in ("locked", "busy", "interrupted")):
-                raise self._too_late(what) from error
-            raise StoreError(f"store {self.path}: {what}: {error.orig}") from error
-
-    def _too_late(self, what: str) -> DeadlineExceededError:
-        return DeadlineExceededError(
-            f"store {self.path}: {what}: no answer within {self._timeout_s:g} s; another process may hold the write lock, or the disk "
-            "is slow: calling again is harmless"
-        )
-
-    @asynccontextmanager
-    async def _transaction(self, what: str, *, write: bool = False) -> AsyncIterator[AsyncConnection]:
+    async def _transaction(self, what: str, *, write: bool = False, lock: Lock = "worker") -> AsyncIterator[AsyncConnection]:
         engine = self._engine.execution_options(write=write)
-        async with self._deadline(what), self._writer if write else nullcontext(), engine.begin() as connection:
+        async with self._writer if write else nullcontext(), engine.begin() as connection:
             yield connection
+
+    async def _now(self, connection: AsyncConnection) -> Now:
+        return (self._clock or MachineClock()).now()
+
+    def _is_late(self, error: BaseException) -> bool:
+        return any(word in str(getattr(error, "orig", error)) for word in ("locked", "busy", "interrupted"))
+
+    def _is_passing(self, error: BaseException) -> bool:
+        return False  # SQLite itself waits for its lock until shortly before the deadline
 
     async def _use_write_ahead_log(self) -> None:
         """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that open one together, the losers retry."""
-        engine = self._engine.execution_options(autocommit=True)
         async with self._deadline("switch to a write-ahead log"):
             while True:
                 try:
-                    async with engine.connect() as connection:
-                        await connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+                    await self._alone("PRAGMA journal_mode=WAL")
                     return
                 except OperationalError as error:
                     if "locked" not in str(error.orig):
                         raise
                 await asyncio.sleep(_PAUSE_S)
 
-    async def add_tasks(self, tasks: Iterable[Task]) -> int:
-        encoded = [encode_task(task) for task in tasks]
-        async with self._transaction("add_tasks", write=True) as connection:
-            return await facts.insert_tasks(connection, encoded)
+    async def _alone(self, statement: str) -> None:
+        """Outside any transaction."""
+        async with self._engine.execution_options(autocommit=True).connect() as connection:
+            await connection.exec_driver_sql(statement)
 
-    async def task(self, task_id: str) -> Task:
-        async with self._transaction("task") as connection:
-            return await facts.read_task(connection, task_id)
+    async def size_bytes(self) -> int:
+        files = [self.path, *(self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))]
+        return sum(file.stat().st_size for file in files if file.exists())
 
-    async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
-        async with self._transaction("lease_task", write=True) as connection:
-            return await ledger.lease_task(connection, worker, now=self._clock(), lease_s=lease_s)
-
-    async def complete_task(self, lease: Lease) -> None:
-        async with self._transaction("complete_task", write=True) as connection:
-            await ledger.finish_task(connection, lease, error=None)
-
-    async def fail_task(self, lease: Lease, error: str) -> None:
-        async with self._transaction("fail_task", write=True) as connection:
-            await ledger.finish_task(connection, lease, error=error)
-
-    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
-        encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
-        async with self._transaction("write_trajectories", write=True) as connection:
-            if lease is not None:
-                await ledger.finish_task(connection, lease, error=None)
-            return await facts.insert_trajectories(connection, encoded, self._clock())
-
-    async def reserve(self, ids: Iterable[str], step: int) -> int:
-        async with self._transaction("reserve", write=True) as connection:
-            return await ledger.reserve(connection, ids, step)
-
-    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
-        try:
-            text = JSON.encode(record).decode()
-        except (TypeError, ValueError) as error:
-            raise StoreError(f"the record of step {step} can't be stored: {error}; use plain JSON values") from error
-        async with self._transaction("commit_step", write=True) as connection:
-            return await ledger.commit_step(connection, step, text, ids=ids, now=self._clock())
-
-    async def release(self, step: int | None = None) -> int:
-        async with self._transaction("release", write=True) as connection:
-            return await ledger.release(connection, step)
-
-    async def drop(self, ids: Iterable[str], reason: str) -> int:
-        async with self._transaction("drop", write=True) as connection:
-            return await ledger.drop(connection, ids, reason)
-
-    async def rewind(self, step: int) -> int:
-        async with self._transaction("rewind", write=True) as connection:
-            return await ledger.rewind(connection, step)
-
-    async def trajectory(self, trajectory_id: str) -> Trajectory:
-        async with self._transaction("trajectory") as connection:
-            page = await facts.read_page(connection, {"id": trajectory_id}, seqs=None, limit=1, newest_first=False)
-        if not page:
-            raise StoreError(f"no trajectory {trajectory_id!r} in {self.path}")
-        return page[0][1].trajectory
-
-    async def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
-        properties, left, newest_first = checked_filters(filters)
-        async with self._transaction("trajectories") as connection:
-            seqs = range(1, await facts.newest_seq(connection) + 1)
-        while seqs and left != 0:
-            size = PAGE if left is None else min(PAGE, left)
-            async with self._transaction("trajectories") as connection:
-                page = await facts.read_page(connection, properties, seqs=seqs, limit=size, newest_first=newest_first)
-            for _, stored in page:
-                yield stored
-            if len(page) < size:
-                return
-            last = page[-1][0]
-            seqs = range(seqs.start, last) if newest_first else range(last + 1, seqs.stop)
-            left = None if left is None else left - len(page)
-
-    async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]:
-        properties, limit, newest_first = checked_filters(filters)
-        async with self._transaction("summaries") as connection:
-            return await facts.read_summaries(connection, properties, limit=limit, newest_first=newest_first)
-
-    async def steps(self) -> list[StepRecord]:
-        async with self._transaction("steps") as connection:
-            return await ledger.read_steps(connection, last_only=False)
-
-    async def last_step(self) -> StepRecord | None:
-        async with self._transaction("last_step") as connection:
-            return next(iter(await ledger.read_steps(connection, last_only=True)), None)
-
-    async def counts(self) -> dict[str, int]:
-        async with self._transaction("counts") as connection:
-            return await facts.count(connection)
+    async def _vacuum(self) -> None:
+        async with self._writer:
+            await self._alone("VACUUM")
+            await self._alone("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _path_of(url: str) -> Path:
@@ -288,6 +177,10 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
                 f"{path} has the schema {version} of a newer AgentEvo, this one knows up to {SCHEMA_VERSION}: upgrade with "
                 "pip install -U agentevo; the file was left as it is"
             )
+        for old in range(version, SCHEMA_VERSION):
+            await MIGRATIONS[old](connection)
+        if version < SCHEMA_VERSION:
+            await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
     if application or version or not empty or not create:
         raise StoreError(f"{path} is a SQLite database but not an AgentEvo store: give another path; the file was left as it is")
