@@ -14,7 +14,8 @@ from pathlib import Path
 MONGODB_PROGRAM = """
 import sys, time
 from secantus import SecantusDBServer
-server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None)
+# A transaction whose client was killed is in everybody's way until it is given up: after 5 seconds, and not 60, that tests need not wait.
+server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None, transaction_lifetime_seconds=5.0)
 server.start()
 print(server.uri, flush=True)
 sys.stdin.read()

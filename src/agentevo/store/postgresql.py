@@ -36,6 +36,7 @@ POOL_SIZE = 8
 _PASSING = ("08", "40001", "40P01", "23505", "53300", "55P03", "57P0")
 """Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many clients, locks, a server that stops."""
 _LATE = ("57014", "25P03")
+_OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps")
 
 
@@ -136,7 +137,12 @@ def _parse(url: str) -> tuple[URL, str]:
         raise StoreError(f"{address.render_as_string()!r} names no database: write postgresql://USER@HOST/DATABASE")
     if not isinstance(schema, str) or not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
         raise StoreError(f"schema={schema!r}: use small letters, digits and _, at most 63 of them")
-    return address.difference_update_query(["schema"]), schema
+    if unknown := sorted(set(address.query) - {"schema", *_OPTIONS}):
+        raise StoreError(f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, {', '.join(_OPTIONS)}")
+    address = address.difference_update_query(["schema"])
+    if mode := address.query.get("sslmode"):  # libpq's word for what asyncpg calls ssl
+        address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
+    return address, schema
 
 
 def _sqlstate(error: BaseException) -> str:
