@@ -1,4 +1,4 @@
-"""Several processes on one store, killed at random moments: nothing half-written, no task lost or done twice, no trajectory trained twice."""
+"""Several processes on one store, killed at random moments: nothing half-written, no task lost or done twice, nothing trained twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ async def main(url, seed):
             await asyncio.sleep(0.02)
         for lease in leases:
             name = f"{lease.task.id}#{lease.fencing_id}"
-            turn = Turn(index=0, prompt_ids=[1] * 200, completion_ids=[2] * 50, logprobs=[-0.5] * 50, versions=[0] * 50, finish_reason="stop")
+            tokens = dict(prompt_ids=[1] * 200, completion_ids=[2] * 50, logprobs=[-0.5] * 50, versions=[0] * 50)
+            turn = Turn(index=0, finish_reason="stop", **tokens)
             members = [Trajectory(id=f"{name}.{i}", task_id=lease.task.id, group_id=lease.task.id, turns=[turn]) for i in range(2)]
             try:
                 if rng.random() < 0.2:

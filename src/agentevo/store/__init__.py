@@ -1,7 +1,7 @@
 """Where tasks, trajectories and steps live. Importing this loads no database driver."""
 
 from agentevo.store.clock import Clock, Now
-from agentevo.store.export import export_jsonl
+from agentevo.store.export import export_jsonl, export_store, import_store
 from agentevo.store.store import (
     Lease,
     RetryPolicy,
@@ -37,6 +37,8 @@ __all__ = [
     "TrajectoryState",
     "TrajectorySummary",
     "export_jsonl",
+    "export_store",
+    "import_store",
     "open_store",
     "stores",
 ]
