@@ -45,8 +45,9 @@ class PostgreSQL:
             return "no PostgreSQL server on this machine (Debian: apt-get install postgresql)"
         return None
 
-    def start(self) -> None:
-        options = f"-k {self.folder} -c listen_addresses='' -c fsync=off -c max_connections=100"
+    def start(self, *, durable: bool = False) -> None:
+        """`durable` as a server is by default; tests need not wait for the disk."""
+        options = f"-k {self.folder} -c listen_addresses='' -c max_connections=100" + ("" if durable else " -c fsync=off")
         self._call("pg_ctl", "start", "--wait", "--silent", f"--options={options}", f"--log={self.folder / 'log'}")
 
     def delete(self) -> None:
