@@ -1,6 +1,6 @@
-"""TransferQueue's end of benchmarks/store.py: groups of attempts put into its in-memory storage units, handed out, and read back.
+"""TransferQueue's end of benchmarks/store.py: groups of attempts put into its storage units in memory, handed out, and read back.
 
-A group is one batch: a row for each attempt, as tensors that are made before the clock starts. Its lease is `get_meta`, which marks the rows
+A group is one batch: a row for each attempt, as tensors that are made before the clock starts. Its lease is `get_meta`, which marks rows
 as consumed by a task. One storage unit for each core, as its configuration recommends for one node.
 """
 

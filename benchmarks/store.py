@@ -1,15 +1,15 @@
 """What the store costs: trajectories per second written, leased and read, against peers, and whether that stays so as it fills up.
 
-    .venv/bin/python benchmarks/store.py [--backends sqlite,postgresql,mongodb] [--rows 1000,10000,100000] [--million] [--no-peers] [--repeats 3]
+    .venv/bin/python benchmarks/store.py [--backends sqlite,postgresql,mongodb] [--rows 1000,10000,100000] [--million] [--no-peers]
 
 A trajectory has 8 turns and 4,096 tokens, half of them drawn by the policy. Everybody does what a worker and a trainer do with a group of 8
 attempts: lease its task, write the attempts (ours: durably, in one transaction with the end of the lease), read them all back. Peers keep
-everything in memory: TransferQueue in its own Ray actors, Agent Lightning's store in the caller's process (`..._agentlightning`) and, as its
-trainer runs it, behind its HTTP server (`..._agentlightning_http`). Ours starts from `Trajectory` records with lists of numbers and gives such
+everything in memory: TransferQueue in its own Ray actors, Agent Lightning's store in the caller's process (`store_vs_agentlightning`) and,
+as its trainer runs it, behind its HTTP server (`..._http`). Ours starts from `Trajectory` records with lists of numbers and gives such
 records back; TransferQueue starts from tensors that are ready.
 
-PostgreSQL is a throw-away cluster with its default durability. MongoDB is AGENTEVO_TEST_MONGODB's server, else SecantusDB, which stands in for
-it in tests and says little of MongoDB's speed.
+PostgreSQL is a throw-away cluster with its default durability. MongoDB is AGENTEVO_TEST_MONGODB's server, else SecantusDB, which stands in
+for it in tests and says little of MongoDB's speed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
+from servers import MongoDB, PostgreSQL, unused_name
+
 import peers
 from agentevo.store import Store, open_store
 from agentevo.types import Task, Trajectory, Turn
 from figures import Figure, machine, write_results
-from servers import MongoDB, PostgreSQL, unused_name
 
 TURNS, TOKENS, GROUP = 8, 4096, 8
 GROUPS = 16

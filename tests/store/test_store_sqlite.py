@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import DeadlineExceededError, StoreError, UnknownNameError
 from agentevo.store import open_store, stores
@@ -126,14 +128,14 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 def test_the_settings_hold_on_every_connection(sqlite_url: str) -> None:
     async def scenario() -> None:
         async with await SQLiteStore.open(sqlite_url) as store:
+            together = threading.Barrier(3)
 
-            async def settings() -> list[object]:
-                async with store._transaction("test") as connection:
-                    await asyncio.sleep(0.05)  # so that each task has a connection of its own
-                    names = ("journal_mode", "synchronous", "foreign_keys")
-                    return [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one() for name in names]
+            async def settings(connection: AsyncConnection) -> list[object]:
+                together.wait(60)  # so that each call has a connection of its own
+                names = ("journal_mode", "synchronous", "foreign_keys")
+                return [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one() for name in names]
 
-            assert await asyncio.gather(*(settings() for _ in range(3))) == [["wal", 1, 1]] * 3
+            assert await asyncio.gather(*(store._run("test", settings) for _ in range(3))) == [["wal", 1, 1]] * 3
 
     asyncio.run(scenario())
 
@@ -186,18 +188,21 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
 
-            @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
+            @event.listens_for(store._engine, "before_cursor_execute")
             def note(_connection: object, _cursor: object, statement: str, parameters: object, _context: object, many: bool) -> None:
                 seen.append((statement, parameters[0] if many else parameters))  # type: ignore[index]
 
             await call_everything(store)
-            plans = []
-            async with store._transaction("plans") as connection:
+
+            async def explain(connection: AsyncConnection) -> list[str]:
+                plans = []
                 for statement, parameters in list(seen):
                     if statement.startswith(("SELECT", "UPDATE", "DELETE")):
                         plan = (await connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)).all()  # type: ignore[arg-type]
                         plans += [f"{row.detail} <- {statement}" for row in plan]
-            return plans
+                return plans
+
+            return await store._run("plans", explain)
 
     plans = asyncio.run(scenario())
     for name in (
@@ -279,10 +284,11 @@ die()
 
 def test_a_crash_inside_the_commit_leaves_no_half_step(sqlite_url: str, start_script: Start) -> None:
     body = """
-from sqlalchemy import event
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 await store.write_trajectories([trajectory("a")], split="train", step=1)
 await store.reserve(["a"], 1)
-@event.listens_for(store._engine.sync_engine, "after_cursor_execute")
+@event.listens_for(store._engine, "after_cursor_execute")
 def strike(connection, cursor, statement, *rest):
     if statement.startswith("INSERT INTO steps"):
         die()
@@ -329,8 +335,8 @@ for step in range(first, 100000):
                 trained = await store.summaries(trained_step=step.step)
                 assert [(s.id, s.state) for s in trained] == [(f"{step.step}-{i}", "committed") for i in range(20)]
             assert (await store.counts())["trajectories/train/committed"] == 20 * len(steps) > 0
-            async with store._transaction("check") as connection:
-                assert (await connection.exec_driver_sql("PRAGMA integrity_check")).scalar_one() == "ok"
+            check = await store._run("check", lambda connection: connection.scalar(text("PRAGMA integrity_check")))
+            assert check == "ok"
 
     asyncio.run(scenario())
 
@@ -369,21 +375,22 @@ def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory
 def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await SQLiteStore.open(sqlite_url) as store:
+            inside = threading.Event()
 
-            async def slow() -> None:
-                async with store._transaction("slow", write=True) as connection:
-                    await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
-                    inside.set()
-                    await asyncio.sleep(60)
+            async def slow(connection: AsyncConnection) -> None:
+                await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
+                inside.set()
+                await connection.exec_driver_sql(ENDLESS)
 
-            inside = asyncio.Event()
-            task = asyncio.create_task(slow())
-            await inside.wait()
+            task = asyncio.create_task(store._run("slow", slow, write=True))
+            await asyncio.to_thread(inside.wait, 60)
+            start = time.monotonic()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await store.steps() == []
             assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            assert time.monotonic() - start < 20, "nobody waits for the deadline of a call that was cancelled"
+            assert await store.steps() == []
 
     asyncio.run(scenario())
 
@@ -393,7 +400,7 @@ def test_a_full_disk_refuses_the_write_and_keeps_the_rest(sqlite_url: str, make_
         async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
 
-            @event.listens_for(store._engine.sync_engine, "begin")
+            @event.listens_for(store._engine, "begin")
             def limit(connection: object) -> None:
                 connection.exec_driver_sql("PRAGMA max_page_count=1")  # type: ignore[attr-defined]
 

@@ -13,6 +13,7 @@ configured (`synchronous_commit`). Leases are timed by the server's clock.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from agentevo.errors import MissingExtraError, StoreError
 from agentevo.store.clock import Clock, Now
-from agentevo.store.sql import Lock, SQLStore
+from agentevo.store.sql import Lock, SQLStore, T, Work
 from agentevo.store.store import RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
@@ -33,6 +34,8 @@ DEFAULT_SCHEMA = "agentevo"
 POOL_SIZE = 8
 """Connections of one store object."""
 
+_PAUSE_S = 0.05
+"""Between two tries."""
 _PASSING = ("08", "40001", "40P01", "23505", "53300", "55P03", "57P0")
 """Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many clients, locks, a server that stops."""
 _LATE = ("57014", "25P03")
@@ -57,7 +60,8 @@ class PostgreSQLStore(SQLStore):
             max_overflow=0,
             pool_timeout=timeout_s,
         )
-        super().__init__(url.render_as_string(), engine, timeout_s=timeout_s, retries=retries, clock=clock)
+        super().__init__(url.render_as_string(), timeout_s=timeout_s, retries=retries)
+        self._engine, self._clock = engine, clock
         self.schema = schema
         self._is_open = False
 
@@ -83,8 +87,24 @@ class PostgreSQLStore(SQLStore):
         store._is_open = True
         return store
 
+    async def close(self) -> None:
+        async with self._deadline("close"):
+            await self._engine.dispose()
+
+    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
+        """Again and again while what goes wrong is passing: a call happens whole or not at all, so another try is harmless."""
+        async with self._deadline(what):
+            while True:
+                try:
+                    async with self._transaction(write=write, lock=lock) as connection:
+                        return await work(connection)
+                except (DBAPIError, OSError) as error:
+                    if not self._is_passing(error):
+                        raise
+                await asyncio.sleep(_PAUSE_S)
+
     @asynccontextmanager
-    async def _transaction(self, what: str, *, write: bool = False, lock: Lock = "worker") -> AsyncIterator[AsyncConnection]:
+    async def _transaction(self, *, write: bool, lock: Lock) -> AsyncIterator[AsyncConnection]:
         options: dict[str, Any] = {} if write else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         async with self._engine.execution_options(**options).begin() as connection:
             if write:
@@ -108,6 +128,7 @@ class PostgreSQLStore(SQLStore):
         return _sqlstate(error).startswith(_LATE)
 
     def _is_passing(self, error: BaseException) -> bool:
+        """Whether the same call may go through in a moment."""
         if not isinstance(error, DBAPIError):  # no connection could be made
             return self._is_open
         lost = error.connection_invalidated or isinstance(error, InterfaceError)

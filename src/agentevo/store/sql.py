@@ -1,7 +1,7 @@
 """What the SQL stores share: every call of `Store` as one transaction around functions of facts, leases and ledger.
 
-A backend says how to begin a transaction, which locks a call takes, which failures are worth another try, and what time it is. Since every
-call happens whole or not at all and may be repeated, another try is always harmless; the call's one deadline covers them all.
+A backend says how it runs a transaction, under which locks, and what time it is. `work` awaits its connection and nothing else, so that a
+backend whose driver blocks can run the whole of it in one thread.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar, Unpack
 
 import msgspec
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import DeadlineExceededError, StoreError
 from agentevo.store import facts, leases, ledger, rules
-from agentevo.store.clock import Clock, Now
+from agentevo.store.clock import Now
 from agentevo.store.codec import encode_record, encode_stored, encode_stored_task, encode_task, encode_trajectories
 from agentevo.store.store import (
     Lease,
@@ -41,23 +41,18 @@ Lock = Literal["worker", "trainer", "alone"]
 T = TypeVar("T")
 Work = Callable[[AsyncConnection], Awaitable[T]]
 
-_PAUSE_S = 0.05
-"""Between two tries."""
-
 
 class SQLStore(Streaming):
     """See `Store` for what the methods promise."""
 
-    def __init__(self, where: str, engine: AsyncEngine, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+    def __init__(self, where: str, *, timeout_s: float, retries: RetryPolicy) -> None:
         self.where = where
-        self._engine = engine
         self._timeout_s = timeout_s
         self._retries = retries
-        self._clock = clock
 
     @abstractmethod
-    def _transaction(self, what: str, *, write: bool = False, lock: Lock = "worker") -> AbstractAsyncContextManager[AsyncConnection]:
-        """One transaction. `what` names the call in messages."""
+    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
+        """`work` in a transaction, within the deadline. `what` names the call in messages."""
 
     @abstractmethod
     async def _now(self, connection: AsyncConnection) -> Now: ...
@@ -67,18 +62,10 @@ class SQLStore(Streaming):
         """Whether the database gave up waiting."""
 
     @abstractmethod
-    def _is_passing(self, error: BaseException) -> bool:
-        """Whether the same call may go through in a moment."""
-
-    @abstractmethod
     async def size_bytes(self) -> int: ...
 
     @abstractmethod
     async def _vacuum(self) -> None: ...
-
-    async def close(self) -> None:
-        async with self._deadline("close"):
-            await self._engine.dispose()
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[None]:
@@ -98,18 +85,6 @@ class SQLStore(Streaming):
             f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; another process may hold the write lock, or the disk "
             "is slow, or the server is gone: calling again is harmless"
         )
-
-    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
-        """`work` in a transaction, again and again while what goes wrong is passing."""
-        async with self._deadline(what):
-            while True:
-                try:
-                    async with self._transaction(what, write=write, lock=lock) as connection:
-                        return await work(connection)
-                except (DBAPIError, OSError) as error:
-                    if not self._is_passing(error):
-                        raise
-                await asyncio.sleep(_PAUSE_S)
 
     async def add_tasks(self, tasks: Iterable[Task]) -> int:
         encoded = [encode_task(task) for task in tasks]

@@ -4,6 +4,7 @@ Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every proc
 never tears one. Readers see a snapshot and never wait for the writer. Writers queue: inside a process at a lock, between processes at
 SQLite's, which each takes at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
+A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver would go there and back some twenty times.
 The file is ours if it carries our `application_id`; `user_version` is the schema's version.
 """
 
@@ -11,45 +12,89 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, cast
 
-from sqlalchemy import event
+from sqlalchemy import CursorResult, Engine, Executable, create_engine, event
 from sqlalchemy.engine import URL, Connection
-from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentevo.errors import StoreError
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import MIGRATIONS
-from agentevo.store.sql import Lock, SQLStore
+from agentevo.store.sql import Lock, SQLStore, T, Work
 from agentevo.store.store import RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 APPLICATION_ID = 0x41676576  # "Agev"
+THREADS = 8
+"""Of a store object: calls that run at the same time. One of them writes."""
 
 _SETTINGS = ("page_size=16384", "foreign_keys=ON", "synchronous=NORMAL", "wal_autocheckpoint=1000", "journal_size_limit=67108864")
 """Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk write: a turn's blobs are kilobytes."""
 _STEPS_BETWEEN_LOOKS = 100_000
 """Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
 _PAUSE_S = 0.02
+_PATIENCE = 0.9
+"""Share of a deadline after which SQLite gives up by itself."""
 _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
+
+
+class _Limit:
+    """When the statement that runs for a call is to be given up, by `time.monotonic`."""
+
+    def __init__(self, stop_at: float) -> None:
+        self.stop_at = stop_at
+
+
+class _Connection:
+    """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive` runs what awaits only them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(self, statement: Executable, parameters: Any = None) -> CursorResult[Any]:
+        return self._connection.execute(statement, parameters)
+
+    async def scalar(self, statement: Executable, parameters: Any = None) -> Any:
+        return self._connection.scalar(statement, parameters)
+
+    async def exec_driver_sql(self, statement: str, parameters: Any = None) -> CursorResult[Any]:
+        return self._connection.exec_driver_sql(statement, parameters)
+
+    async def run_sync(self, call: Callable[[Connection], T]) -> T:
+        return call(self._connection)
+
+
+def _drive(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    work.close()
+    raise RuntimeError("a transaction on SQLite waited for something else than its connection")
 
 
 class SQLiteStore(SQLStore):
     """See `Store` for what the methods promise; make one with `SQLiteStore.open` or `open_store`."""
 
-    def __init__(self, path: Path, engine: AsyncEngine, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+    def __init__(self, path: Path, engine: Engine, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
         """`engine` comes from `_engine`, and the file has been checked."""
-        super().__init__(str(path), engine, timeout_s=timeout_s, retries=retries, clock=clock or MachineClock())
+        super().__init__(str(path), timeout_s=timeout_s, retries=retries)
         self.path = path
+        self._engine = engine
+        self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
 
     @classmethod
     async def open(
@@ -62,31 +107,41 @@ class SQLiteStore(SQLStore):
         """
         path = _path_of(url)
         _check_file(path, create=create)
-        engine = _engine(path, timeout_s)
-        store = cls(path, engine, timeout_s=timeout_s, retries=retries, clock=clock)
+        store = cls(path, _engine(path, timeout_s), timeout_s=timeout_s, retries=retries, clock=clock)
         try:
-            async with store._deadline("open"), store._transaction("open", write=True) as connection:
-                await _check_or_make_schema(connection, path, create=create)
+            await store._run("open", lambda connection: _check_or_make_schema(connection, path, create=create), write=True)
             await store._use_write_ahead_log()
         except BaseException:
-            await engine.dispose()
+            await store.close()
             raise
         return store
 
-    @asynccontextmanager
-    async def _transaction(self, what: str, *, write: bool = False, lock: Lock = "worker") -> AsyncIterator[AsyncConnection]:
-        engine = self._engine.execution_options(write=write)
-        async with self._writer if write else nullcontext(), engine.begin() as connection:
-            yield connection
+    async def close(self) -> None:
+        async with self._deadline("close"):
+            await asyncio.to_thread(self._threads.shutdown)
+            self._engine.dispose()
+
+    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
+        """One thread does the whole transaction. A call that is cancelled, or late, stops the statement that is running: see `_engine`."""
+        limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
+        engine = self._engine.execution_options(write=write, limit=limit)
+
+        def transaction() -> T:
+            with engine.begin() as connection:
+                return _drive(cast(Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))))
+
+        async with self._deadline(what), self._writer if write else nullcontext():
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, transaction)
+            except asyncio.CancelledError:
+                limit.stop_at = -math.inf
+                raise
 
     async def _now(self, connection: AsyncConnection) -> Now:
-        return (self._clock or MachineClock()).now()
+        return self._clock.now()
 
     def _is_late(self, error: BaseException) -> bool:
         return any(word in str(getattr(error, "orig", error)) for word in ("locked", "busy", "interrupted"))
-
-    def _is_passing(self, error: BaseException) -> bool:
-        return False  # SQLite itself waits for its lock until shortly before the deadline
 
     async def _use_write_ahead_log(self) -> None:
         """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that open one together, the losers retry."""
@@ -102,8 +157,12 @@ class SQLiteStore(SQLStore):
 
     async def _alone(self, statement: str) -> None:
         """Outside any transaction."""
-        async with self._engine.execution_options(autocommit=True).connect() as connection:
-            await connection.exec_driver_sql(statement)
+
+        def call() -> None:
+            with self._engine.execution_options(autocommit=True).connect() as connection:
+                connection.exec_driver_sql(statement)
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def size_bytes(self) -> int:
         files = [self.path, *(self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))]
@@ -139,28 +198,26 @@ def _check_file(path: Path, *, create: bool) -> None:
         raise StoreError(f"{path} is not a SQLite database: give another path; the file was left as it is")
 
 
-def _engine(path: Path, timeout_s: float) -> AsyncEngine:
-    patience_s = 0.9 * timeout_s  # SQLite's thread gives up by itself, a little before the caller stops waiting for it
+def _engine(path: Path, timeout_s: float) -> Engine:
+    """SQLite's thread gives up by itself, a little before the caller stops waiting for it."""
     # No rollback when a connection goes back to the pool: `begin()` has always ended its transaction by then.
-    engine = create_async_engine(URL.create("sqlite+aiosqlite", database=str(path)), pool_reset_on_return=None)
+    engine = create_engine(URL.create("sqlite", database=str(path)), pool_size=THREADS, pool_reset_on_return=None)
 
-    @event.listens_for(engine.sync_engine, "connect")
-    def prepare(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
         def is_late() -> bool:
-            return bool(time.monotonic() > record.info["stop_at"])
+            return bool(time.monotonic() > record.info["limit"].stop_at)
 
         connection.isolation_level = None  # we say BEGIN ourselves, below
-        record.info["stop_at"] = math.inf
-        connection.run_async(lambda raw: raw.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS))
-        cursor = connection.cursor()
-        for setting in (f"busy_timeout={int(patience_s * 1000)}", *_SETTINGS):
-            cursor.execute(f"PRAGMA {setting}")
-        cursor.close()
+        record.info["limit"] = _Limit(math.inf)
+        connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
+        for setting in (f"busy_timeout={int(_PATIENCE * timeout_s * 1000)}", *_SETTINGS):
+            connection.execute(f"PRAGMA {setting}")
 
-    @event.listens_for(engine.sync_engine, "begin")
+    @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
-        connection.info["stop_at"] = time.monotonic() + patience_s
+        connection.info["limit"] = options.get("limit") or _Limit(time.monotonic() + _PATIENCE * timeout_s)
         if not options.get("autocommit"):
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write") else "BEGIN")
 
