@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentevo.errors import StoreError
 from agentevo.store import open_store
-from agentevo.store.blobs import pack_floats, unpack
+from agentevo.store.blobs import pack_floats, pack_turns, unpack, unpack_turns
 from agentevo.types import Message, Task, Trajectory, Turn
 
 Make = Callable[..., Trajectory]
@@ -252,3 +252,11 @@ def test_counts_name_every_state(url: str, make_trajectory: Make, make_task: Cal
             }
 
     asyncio.run(scenario())
+
+
+def test_tokens_of_another_format_are_refused() -> None:
+    good = pack_turns([])
+    assert unpack_turns(good) == []
+    for bad in (b"", b"\x02" + good[1:], good[:-3], good[:1] + b"\x92\x01\x02"):
+        with pytest.raises(StoreError, match="tokens of a trajectory can't be read"):
+            unpack_turns(bad)
