@@ -151,6 +151,9 @@ FILTERS: list[dict[str, Any]] = [
     {"status": "failed"},
     {"task_id": "t"},
     {"group_id": "g"},
+    {"group_id": "g", "state": "ready", "split": "train"},
+    {"task_id": "t", "state": "ready", "status": "completed"},
+    {"step": 1, "state": "ready", "split": "train"},
 ]
 
 
@@ -214,6 +217,9 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         "trajectories_by_group",
     ):
         assert any(f"INDEX {name}" in plan for plan in plans), name
+    for words, name in (("group_id = ?", "group"), ("group_id IN", "group"), ("task_id = ?", "task"), ("step = ? AND", "step")):
+        chosen = [plan for plan in plans if f"trajectories.{words}" in plan and plan.startswith("SEARCH trajectories")]
+        assert chosen and all(f"INDEX trajectories_by_{name} " in plan for plan in chosen), "\n".join(chosen)
     allowed = (
         "SCAN trajectories <- ",  # without a filter, in the order of the primary key
         "SCAN steps <- ",  # all steps, in their order

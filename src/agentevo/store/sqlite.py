@@ -39,6 +39,27 @@ THREADS = 8
 
 _SETTINGS = ("page_size=16384", "foreign_keys=ON", "synchronous=NORMAL", "wal_autocheckpoint=1000", "journal_size_limit=67108864")
 """Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk write: a turn's blobs are kilobytes."""
+_SHARES = {
+    "tasks": {
+        "sqlite_autoindex_tasks_1": "1",
+        "tasks_to_lease": "300000 1000 1",
+        "tasks_by_state": "300000 1",
+        "tasks_by_expiry": "300000 1",
+        "tasks_by_start": "300000 1",
+    },
+    "trajectories": {
+        "sqlite_autoindex_trajectories_1": "1",
+        "trajectories_by_group": "8 1",
+        "trajectories_by_task": "16 1",
+        "trajectories_by_trained_step": "250 1",
+        "trajectories_by_step": "500 1",
+        "trajectories_by_status": "50000 1",
+        "trajectories_by_place": "100000 50000 1 1",
+        "trajectories_by_state": "100000 1",
+        "trajectories_by_split": "500000 1",
+    },
+}
+"""Index -> rows that share its first column, its first two, ..., of a million."""
 _STEPS_BETWEEN_LOOKS = 100_000
 """Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
 _PAUSE_S = 0.02
@@ -237,13 +258,25 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
         for old in range(version, SCHEMA_VERSION):
             await MIGRATIONS[old](connection)
         if version < SCHEMA_VERSION:
+            await _tell_the_planner(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
     if application or version or not empty or not create:
         raise StoreError(f"{path} is a SQLite database but not an AgentEvo store: give another path; the file was left as it is")
     await connection.run_sync(metadata.create_all)
+    await _tell_the_planner(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
     await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+async def _tell_the_planner(connection: AsyncConnection) -> None:
+    """How many rows share a value, as a large store has it. Without this SQLite holds every index for equally good, and looks for a group
+    among all that are ready. See "manual control of query plans" in SQLite's documentation of `sqlite_stat1`."""
+    await connection.exec_driver_sql("ANALYZE")  # makes the table
+    await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
+    rows = [(table, index, f"1000000 {shares}") for table, indexes in _SHARES.items() for index, shares in indexes.items()]
+    await connection.exec_driver_sql("INSERT INTO sqlite_stat1 VALUES (?, ?, ?)", rows)
+    await connection.exec_driver_sql("ANALYZE sqlite_schema")  # has it read
 
 
 stores.register("sqlite")(SQLiteStore.open)
