@@ -54,11 +54,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any]) -> Path:
-    """Writes results/<date>-<host>.json and returns its path."""
+def write_results(
+    figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any], *, kind: str = ""
+) -> Path:
+    """Writes results/<date>-<host>.json (with `kind`, <date>-<host>-<kind>.json) and returns its path."""
     now = datetime.datetime.now(datetime.UTC)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}.json"
+    path = RESULTS / f"{now:%Y-%m-%d}-{'-'.join(filter(None, (socket.gethostname(), kind)))}.json"
     content = {
         "time": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),

@@ -169,7 +169,7 @@ def servers(backends: list[str]) -> Iterator[dict[str, Callable[[], str]]]:
         yield urls
 
 
-def against(peer: peers.Peer, ours: dict[str, float], repeats: int, failures: dict[str, str]) -> list[Figure]:
+def against(peer: peers.Peer, ours: dict[str, float], repeats: int) -> list[Figure]:
     """The peer's rates, from rounds like ours, and the ratio of whole cycles."""
     found = []
     for mode in peer.description["modes"]:
@@ -216,14 +216,14 @@ def main() -> int:
                 try:
                     with start() as peer:
                         described[peer.name] = {**peer.description, "command": peer.command}
-                        figures += against(peer, results["sqlite"][0]["per_s"], args.repeats, failures)
+                        figures += against(peer, results["sqlite"][0]["per_s"], args.repeats)
                 except peers.PeerError as error:
                     failures[start.__name__] = str(error)
                     print(f"failed {start.__name__}: {error}", file=sys.stderr, flush=True)
     for figure in figures:
         print(figure.line(), flush=True)
     if set(results) == set(BACKENDS) and not args.no_peers:
-        print(f"raw numbers: {write_results(figures, failures, described, before)}", file=sys.stderr)
+        print(f"raw numbers: {write_results(figures, failures, described, before, kind='store')}", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -92,7 +92,7 @@ async def check_whole(store: Store, num_tasks: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_kills_lose_nothing_and_double_nothing(new_url: Callable[[], str], start_script: Start) -> None:
-    num_tasks, kills, rng = 300, 16, random.Random(7)
+    num_tasks, kills, rng = 300, 20, random.Random(7)
 
     async def scenario() -> None:
         url = new_url()
