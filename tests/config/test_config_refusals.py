@@ -7,6 +7,7 @@ import pytest
 from agentevo.config import build_config, load_config
 from agentevo.errors import ConfigError, UnknownNameError
 
+STORE_URLS = "write it as sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE"
 DOORS = "environment: {type: test_doors}\n"
 
 
@@ -60,7 +61,9 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
         ("run:", "run: is an empty section; remove it or put keys below it, such as run.name"),
         ("run: {name: a/b}", "run.name: got 'a/b'; the name becomes a folder: use letters, digits, and `_ . + -` after the first"),
         ("run: {name: ..}", "run.name: got '..'; the name becomes a folder: use letters, digits, and `_ . + -` after the first"),
-        ("store: {url: data.sqlite}", "store.url: got 'data.sqlite'; write it as sqlite:///PATH"),
+        ("store: {url: data.sqlite}", f"store.url: got 'data.sqlite'; {STORE_URLS}"),
+        ("store: {url: 'sqlite://x'}", f"store.url: got 'sqlite://x'; {STORE_URLS}"),
+        ("store: {url: 'sqlite:///'}", f"store.url: got 'sqlite:///'; {STORE_URLS}"),
         ("run: {dir: ''}", "run.dir: got an empty path; give a folder, for example runs/my-run"),
         (
             "model: {tiny: {hidden_size: 33}}",

@@ -11,14 +11,70 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import MongoDB, PostgreSQL, unused_name
 
 import agentevo.store
+from agentevo.store import Now
 from agentevo.types import Message, Task, Trajectory, Turn
 
 
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgreSQL]:
+    if reason := PostgreSQL.why_not():
+        pytest.skip(reason)
+    server = PostgreSQL()
+    server.start()
+    yield server
+    server.delete()
+
+
+@pytest.fixture(scope="session")
+def mongodb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoDB]:
+    if reason := MongoDB.why_not():
+        pytest.skip(reason)
+    server = MongoDB(tmp_path_factory.mktemp("mongodb") / "data")
+    yield server
+    server.stop()
+
+
+BACKENDS = ("sqlite", "postgresql", "mongodb")
+
+
+@pytest.fixture(params=BACKENDS)
+def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """URLs of stores that don't exist yet, of every backend in turn."""
+
+    def make() -> str:
+        name = unused_name()
+        return f"sqlite:///{tmp_path / name}" if request.param == "sqlite" else server.url(name)
+
+    server = None if request.param == "sqlite" else request.getfixturevalue(request.param)
+    return make
+
+
 @pytest.fixture
-def url(tmp_path: Path) -> str:
+def url(new_url: Callable[[], str]) -> str:
+    return new_url()
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'store.sqlite'}"
+
+
+class ManualClock:
+    """Goes only when told to."""
+
+    def __init__(self) -> None:
+        self.wall, self.steady = 1.7e9, 1000.0
+
+    def now(self) -> Now:
+        return Now(self.wall, self.steady)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ import gzip
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from agentevo.errors import StoreError
-from agentevo.store import StoredTrajectory, export_jsonl, open_store
-from agentevo.store.sqlite import SQLiteStore
-from agentevo.types import Message, Trajectory
+from agentevo.store import StoredTrajectory, export_jsonl, export_store, import_store, open_store
+from agentevo.store.streams import Streaming
+from agentevo.types import Message, Task, Trajectory
 
 Make = Callable[..., Trajectory]
 
@@ -72,14 +73,14 @@ def test_an_export_that_breaks_leaves_the_old_file(
     path = tmp_path / "exports" / name
     asyncio.run(export(url, path))
     before = path.read_bytes()
-    whole = SQLiteStore.trajectories
+    whole = Streaming.trajectories
 
-    async def breaking(self: SQLiteStore, **filters: object) -> AsyncIterator[StoredTrajectory]:
+    async def breaking(self: Streaming, **filters: object) -> AsyncIterator[StoredTrajectory]:
         async for stored in whole(self, **filters):  # type: ignore[arg-type]
             yield stored
             raise StoreError("the database went away")
 
-    monkeypatch.setattr(SQLiteStore, "trajectories", breaking)
+    monkeypatch.setattr(Streaming, "trajectories", breaking)
     with pytest.raises(StoreError, match="went away"):
         asyncio.run(export(url, path))
     assert path.read_bytes() == before
@@ -87,9 +88,10 @@ def test_an_export_that_breaks_leaves_the_old_file(
 
 
 def test_bad_targets_are_refused(url: str, filled: list[Trajectory], tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
     for path, message in [
         (tmp_path / "out.csv", "must end in .jsonl"),
-        (Path(url.removeprefix("sqlite:///")) / "x.jsonl", "can't export to"),
+        (tmp_path / "a file" / "x.jsonl", "can't export to"),
     ]:
         with pytest.raises(StoreError, match=message):
             asyncio.run(export(url, path))
@@ -97,3 +99,93 @@ def test_bad_targets_are_refused(url: str, filled: list[Trajectory], tmp_path: P
     with pytest.raises(StoreError, match="can't export to"):
         asyncio.run(export(url, tmp_path / "taken.jsonl"))
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_whole_store_travels_to_any_backend_and_back(
+    new_url: Callable[[], str], sqlite_url: str, make_trajectory: Make, make_task: Callable[..., Task], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with await open_store(sqlite_url) as store:
+            await store.add_tasks([make_task(name) for name in ("done", "bad", "again", "held", "new")])
+            done, bad, again, _held = await store.lease_tasks("w", lease_s=600, limit=4)
+            many = [make_trajectory(f"a{i}", num_turns=i % 3, task_id="done") for i in range(150)]
+            await store.write_trajectories(many, split="train", step=1, lease=done)
+            await store.write_trajectories([make_trajectory("e", status="failed", error="a\0b\\0")], split="eval", step=1)
+            await store.fail_task(bad, "no")
+            await store.retry_task(again, "engine gone")
+            await store.reserve(["a0", "a1"], 1)
+            await store.commit_step(1, {"metrics": {"loss": 0.5}, "checkpoint": {"path": "checkpoints/1", "sha256": "ab"}})
+            await store.reserve(["a2"], 2)
+            await store.drop(["a3", "a4"], "stale")
+            assert (await store.gc(dropped=True))["tokens"] == 2
+            lines = await export_store(store, tmp_path / "1.jsonl.gz")
+            assert lines == 5 + 151 + 1
+            before = await store.counts()
+            history = (await store.stored_task("again")).history
+        async with await open_store(new_url()) as other:
+            assert await import_store(other, tmp_path / "1.jsonl.gz") == lines
+            assert await import_store(other, tmp_path / "1.jsonl.gz") == 0, "importing again changes nothing"
+            await export_store(other, tmp_path / "2.jsonl.gz")
+            after = await other.counts()
+            assert after["tasks/leased"] == 0 and after["tasks/queued"] == before["tasks/queued"] + 1
+            assert (await other.stored_task("again")).history == history != []
+            assert (await other.trajectory("a5")) == many[5]
+            assert await other.write_trajectories([many[5]], split="train", step=1) == 0
+            with pytest.raises(StoreError, match="deleted by `store gc --dropped`"):
+                await other.trajectory("a3")
+        first, second = (gzip.decompress((tmp_path / f"{n}.jsonl.gz").read_bytes()).splitlines() for n in (1, 2))
+        assert [line.replace(b'"state":"leased"', b'"state":"queued"') for line in first] == second
+        assert [json.loads(line)["kind"] for line in (first[0], first[5], first[-1])] == ["task", "trajectory", "step"]
+
+    asyncio.run(scenario())
+
+
+def test_what_is_no_export_is_refused_with_its_line(url: str, filled: list[Trajectory], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            await export_store(store, tmp_path / "good.jsonl")
+            good = (tmp_path / "good.jsonl").read_bytes().splitlines(keepends=True)
+            for text, message in [
+                (good[0] + b"{}\n", "line 2 is no line"),
+                (good[0] + b'{"kind": "song"}\n', "unknown kind 'song'"),
+                (good[0] + good[1][:40], "line 2"),
+                (good[0].replace(b'"reward":1.0', b'"reward":0.5'), "already there with other content"),
+            ]:
+                (tmp_path / "bad.jsonl").write_bytes(text)
+                with pytest.raises(StoreError, match=message):
+                    await import_store(store, tmp_path / "bad.jsonl")
+            (tmp_path / "bad.jsonl.gz").write_bytes(gzip.compress(good[0] * 100)[:60])
+            with pytest.raises(StoreError, match="can't import"):
+                await import_store(store, tmp_path / "bad.jsonl.gz")
+            assert len(await store.summaries()) == 3
+
+    asyncio.run(scenario())
+
+
+def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(url: str, clock: Any, make_trajectory: Make, make_task: Any) -> None:
+    async def scenario() -> None:
+        async with await open_store(url, clock=clock) as store:
+            await store.add_tasks([make_task("x"), make_task("y")])
+            old, kept = await store.lease_tasks("w", lease_s=10, limit=2)
+            clock.steady += 3000
+            await store.renew(kept)
+            clock.steady += 700
+            await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
+            await store.drop(["b"], "stale")
+            assert {k: v for k, v in (await store.gc()).items() if k != "bytes"} == {"leases": 1, "orphans": 0, "tokens": 0}
+            assert (await store.trajectory("b")).turns
+            with pytest.raises(StoreError, match="moved on"):
+                await store.complete_task(old)
+            assert (await store.gc(dropped=True))["tokens"] == 1
+            assert (await store.gc(dropped=True))["tokens"] == 0
+            summary = (await store.summaries(state="dropped"))[0]
+            assert (summary.id, summary.drop_reason, summary.num_turns) == ("b", "stale", 2)
+            stored = [stored async for stored in store.trajectories()]
+            assert [(s.trajectory.id, len(s.trajectory.turns), s.tokens_deleted) for s in stored] == [
+                ("a", 2, False),
+                ("b", 0, True),
+                ("c", 2, False),
+            ]
+            assert await store.size_bytes() > 0
+
+    asyncio.run(scenario())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentevo.errors import StoreError
 from agentevo.store import open_store
-from agentevo.store.codec import pack_floats, unpack_floats
+from agentevo.store.blobs import pack_floats, pack_turns, unpack, unpack_turns
 from agentevo.types import Message, Task, Trajectory, Turn
 
 Make = Callable[..., Trajectory]
@@ -71,9 +71,10 @@ trajectories = st.builds(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trajectory=trajectories)
-def test_a_trajectory_comes_back_equal(trajectory: Trajectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_trajectory_comes_back_equal(trajectory: Trajectory, url: str) -> None:
     async def scenario() -> None:
-        async with await open_store(f"sqlite:///{tmp_path_factory.mktemp('store') / 's'}") as store:
+        async with await open_store(url) as store:
+            await store.rewind(0)
             await store.write_trajectories([trajectory], split="train", step=3)
             back = await store.trajectory(trajectory.id)
             assert back == trajectory
@@ -85,12 +86,12 @@ def test_a_trajectory_comes_back_equal(trajectory: Trajectory, tmp_path_factory:
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-3e38, max_value=3e38), max_size=8))
 def test_logprobs_are_rounded_to_float32_and_no_further(values: list[float]) -> None:
     rounded = [struct.unpack("<f", struct.pack("<f", value))[0] for value in values]
-    assert unpack_floats(pack_floats(values)) == rounded
+    assert unpack("f", pack_floats(values)) == rounded
     assert pack_floats(values) == struct.pack(f"<{len(values)}f", *values)
 
 
 def test_non_finite_logprobs_are_kept_as_they_are() -> None:
-    back = unpack_floats(pack_floats([math.inf, -math.inf, math.nan]))
+    back = unpack("f", pack_floats([math.inf, -math.inf, math.nan]))
     assert back[:2] == [math.inf, -math.inf] and math.isnan(back[2])
 
 
@@ -251,3 +252,11 @@ def test_counts_name_every_state(url: str, make_trajectory: Make, make_task: Cal
             }
 
     asyncio.run(scenario())
+
+
+def test_tokens_of_another_format_are_refused() -> None:
+    good = pack_turns([])
+    assert unpack_turns(good) == []
+    for bad in (b"", b"\x02" + good[1:], good[:-3], good[:1] + b"\x92\x01\x02"):
+        with pytest.raises(StoreError, match="tokens of a trajectory can't be read"):
+            unpack_turns(bad)

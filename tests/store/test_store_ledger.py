@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from agentevo.errors import StoreError
-from agentevo.store import Store, TrajectoryState
-from agentevo.store.sqlite import SQLiteStore
+from agentevo.store import Store, TrajectoryState, open_store
 from agentevo.types import Task, Trajectory
 
 Make = Callable[..., Trajectory]
@@ -20,12 +20,12 @@ async def state(store: Store, name: str) -> tuple[TrajectoryState, int | None]:
 
 
 @pytest.fixture
-def play(url: str, make_trajectory: Make) -> Callable[[Callable[[SQLiteStore], Awaitable[None]]], None]:
+def play(url: str, make_trajectory: Make) -> Callable[[Callable[[Store], Awaitable[None]]], None]:
     """Runs a scenario on a store with the ready trajectories a, b, c, the failed one f and the evaluation e, all of step 1."""
 
-    def run(scenario: Callable[[SQLiteStore], Awaitable[None]]) -> None:
+    def run(scenario: Callable[[Store], Awaitable[None]]) -> None:
         async def main() -> None:
-            async with await SQLiteStore.open(url) as store:
+            async with await open_store(url) as store:
                 ready = [make_trajectory(name) for name in "abc"]
                 await store.write_trajectories([*ready, make_trajectory("f", status="failed", error="boom")], split="train", step=1)
                 await store.write_trajectories([make_trajectory("e")], split="eval", step=1)
@@ -37,7 +37,7 @@ def play(url: str, make_trajectory: Make) -> Callable[[Callable[[SQLiteStore], A
 
 
 def test_ready_reserved_committed(play: Callable[..., None]) -> None:
-    async def scenario(store: SQLiteStore) -> None:
+    async def scenario(store: Store) -> None:
         assert await store.reserve(["a", "b"], 5) == 2
         assert await state(store, "a") == ("reserved", 5)
         assert await store.reserve(["b", "a", "a"], 5) == 0, "asking again is harmless"
@@ -59,7 +59,7 @@ def test_ready_reserved_committed(play: Callable[..., None]) -> None:
 
 
 def test_reserve_refuses_all_or_takes_all(play: Callable[..., None]) -> None:
-    async def scenario(store: SQLiteStore) -> None:
+    async def scenario(store: Store) -> None:
         await store.reserve(["b"], 1)
         for name, message in [
             ("b", r"'b' can't be reserved for step 2: it is reserved\(1\)"),
@@ -80,7 +80,7 @@ def test_reserve_refuses_all_or_takes_all(play: Callable[..., None]) -> None:
 
 
 def test_commit_refuses_a_set_that_is_not_the_reserved_one(play: Callable[..., None]) -> None:
-    async def scenario(store: SQLiteStore) -> None:
+    async def scenario(store: Store) -> None:
         await store.reserve(["a", "b"], 1)
         with pytest.raises(StoreError, match="'c' is not reserved for it"):
             await store.commit_step(1, {}, ids=["a", "b", "c"])
@@ -99,7 +99,7 @@ def test_commit_refuses_a_set_that_is_not_the_reserved_one(play: Callable[..., N
 
 
 def test_release_gives_back_the_reserved_only(play: Callable[..., None]) -> None:
-    async def scenario(store: SQLiteStore) -> None:
+    async def scenario(store: Store) -> None:
         await store.reserve(["a"], 1)
         await store.reserve(["b"], 2)
         await store.reserve(["c"], 3)
@@ -116,7 +116,7 @@ def test_release_gives_back_the_reserved_only(play: Callable[..., None]) -> None
 
 
 def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
-    async def scenario(store: SQLiteStore) -> None:
+    async def scenario(store: Store) -> None:
         await store.reserve(["a", "b"], 1)
         assert await store.drop(["b", "c", "f"], "no spread in the group") == 2
         assert await store.drop(["b"], "no spread in the group") == 0
@@ -137,7 +137,7 @@ def test_drop_keeps_the_reason(play: Callable[..., None]) -> None:
 
 
 def test_rewind_restores_the_moment_of_a_commit(play: Callable[..., None], make_trajectory: Make, make_task: Callable[..., Task]) -> None:
-    async def scenario(store: SQLiteStore) -> None:
+    async def scenario(store: Store) -> None:
         await store.add_tasks([make_task("lost"), make_task("task"), make_task("held")])
         await store.reserve(["a"], 1)
         await store.commit_step(1, {})
@@ -174,18 +174,16 @@ def test_rewind_restores_the_moment_of_a_commit(play: Callable[..., None], make_
     play(scenario)
 
 
-def test_leases_fence_late_writers(url: str, make_task: Callable[..., Task], make_trajectory: Make) -> None:
+def test_leases_fence_late_writers(url: str, clock: Any, make_task: Callable[..., Task], make_trajectory: Make) -> None:
     async def scenario() -> None:
-        now = 1000.0
-        async with await SQLiteStore.open(url) as store:
-            store._clock = lambda: now
+        async with await open_store(url, clock=clock) as store:
             await store.add_tasks([make_task("x"), make_task("y")])
             slow = await store.lease_task("slow", lease_s=10)
             other = await store.lease_task("other", lease_s=100)
             assert slow is not None and other is not None
             assert (slow.task, other.task) == (make_task("x"), make_task("y"))
             assert await store.lease_task("third", lease_s=10) is None
-            now = 1010.0
+            clock.steady = 1010.0
             fast = await store.lease_task("fast", lease_s=10)
             assert fast is not None and (fast.task.id, fast.attempt, fast.expires_at) == ("x", 2, 1020.0)
             assert fast.fencing_id > slow.fencing_id
@@ -207,7 +205,7 @@ def test_leases_fence_late_writers(url: str, make_task: Callable[..., Task], mak
             await store.fail_task(other, "boom")
             counts = await store.counts()
             assert (counts["tasks/completed"], counts["tasks/failed"]) == (1, 1)
-            now = 1e9
+            clock.steady = 1e9
             assert await store.lease_task("third", lease_s=10) is None
 
     asyncio.run(scenario())
@@ -215,7 +213,7 @@ def test_leases_fence_late_writers(url: str, make_task: Callable[..., Task], mak
 
 def test_two_stores_never_lease_the_same_task(url: str, make_task: Callable[..., Task]) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as one, await SQLiteStore.open(url) as two:
+        async with await open_store(url) as one, await open_store(url) as two:
             await one.add_tasks([make_task(f"t{i}") for i in range(40)])
             leases = await asyncio.gather(*((one, two)[i % 2].lease_task(str(i), lease_s=60) for i in range(50)))
             names = [lease.task.id for lease in leases if lease is not None]

@@ -6,21 +6,26 @@ import asyncio
 import random
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import DeadlineExceededError, StoreError, UnknownNameError
 from agentevo.store import open_store, stores
 from agentevo.store.sqlite import APPLICATION_ID, SQLiteStore
-from agentevo.types import Trajectory
+from agentevo.types import Task, Trajectory
 
 Make = Callable[..., Trajectory]
 Start = Callable[..., "Popen[str]"]
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
 
 PROGRAM = """
 import asyncio, os, signal, sys
@@ -120,83 +125,123 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     refuses(f"sqlite:///{path}", "torn.sqlite")
 
 
-def test_the_settings_hold_on_every_connection(url: str) -> None:
+def test_the_settings_hold_on_every_connection(sqlite_url: str) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
+            together = threading.Barrier(3)
 
-            async def settings() -> list[object]:
-                async with store._transaction("test") as connection:
-                    await asyncio.sleep(0.05)  # so that each task has a connection of its own
-                    names = ("journal_mode", "synchronous", "foreign_keys")
-                    return [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one() for name in names]
+            async def settings(connection: AsyncConnection) -> list[object]:
+                together.wait(60)  # so that each call has a connection of its own
+                names = ("journal_mode", "synchronous", "foreign_keys")
+                return [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one() for name in names]
 
-            assert await asyncio.gather(*(settings() for _ in range(3))) == [["wal", 1, 1]] * 3
+            assert await asyncio.gather(*(store._run("test", settings) for _ in range(3))) == [["wal", 1, 1]] * 3
 
     asyncio.run(scenario())
 
 
-def test_every_query_uses_an_index(url: str, make_trajectory: Make) -> None:
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"step": 1},
+    {"step": 1, "split": "eval"},
+    {"trained_step": 1},
+    {"split": "train"},
+    {"state": "ready"},
+    {"state": "ready", "split": "train"},
+    {"status": "failed"},
+    {"task_id": "t"},
+    {"group_id": "g"},
+    {"group_id": "g", "state": "ready", "split": "train"},
+    {"task_id": "t", "state": "ready", "status": "completed"},
+    {"step": 1, "state": "ready", "split": "train"},
+]
+
+
+def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> None:
+    """Every call of the protocol, its statements caught and explained by SQLite."""
     seen: list[tuple[str, object]] = []
 
+    async def call_everything(store: SQLiteStore) -> None:
+        await store.add_tasks([Task(id=name) for name in "abcd"])
+        done, failed, again = await store.lease_tasks("w", lease_s=0.0, limit=3)
+        await store.renew(done)
+        await store.write_trajectories([make_trajectory("d", task_id="a")], split="train", step=2, lease=done)
+        await store.fail_task(failed, "e")
+        await store.retry_task(again, "e")
+        await store.lease_task("w", lease_s=0.0)
+        await store.lease_task("w", lease_s=60.0)
+        await store.lease_task("w", lease_s=60.0)
+        for filters in FILTERS:
+            await store.summaries(**filters, newest_first=True)
+            [_ async for _ in store.trajectories(**filters)]
+        await store.trajectory("a")
+        await store.task("a")
+        [_ async for _ in store.tasks(state="queued")]
+        await store.ready_groups("train", size=2, limit=8)
+        await store.reserve(["a"], 1)
+        await store.drop(["b"], "stale")
+        await store.commit_step(1, {})
+        await store.release(2)
+        await store.release()
+        await store.last_step()
+        await store.steps()
+        await store.rewind(1)
+
     async def scenario() -> list[str]:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
 
-            @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
+            @event.listens_for(store._engine, "before_cursor_execute")
             def note(_connection: object, _cursor: object, statement: str, parameters: object, _context: object, many: bool) -> None:
                 seen.append((statement, parameters[0] if many else parameters))  # type: ignore[index]
 
-            filters: dict[str, object]
-            for filters in (
-                {},
-                {"step": 1},
-                {"step": 1, "split": "eval"},
-                {"trained_step": 1},
-                {"split": "train"},
-                {"state": "ready"},
-                {"state": "ready", "split": "train"},
-                {"status": "failed"},
-                {"task_id": "t"},
-                {"group_id": "g"},
-            ):
-                await store.summaries(**filters, newest_first=True)  # type: ignore[arg-type]
-                [_ async for _ in store.trajectories(**filters)]  # type: ignore[arg-type]
-            await store.trajectory("a")
-            await store.lease_task("w", lease_s=1)
-            await store.reserve(["a"], 1)
-            await store.drop(["b"], "stale")
-            await store.commit_step(1, {})
-            await store.release(2)
-            await store.release()
-            await store.last_step()
-            plans = []
-            async with store._transaction("plans") as connection:
+            await call_everything(store)
+
+            async def explain(connection: AsyncConnection) -> list[str]:
+                plans = []
                 for statement, parameters in list(seen):
                     if statement.startswith(("SELECT", "UPDATE", "DELETE")):
                         plan = (await connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)).all()  # type: ignore[arg-type]
                         plans += [f"{row.detail} <- {statement}" for row in plan]
-            return plans
+                return plans
+
+            return await store._run("plans", explain)
 
     plans = asyncio.run(scenario())
-    assert any("USING INDEX trajectories_by_step" in plan for plan in plans)
-    ordered_walk = "SCAN trajectories <- "  # without a filter, in the order of the primary key
-    bad = [plan for plan in plans if "TEMP B-TREE" in plan or (plan.startswith("SCAN") and "WHERE" in plan.removeprefix(ordered_walk))]
+    for name in (
+        "tasks_to_lease",
+        "tasks_by_expiry",
+        "tasks_by_start",
+        "trajectories_by_step",
+        "trajectories_by_place",
+        "trajectories_by_group",
+    ):
+        assert any(f"INDEX {name}" in plan for plan in plans), name
+    for words, name in (("group_id = ?", "group"), ("group_id IN", "group"), ("task_id = ?", "task"), ("step = ? AND", "step")):
+        chosen = [plan for plan in plans if f"trajectories.{words}" in plan and plan.startswith("SEARCH trajectories")]
+        assert chosen and all(f"INDEX trajectories_by_{name} " in plan for plan in chosen), "\n".join(chosen)
+    allowed = (
+        "SCAN trajectories <- ",  # without a filter, in the order of the primary key
+        "SCAN steps <- ",  # all steps, in their order
+    )
+    bad = [plan for plan in plans if ("TEMP B-TREE" in plan or plan.startswith("SCAN")) and not plan.startswith(allowed)]
+    bad += [plan for plan in plans if plan.startswith("SCAN") and "WHERE" in plan]
     assert not bad, "\n".join(bad)
 
 
-def test_many_processes_may_open_a_new_store_at_once(url: str, start_script: Start) -> None:
+def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_script: Start) -> None:
     body = "await store.write_trajectories([trajectory(sys.argv[2])], split='train', step=1)\nawait store.close()"
-    processes = [start_script(program(body), url, f"p{i}") for i in range(4)]
+    processes = [start_script(program(body), sqlite_url, f"p{i}") for i in range(4)]
     assert [process.wait(200) for process in processes] == [0] * 4
 
     async def scenario() -> None:
-        async with await open_store(url, create=False) as store:
+        async with await open_store(sqlite_url, create=False) as store:
             assert {summary.id for summary in await store.summaries()} == {"p0", "p1", "p2", "p3"}
 
     asyncio.run(scenario())
 
 
-def test_readers_in_another_process_see_whole_batches_while_one_writes(url: str, start_script: Start) -> None:
+def test_readers_in_another_process_see_whole_batches_while_one_writes(sqlite_url: str, start_script: Start) -> None:
     body = """
 print("open", flush=True)
 for batch in range(20):
@@ -206,10 +251,10 @@ sys.stdin.read()
 """
 
     async def scenario() -> None:
-        writer = start_script(program(body), url)
+        writer = start_script(program(body), sqlite_url)
         assert writer.stdout is not None and writer.stdout.readline() == "open\n"
         sizes = set()
-        async with await open_store(url, timeout_s=20) as store:
+        async with await open_store(sqlite_url, timeout_s=20) as store:
             while (count := (await store.counts())["trajectories/train/ready"]) < 1000:
                 assert count == len(await store.summaries(limit=count)), "what was counted can be read"
                 sizes.add(count)
@@ -222,7 +267,7 @@ sys.stdin.read()
     asyncio.run(scenario())
 
 
-def test_a_crash_between_reserve_and_commit_can_be_released(url: str, start_script: Start) -> None:
+def test_a_crash_between_reserve_and_commit_can_be_released(sqlite_url: str, start_script: Start) -> None:
     body = """
 await store.write_trajectories([trajectory(name) for name in "abc"], split="train", step=1)
 await store.reserve(["a"], 1)
@@ -230,10 +275,10 @@ await store.commit_step(1, {"loss": 1.0})
 await store.reserve(["b", "c"], 2)
 die()
 """
-    assert start_script(program(body), url).wait(200) == -signal.SIGKILL
+    assert start_script(program(body), sqlite_url).wait(200) == -signal.SIGKILL
 
     async def scenario() -> None:
-        async with await open_store(url, create=False) as store:
+        async with await open_store(sqlite_url, create=False) as store:
             assert [(s.state, s.trained_step) for s in await store.summaries()] == [("committed", 1), ("reserved", 2), ("reserved", 2)]
             assert await store.release() == 2
             await store.reserve(["b", "c"], 2)
@@ -243,28 +288,29 @@ die()
     asyncio.run(scenario())
 
 
-def test_a_crash_inside_the_commit_leaves_no_half_step(url: str, start_script: Start) -> None:
+def test_a_crash_inside_the_commit_leaves_no_half_step(sqlite_url: str, start_script: Start) -> None:
     body = """
-from sqlalchemy import event
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 await store.write_trajectories([trajectory("a")], split="train", step=1)
 await store.reserve(["a"], 1)
-@event.listens_for(store._engine.sync_engine, "after_cursor_execute")
+@event.listens_for(store._engine, "after_cursor_execute")
 def strike(connection, cursor, statement, *rest):
     if statement.startswith("INSERT INTO steps"):
         die()
 await store.commit_step(1, {})
 """
-    assert start_script(program(body), url).wait(200) == -signal.SIGKILL
+    assert start_script(program(body), sqlite_url).wait(200) == -signal.SIGKILL
 
     async def scenario() -> None:
-        async with await open_store(url) as store:
+        async with await open_store(sqlite_url) as store:
             assert await store.steps() == []
             assert [(s.state, s.trained_step) for s in await store.summaries()] == [("reserved", 1)]
 
     asyncio.run(scenario())
 
 
-def test_kills_at_random_moments_never_tear_the_ledger(url: str, start_script: Start) -> None:
+def test_kills_at_random_moments_never_tear_the_ledger(sqlite_url: str, start_script: Start) -> None:
     body = """
 last = await store.last_step()
 first = last.step + 1 if last else 1
@@ -279,7 +325,7 @@ for step in range(first, 100000):
 """
     rng = random.Random(0)
     for _ in range(4):
-        process = start_script(program(body), url)
+        process = start_script(program(body), sqlite_url)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         for _ in range(rng.randrange(1, 6)):
             assert process.stdout.readline()
@@ -288,23 +334,23 @@ for step in range(first, 100000):
         process.wait()
 
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
             steps = await store.steps()
             assert [step.step for step in steps] == list(range(1, len(steps) + 1))
             for step in steps:
                 trained = await store.summaries(trained_step=step.step)
                 assert [(s.id, s.state) for s in trained] == [(f"{step.step}-{i}", "committed") for i in range(20)]
             assert (await store.counts())["trajectories/train/committed"] == 20 * len(steps) > 0
-            async with store._transaction("check") as connection:
-                assert (await connection.exec_driver_sql("PRAGMA integrity_check")).scalar_one() == "ok"
+            check = await store._run("check", lambda connection: connection.scalar(text("PRAGMA integrity_check")))
+            assert check == "ok"
 
     asyncio.run(scenario())
 
 
-def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, make_trajectory: Make) -> None:
+def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await open_store(url, timeout_s=3) as store:
-            holder = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+        async with await open_store(sqlite_url, timeout_s=3) as store:
+            holder = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
             holder.execute("BEGIN IMMEDIATE")
             start = time.monotonic()
             writes = [store.write_trajectories([make_trajectory(name)], split="train", step=1) for name in "abc"]
@@ -320,47 +366,47 @@ def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(url: str, ma
     asyncio.run(scenario())
 
 
-def test_a_query_that_runs_too_long_is_given_up(url: str, make_trajectory: Make) -> None:
+def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url, timeout_s=3) as store:
+        async with await SQLiteStore.open(sqlite_url, timeout_s=3) as store:
             start = time.monotonic()
             with pytest.raises(DeadlineExceededError, match="endless: no answer"):
-                async with store._transaction("endless", write=True) as connection:
-                    await connection.exec_driver_sql("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n")
+                await store._run("endless", lambda connection: connection.exec_driver_sql(ENDLESS), write=True)
             assert time.monotonic() - start < 30
             assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
 
     asyncio.run(scenario())
 
 
-def test_a_cancelled_write_is_rolled_back(url: str, make_trajectory: Make) -> None:
+def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
+            inside = threading.Event()
 
-            async def slow() -> None:
-                async with store._transaction("slow", write=True) as connection:
-                    await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
-                    inside.set()
-                    await asyncio.sleep(60)
+            async def slow(connection: AsyncConnection) -> None:
+                await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
+                inside.set()
+                await connection.exec_driver_sql(ENDLESS)
 
-            inside = asyncio.Event()
-            task = asyncio.create_task(slow())
-            await inside.wait()
+            task = asyncio.create_task(store._run("slow", slow, write=True))
+            await asyncio.to_thread(inside.wait, 60)
+            start = time.monotonic()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await store.steps() == []
             assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            assert time.monotonic() - start < 20, "nobody waits for the deadline of a call that was cancelled"
+            assert await store.steps() == []
 
     asyncio.run(scenario())
 
 
-def test_a_full_disk_refuses_the_write_and_keeps_the_rest(url: str, make_trajectory: Make) -> None:
+def test_a_full_disk_refuses_the_write_and_keeps_the_rest(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
-        async with await SQLiteStore.open(url) as store:
+        async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
 
-            @event.listens_for(store._engine.sync_engine, "begin")
+            @event.listens_for(store._engine, "begin")
             def limit(connection: object) -> None:
                 connection.exec_driver_sql("PRAGMA max_page_count=1")  # type: ignore[attr-defined]
 

@@ -281,13 +281,15 @@ class StoreSection(Section):
     """Where trajectories go."""
 
     url: str | None = None
-    """sqlite:///PATH. Default: store.sqlite in the run's folder."""
+    """sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE. Default: store.sqlite in the run's folder."""
 
     @field_validator("url")
     @classmethod
-    def _has_a_scheme(cls, value: str | None) -> str | None:
-        if value is not None and "://" not in value:
-            raise ValueError(f"got {value!r}; write it as sqlite:///PATH")
+    def _names_a_store(cls, value: str | None) -> str | None:
+        if value is not None and ("://" not in value or (value.startswith("sqlite:") and not re.match("sqlite:///.*[^/]", value))):
+            raise ValueError(
+                f"got {value!r}; write it as sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE"
+            )
         return value
 
 

@@ -1,13 +1,17 @@
 """Where tasks, trajectories and steps live. Importing this loads no database driver."""
 
-from agentevo.store.export import export_jsonl
+from agentevo.store.clock import Clock, Now
+from agentevo.store.export import export_jsonl, export_store, import_store
 from agentevo.store.store import (
     Lease,
+    RetryPolicy,
     Split,
     StepRecord,
     Store,
+    StoredTask,
     StoredTrajectory,
     StoreOpener,
+    TaskEvent,
     TaskState,
     TrajectoryFilter,
     TrajectoryState,
@@ -17,17 +21,24 @@ from agentevo.store.store import (
 )
 
 __all__ = [
+    "Clock",
     "Lease",
+    "Now",
+    "RetryPolicy",
     "Split",
     "StepRecord",
     "Store",
     "StoreOpener",
+    "StoredTask",
     "StoredTrajectory",
+    "TaskEvent",
     "TaskState",
     "TrajectoryFilter",
     "TrajectoryState",
     "TrajectorySummary",
     "export_jsonl",
+    "export_store",
+    "import_store",
     "open_store",
     "stores",
 ]

@@ -1,85 +1,52 @@
-"""Records to rows and back, exactly: `decode(encode(x)) == x` with log-probs rounded to float32. Formats of the columns: tables.py.
+"""Records to rows and back, exactly: `decode(encode(x)) == x` with log-probs rounded to float32. Formats: tables.py, blobs.py.
 
 The digest of a row covers everything that was given to the store but the timings, so that "the same content again" can be told from a clash
 of ids without reading the turns. Anything that could not be read back as it was is refused here, before a transaction starts.
+
+A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a MongoDB document.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, cast, get_args
 
 import msgspec
-from sqlalchemy import Row
 
 from agentevo.errors import StoreError
-from agentevo.store.store import SPLITS, Split, StoredTrajectory, TrajectorySummary
-from agentevo.types import FinishReason, Message, Status, Task, Trajectory, Turn
+from agentevo.store.blobs import pack_floats, pack_ints, pack_turns, unpack_turns
+from agentevo.store.store import SPLITS, Lease, Split, StepRecord, StoredTask, StoredTrajectory, TaskEvent, TrajectorySummary
+from agentevo.types import FinishReason, Status, Task, Trajectory, Turn
 
 JSON = msgspec.json.Encoder(order="deterministic")
 _MSGPACK = msgspec.msgpack.Encoder(order="deterministic")
-_MESSAGES = msgspec.json.Decoder(list[Message])
 _METRICS = msgspec.json.Decoder(dict[str, float])
 _TASK = msgspec.json.Decoder(Task)
+_HISTORY = msgspec.json.Decoder(list[TaskEvent])
+_RECORD = msgspec.json.Decoder(dict[str, Any])
 _PART = "reward_parts/"
 """In the column `metrics`, the parts of the reward stand beside the metrics under names that begin like this."""
 
 _UNSTORABLE = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)  # ValueError covers lone surrogates in text
 
+SUMMARY_COLUMNS = TrajectorySummary.__struct_fields__
+
 
 class EncodedTask(msgspec.Struct, frozen=True):
     id: str
     digest: bytes
-    row: dict[str, object]
+    row: dict[str, Any]
 
 
 class EncodedTrajectory(msgspec.Struct, frozen=True):
     id: str
     digest: bytes
-    row: dict[str, object]
-    turns: list[dict[str, object]]
-    """Without `trajectory_seq`, which the database gives out."""
-
-
-def pack_ints(values: Iterable[int]) -> bytes:
-    """Little-endian int32. Raises OverflowError or TypeError for what is not one."""
-    return _little_endian(array("i", values))
-
-
-def unpack_ints(blob: bytes) -> list[int]:
-    return _little_endian_array("i", blob).tolist()
-
-
-def pack_floats(values: Sequence[float]) -> bytes:
-    """Little-endian float32, rounded to nearest. Raises OverflowError for a finite number beyond float32's range."""
-    packed = array("f", values)
-    if not math.isfinite(sum(packed)):
-        for value, rounded in zip(values, packed, strict=True):
-            if math.isinf(rounded) and not math.isinf(value):
-                raise OverflowError(f"{value} does not fit in a float32")
-    return _little_endian(packed)
-
-
-def unpack_floats(blob: bytes) -> list[float]:
-    return _little_endian_array("f", blob).tolist()
-
-
-def _little_endian(values: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _little_endian_array(typecode: str, blob: bytes) -> array[Any]:
-    values: array[Any] = array(typecode)
-    values.frombytes(blob)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    row: dict[str, Any]
+    """Without `seq`, which the database gives out."""
+    data: bytes | None
+    """Its turns (blobs.py); None if they were deleted."""
 
 
 def encode_task(task: Task) -> EncodedTask:
@@ -88,12 +55,84 @@ def encode_task(task: Task) -> EncodedTask:
     except _UNSTORABLE as error:
         raise StoreError(f"task {task.id!r} can't be stored: {error}; answer and metadata must be plain JSON values") from error
     digest = blake2b(text, digest_size=16).digest()
-    row = {"id": task.id, "task": text.decode(), "digest": digest, "state": "queued", "fencing_id": 0, "num_leases": 0}
+    row = {
+        "id": task.id,
+        "task": text.decode(),
+        "digest": digest,
+        "state": "queued",
+        "fencing_id": 0,
+        "num_leases": 0,
+        "num_failures": 0,
+        "num_expiries": 0,
+        "not_before": 0.0,
+        "worker": None,
+        "lease_started_at": None,
+        "lease_expires_at": None,
+        "error": None,
+        "history": "[]",
+    }
     return EncodedTask(id=task.id, digest=digest, row=row)
 
 
-def decode_task(text: str) -> Task:
-    return _TASK.decode(text)
+def encode_stored_task(stored: StoredTask) -> EncodedTask:
+    """A lease doesn't travel: a leased task becomes a queued one."""
+    encoded = encode_task(stored.task)
+    ledger = {
+        "state": "queued" if stored.state == "leased" else stored.state,
+        "fencing_id": stored.fencing_id,
+        "num_leases": stored.num_leases,
+        "num_failures": stored.num_failures,
+        "num_expiries": stored.num_expiries,
+        "error": stored.error,
+        "history": encode_history(stored.history),
+    }
+    return msgspec.structs.replace(encoded, row=encoded.row | ledger)
+
+
+def decode_task(row: Mapping[Any, Any]) -> StoredTask:
+    return StoredTask(
+        task=_TASK.decode(row["task"]),
+        state=row["state"],
+        fencing_id=row["fencing_id"],
+        num_leases=row["num_leases"],
+        num_failures=row["num_failures"],
+        num_expiries=row["num_expiries"],
+        error=row["error"],
+        history=decode_history(row["history"]),
+    )
+
+
+def decode_lease(row: Mapping[Any, Any], worker: str, *, now: float, lease_s: float) -> Lease:
+    """The next lease of a task whose row is as it was before."""
+    return Lease(
+        task=_TASK.decode(row["task"]),
+        fencing_id=row["fencing_id"] + 1,
+        attempt=row["num_leases"] + 1,
+        worker=worker,
+        lease_s=lease_s,
+        expires_at=now + lease_s,
+    )
+
+
+def encode_history(history: list[TaskEvent]) -> str:
+    return JSON.encode(history).decode()
+
+
+def decode_history(text: str) -> list[TaskEvent]:
+    return _HISTORY.decode(text)
+
+
+def encode_record(step: int, record: dict[str, Any]) -> str:
+    try:
+        return JSON.encode(record).decode()
+    except _UNSTORABLE as error:
+        raise StoreError(f"the record of step {step} can't be stored: {error}; use plain JSON values") from error
+
+
+def decode_step(row: Mapping[Any, Any]) -> StepRecord:
+    return StepRecord(
+        step=row["step"], record=_RECORD.decode(row["record"]), num_trajectories=row["num_trajectories"], committed_at=row["committed_at"]
+    )
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory], split: Split, step: int) -> list[EncodedTrajectory]:
@@ -107,6 +146,14 @@ def encode_trajectories(trajectories: Iterable[Trajectory], split: Split, step: 
         except _UNSTORABLE as error:
             raise StoreError(f"trajectory {trajectory.id!r} can't be stored: {error}") from error
     return encoded
+
+
+def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
+    """With its place in the ledger."""
+    (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
+    names = ("state", "trained_step", "drop_reason", "written_at")
+    row = encoded.row | {name: getattr(stored, name) for name in names}
+    return msgspec.structs.replace(encoded, row=row, data=None if stored.tokens_deleted else encoded.data)
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
@@ -138,13 +185,15 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
     digest = blake2b(_MSGPACK.encode((facts, turns)), digest_size=16).digest()
     row = facts | {
         "state": "failed" if trajectory.status == "failed" else "ready",
+        "trained_step": None,
+        "drop_reason": None,
         "num_turns": len(turns),
         "num_completion_tokens": trajectory.num_completion_tokens(),
         "started_at": float(trajectory.started_at),
         "duration_s": float(trajectory.duration_s),
         "digest": digest,
     }
-    return EncodedTrajectory(id=trajectory.id, digest=digest, row=row, turns=turns)
+    return EncodedTrajectory(id=trajectory.id, digest=digest, row=row, data=pack_turns(turns))
 
 
 def _number(value: float) -> float:
@@ -179,53 +228,35 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
     }
 
 
-def decode_turn(row: Row[Any]) -> Turn:
-    return Turn(
-        index=row.turn_index,
-        parent=row.parent,
-        prompt_ids=unpack_ints(row.prompt_ids),
-        completion_ids=unpack_ints(row.completion_ids),
-        logprobs=unpack_floats(row.logprobs),
-        versions=unpack_ints(row.versions),
-        finish_reason=cast(FinishReason, row.finish_reason),
-        temperature=row.temperature,
-        seed=int(row.seed),
-        reward=row.reward,
-        messages=_MESSAGES.decode(row.messages),
-    )
-
-
-def decode_stored(row: Row[Any], turns: list[Turn]) -> StoredTrajectory:
-    measured = _METRICS.decode(row.metrics)
+def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajectory:
+    measured = _METRICS.decode(row["metrics"])
     trajectory = Trajectory(
-        id=row.id,
-        task_id=row.task_id,
-        group_id=row.group_id,
-        attempt=row.attempt,
-        turns=turns,
-        reward=row.reward,
+        id=row["id"],
+        task_id=row["task_id"],
+        group_id=row["group_id"],
+        attempt=row["attempt"],
+        turns=[] if data is None else unpack_turns(data),
+        reward=row["reward"],
         reward_parts={name.removeprefix(_PART): value for name, value in measured.items() if name.startswith(_PART)},
-        success=row.success,
-        status=row.status,
-        error=row.error,
-        truncated=row.truncated,
+        success=row["success"],
+        status=row["status"],
+        error=row["error"],
+        truncated=row["truncated"],
         metrics={name: value for name, value in measured.items() if not name.startswith(_PART)},
-        started_at=row.started_at,
-        duration_s=row.duration_s,
+        started_at=row["started_at"],
+        duration_s=row["duration_s"],
     )
     return StoredTrajectory(
         trajectory=trajectory,
-        split=row.split,
-        step=row.step,
-        state=row.state,
-        trained_step=row.trained_step,
-        drop_reason=row.drop_reason,
-        written_at=row.written_at,
+        split=cast(Split, row["split"]),
+        step=row["step"],
+        state=row["state"],
+        trained_step=row["trained_step"],
+        drop_reason=row["drop_reason"],
+        written_at=row["written_at"],
+        tokens_deleted=data is None,
     )
 
 
-_SUMMARY_COLUMNS = tuple(name for name in TrajectorySummary.__struct_fields__ if name != "metrics")
-
-
-def decode_summary(row: Row[Any]) -> TrajectorySummary:
-    return TrajectorySummary(metrics=_METRICS.decode(row.metrics), **{name: getattr(row, name) for name in _SUMMARY_COLUMNS})
+def decode_summary(row: Mapping[Any, Any]) -> TrajectorySummary:
+    return TrajectorySummary(metrics=_METRICS.decode(row["metrics"]), **{name: row[name] for name in SUMMARY_COLUMNS if name != "metrics"})

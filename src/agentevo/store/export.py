@@ -1,7 +1,13 @@
-"""Trajectories out of a store, for other tools: one JSON object a line, nothing left out.
+"""Stores out of and into JSON lines, nothing left out.
 
-A line holds the fields of `Trajectory` (with its turns: ids, log-probs, versions, messages) and beside them `split`, `step`, `state`,
-`trained_step`, `drop_reason` and `written_at`. The file appears whole or not at all; the same store gives the same bytes.
+`export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with its turns: ids, log-probs, versions,
+messages) and beside them `split`, `step`, `state`, `trained_step`, `drop_reason`, `written_at` and `tokens_deleted`.
+
+`export_store` writes all of a store, for `import_store`: the lines above with `"kind": "trajectory"`, and lines of the kinds `task` and
+`step`. Tasks come first, then trajectories in the order of writing, then steps, so that an import that breaks off can just be repeated; a
+store that is exported, imported into any backend and exported again gives the same bytes, but for leases, which don't travel.
+
+The file appears whole or not at all; the same store gives the same bytes.
 """
 
 from __future__ import annotations
@@ -11,14 +17,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Unpack, cast
+from typing import IO, Any, Unpack, cast
 
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.store.store import Store, StoredTrajectory, TrajectoryFilter
+from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory, TrajectoryFilter
+from agentevo.store.streams import PAGE
+from agentevo.types import Trajectory
 
 _JSON = msgspec.json.Encoder()
+_KINDS: dict[str, Any] = {"task": StoredTask, "trajectory": StoredTrajectory, "step": StepRecord}
 
 
 async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[TrajectoryFilter]) -> int:
@@ -26,40 +35,112 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
 
     Raises StoreError for another extension and for a path that can't be written.
     """
-    target = Path(path)
-    if not target.name.endswith((".jsonl", ".jsonl.gz")):
-        raise StoreError(f"can't export to {target}: the name must end in .jsonl or .jsonl.gz")
     count = 0
-    try:
-        with _whole_file(target) as file:
-            async for stored in store.trajectories(**filters):
-                file.write(_line(stored))
-                count += 1
-    except OSError as error:
-        raise StoreError(f"can't export to {target}: {error.strerror or error}") from error
+    with _whole_file(Path(path)) as file:
+        async for stored in store.trajectories(**filters):
+            file.write(_JSON.encode(_flat(stored)) + b"\n")
+            count += 1
     return count
 
 
-def _line(stored: StoredTrajectory) -> bytes:
+async def export_store(store: Store, path: Path | str) -> int:
+    """Writes the whole store to `path` as above; returns the number of lines."""
+    count = 0
+    with _whole_file(Path(path)) as file:
+
+        def write(kind: str, fields: dict[str, Any]) -> None:
+            nonlocal count
+            file.write(_JSON.encode({"kind": kind} | fields) + b"\n")
+            count += 1
+
+        async for task in store.tasks():
+            write("task", msgspec.structs.asdict(task))
+        async for trajectory in store.trajectories():
+            write("trajectory", _flat(trajectory))
+        for step in await store.steps():
+            write("step", msgspec.structs.asdict(step))
+    return count
+
+
+async def import_store(store: Store, path: Path | str) -> int:
+    """The inverse: returns how many rows are new. What is there with the same content is left as it is.
+
+    Raises StoreError for a file that can't be read, with the line that is wrong, and for ids that stand for other content here; the lines
+    before have then been imported.
+    """
+    new = 0
+    page: list[Any] = []
+    for kind, stored in _read_lines(Path(path)):
+        if page and (len(page) == PAGE or not isinstance(page[0], _KINDS[kind])):
+            new += await _put(store, page)
+            page = []
+        page.append(stored)
+    return new + (await _put(store, page) if page else 0)
+
+
+async def _put(store: Store, page: list[Any]) -> int:
+    match page[0]:
+        case StoredTask():
+            return await store.put(tasks=page)
+        case StoredTrajectory():
+            return await store.put(trajectories=page)
+        case _:
+            return await store.put(steps=page)
+
+
+def _flat(stored: StoredTrajectory) -> dict[str, Any]:
     ledger = msgspec.structs.asdict(stored)
     trajectory = msgspec.structs.asdict(ledger.pop("trajectory"))
-    return _JSON.encode(trajectory | ledger) + b"\n"
+    return trajectory | ledger
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(kind, record) of each line."""
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield _parse(line)
+                except (msgspec.MsgspecError, KeyError, ValueError) as error:
+                    what = f"unknown kind {error}" if isinstance(error, KeyError) else error
+                    raise StoreError(f"{path}: line {number} is no line of `agentevo store export`: {what}") from error
+    except (OSError, EOFError) as error:
+        raise StoreError(f"can't import {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _parse(line: bytes) -> tuple[str, Any]:
+    kind = msgspec.json.decode(line, type=_Kind).kind
+    record = _KINDS[kind]
+    if record is not StoredTrajectory:
+        return kind, msgspec.json.decode(line, type=record)
+    ledger = {name for name in StoredTrajectory.__struct_fields__ if name != "trajectory"}
+    fields = {name: value for name, value in msgspec.json.decode(line).items() if name in ledger}
+    return kind, msgspec.convert(fields | {"trajectory": msgspec.json.decode(line, type=Trajectory)}, type=StoredTrajectory)
+
+
+class _Kind(msgspec.Struct):
+    kind: str
 
 
 @contextmanager
 def _whole_file(target: Path) -> Iterator[IO[bytes]]:
     """A file that takes its name only when the block ends well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.name.endswith((".jsonl", ".jsonl.gz")):
+        raise StoreError(f"can't export to {target}: the name must end in .jsonl or .jsonl.gz")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with temporary.open("wb") as raw:
-            if target.name.endswith(".gz"):
-                with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
-                    yield cast(IO[bytes], packed)
-            else:
-                yield raw
-            raw.flush()
-            os.fsync(raw.fileno())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as raw:
+                if target.name.endswith(".gz"):
+                    with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
+                        yield cast(IO[bytes], packed)
+                else:
+                    yield raw
+                raw.flush()
+                os.fsync(raw.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"can't export to {target}: {error.strerror or error}") from error

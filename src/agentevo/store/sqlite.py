@@ -4,226 +4,195 @@ Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every proc
 never tears one. Readers see a snapshot and never wait for the writer. Writers queue: inside a process at a lock, between processes at
 SQLite's, which each takes at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
-Every call has one deadline for its whole work. The file is ours if it carries our `application_id`; `user_version` is the schema's version.
+A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver would go there and back some twenty times.
+The file is ours if it carries our `application_id`; `user_version` is the schema's version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, cast
 
-from sqlalchemy import event
+from sqlalchemy import CursorResult, Engine, Executable, create_engine, event
 from sqlalchemy.engine import URL, Connection
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from agentevo.errors import DeadlineExceededError, StoreError
-from agentevo.store import facts, ledger
-from agentevo.store.codec import JSON, encode_task, encode_trajectories
-from agentevo.store.store import (
-    Lease,
-    Split,
-    StepRecord,
-    StoredTrajectory,
-    TrajectoryFilter,
-    TrajectorySummary,
-    checked_filters,
-    stores,
-)
+from agentevo.errors import StoreError
+from agentevo.store.clock import Clock, MachineClock, Now
+from agentevo.store.migrations import MIGRATIONS
+from agentevo.store.sql import Lock, SQLStore, T, Work
+from agentevo.store.store import RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
-from agentevo.types import Task, Trajectory
 
 APPLICATION_ID = 0x41676576  # "Agev"
-PAGE = 64
-"""Trajectories read with one query while streaming."""
+THREADS = 8
+"""Of a store object: calls that run at the same time. One of them writes."""
 
 _SETTINGS = ("page_size=16384", "foreign_keys=ON", "synchronous=NORMAL", "wal_autocheckpoint=1000", "journal_size_limit=67108864")
 """Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk write: a turn's blobs are kilobytes."""
+_SHARES = {
+    "tasks": {
+        "sqlite_autoindex_tasks_1": "1",
+        "tasks_to_lease": "300000 1000 1",
+        "tasks_by_state": "300000 1",
+        "tasks_by_expiry": "300000 1",
+        "tasks_by_start": "300000 1",
+    },
+    "trajectories": {
+        "sqlite_autoindex_trajectories_1": "1",
+        "trajectories_by_group": "8 1",
+        "trajectories_by_task": "16 1",
+        "trajectories_by_trained_step": "250 1",
+        "trajectories_by_step": "500 1",
+        "trajectories_by_status": "50000 1",
+        "trajectories_by_place": "100000 50000 1 1",
+        "trajectories_by_state": "100000 1",
+        "trajectories_by_split": "500000 1",
+    },
+}
+"""Index -> rows that share its first column, its first two, ..., of a million."""
 _STEPS_BETWEEN_LOOKS = 100_000
 """Instructions of SQLite's virtual machine (some milliseconds) between two looks at the clock."""
 _PAUSE_S = 0.02
+_PATIENCE = 0.9
+"""Share of a deadline after which SQLite gives up by itself."""
 _URL_PREFIX = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
 
 
-class SQLiteStore:
+class _Limit:
+    """When the statement that runs for a call is to be given up, by `time.monotonic`."""
+
+    def __init__(self, stop_at: float) -> None:
+        self.stop_at = stop_at
+
+
+class _Connection:
+    """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive` runs what awaits only them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(self, statement: Executable, parameters: Any = None) -> CursorResult[Any]:
+        return self._connection.execute(statement, parameters)
+
+    async def scalar(self, statement: Executable, parameters: Any = None) -> Any:
+        return self._connection.scalar(statement, parameters)
+
+    async def exec_driver_sql(self, statement: str, parameters: Any = None) -> CursorResult[Any]:
+        return self._connection.exec_driver_sql(statement, parameters)
+
+    async def run_sync(self, call: Callable[[Connection], T]) -> T:
+        return call(self._connection)
+
+
+def _drive(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast(T, done.value)
+    work.close()
+    raise RuntimeError("a transaction on SQLite waited for something else than its connection")
+
+
+class SQLiteStore(SQLStore):
     """See `Store` for what the methods promise; make one with `SQLiteStore.open` or `open_store`."""
 
-    def __init__(self, path: Path, engine: AsyncEngine, *, timeout_s: float, clock: Callable[[], float] = time.time) -> None:
-        """`engine` comes from `_engine`, and the file has been checked; `clock` gives Unix time in seconds."""
+    def __init__(self, path: Path, engine: Engine, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+        """`engine` comes from `_engine`, and the file has been checked."""
+        super().__init__(str(path), timeout_s=timeout_s, retries=retries)
         self.path = path
         self._engine = engine
-        self._timeout_s = timeout_s
-        self._clock = clock
+        self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
 
     @classmethod
-    async def open(cls, url: str, *, timeout_s: float = 60.0, create: bool = True) -> Self:
+    async def open(
+        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+    ) -> Self:
         """Opens `sqlite:///PATH`. Makes the file and its folder if need be, unless `create` is false.
 
-        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer schema; such a file is left as it was.
+        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer schema; such a file is left as it was. One
+        of an older schema is migrated.
         """
         path = _path_of(url)
         _check_file(path, create=create)
-        engine = _engine(path, timeout_s)
-        store = cls(path, engine, timeout_s=timeout_s)
+        store = cls(path, _engine(path, timeout_s), timeout_s=timeout_s, retries=retries, clock=clock)
         try:
-            async with store._transaction("open", write=True) as connection:
-                await _check_or_make_schema(connection, path, create=create)
+            await store._run("open", lambda connection: _check_or_make_schema(connection, path, create=create), write=True)
             await store._use_write_ahead_log()
         except BaseException:
-            await engine.dispose()
+            await store.close()
             raise
         return store
 
     async def close(self) -> None:
         async with self._deadline("close"):
-            await self._engine.dispose()
+            await asyncio.to_thread(self._threads.shutdown)
+            self._engine.dispose()
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
+        """One thread does the whole transaction. A call that is cancelled, or late, stops the statement that is running: see `_engine`."""
+        limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
+        engine = self._engine.execution_options(write=write, limit=limit)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.close()
+        def transaction() -> T:
+            with engine.begin() as connection:
+                return _drive(cast(Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))))
 
-    @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
-        """The one place where the database's failures become ours."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except TimeoutError as error:
-            raise self._too_late(what) from error
-        except DBAPIError as error:
-            if any(word in str(error.orig) for word in ("locked", "busy", "interrupted")):
-                raise self._too_late(what) from error
-            raise StoreError(f"store {self.path}: {what}: {error.orig}") from error
+        async with self._deadline(what), self._writer if write else nullcontext():
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, transaction)
+            except asyncio.CancelledError:
+                limit.stop_at = -math.inf
+                raise
 
-    def _too_late(self, what: str) -> DeadlineExceededError:
-        return DeadlineExceededError(
-            f"store {self.path}: {what}: no answer within {self._timeout_s:g} s; another process may hold the write lock, or the disk "
-            "is slow: calling again is harmless"
-        )
+    async def _now(self, connection: AsyncConnection) -> Now:
+        return self._clock.now()
 
-    @asynccontextmanager
-    async def _transaction(self, what: str, *, write: bool = False) -> AsyncIterator[AsyncConnection]:
-        engine = self._engine.execution_options(write=write)
-        async with self._deadline(what), self._writer if write else nullcontext(), engine.begin() as connection:
-            yield connection
+    def _is_late(self, error: BaseException) -> bool:
+        return any(word in str(getattr(error, "orig", error)) for word in ("locked", "busy", "interrupted"))
 
     async def _use_write_ahead_log(self) -> None:
         """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that open one together, the losers retry."""
-        engine = self._engine.execution_options(autocommit=True)
         async with self._deadline("switch to a write-ahead log"):
             while True:
                 try:
-                    async with engine.connect() as connection:
-                        await connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+                    await self._alone("PRAGMA journal_mode=WAL")
                     return
                 except OperationalError as error:
                     if "locked" not in str(error.orig):
                         raise
                 await asyncio.sleep(_PAUSE_S)
 
-    async def add_tasks(self, tasks: Iterable[Task]) -> int:
-        encoded = [encode_task(task) for task in tasks]
-        async with self._transaction("add_tasks", write=True) as connection:
-            return await facts.insert_tasks(connection, encoded)
+    async def _alone(self, statement: str) -> None:
+        """Outside any transaction."""
 
-    async def task(self, task_id: str) -> Task:
-        async with self._transaction("task") as connection:
-            return await facts.read_task(connection, task_id)
+        def call() -> None:
+            with self._engine.execution_options(autocommit=True).connect() as connection:
+                connection.exec_driver_sql(statement)
 
-    async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
-        async with self._transaction("lease_task", write=True) as connection:
-            return await ledger.lease_task(connection, worker, now=self._clock(), lease_s=lease_s)
+        await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    async def complete_task(self, lease: Lease) -> None:
-        async with self._transaction("complete_task", write=True) as connection:
-            await ledger.finish_task(connection, lease, error=None)
+    async def size_bytes(self) -> int:
+        files = [self.path, *(self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))]
+        return sum(file.stat().st_size for file in files if file.exists())
 
-    async def fail_task(self, lease: Lease, error: str) -> None:
-        async with self._transaction("fail_task", write=True) as connection:
-            await ledger.finish_task(connection, lease, error=error)
-
-    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
-        encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
-        async with self._transaction("write_trajectories", write=True) as connection:
-            if lease is not None:
-                await ledger.finish_task(connection, lease, error=None)
-            return await facts.insert_trajectories(connection, encoded, self._clock())
-
-    async def reserve(self, ids: Iterable[str], step: int) -> int:
-        async with self._transaction("reserve", write=True) as connection:
-            return await ledger.reserve(connection, ids, step)
-
-    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
-        try:
-            text = JSON.encode(record).decode()
-        except (TypeError, ValueError) as error:
-            raise StoreError(f"the record of step {step} can't be stored: {error}; use plain JSON values") from error
-        async with self._transaction("commit_step", write=True) as connection:
-            return await ledger.commit_step(connection, step, text, ids=ids, now=self._clock())
-
-    async def release(self, step: int | None = None) -> int:
-        async with self._transaction("release", write=True) as connection:
-            return await ledger.release(connection, step)
-
-    async def drop(self, ids: Iterable[str], reason: str) -> int:
-        async with self._transaction("drop", write=True) as connection:
-            return await ledger.drop(connection, ids, reason)
-
-    async def rewind(self, step: int) -> int:
-        async with self._transaction("rewind", write=True) as connection:
-            return await ledger.rewind(connection, step)
-
-    async def trajectory(self, trajectory_id: str) -> Trajectory:
-        async with self._transaction("trajectory") as connection:
-            page = await facts.read_page(connection, {"id": trajectory_id}, seqs=None, limit=1, newest_first=False)
-        if not page:
-            raise StoreError(f"no trajectory {trajectory_id!r} in {self.path}")
-        return page[0][1].trajectory
-
-    async def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
-        properties, left, newest_first = checked_filters(filters)
-        async with self._transaction("trajectories") as connection:
-            seqs = range(1, await facts.newest_seq(connection) + 1)
-        while seqs and left != 0:
-            size = PAGE if left is None else min(PAGE, left)
-            async with self._transaction("trajectories") as connection:
-                page = await facts.read_page(connection, properties, seqs=seqs, limit=size, newest_first=newest_first)
-            for _, stored in page:
-                yield stored
-            if len(page) < size:
-                return
-            last = page[-1][0]
-            seqs = range(seqs.start, last) if newest_first else range(last + 1, seqs.stop)
-            left = None if left is None else left - len(page)
-
-    async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]:
-        properties, limit, newest_first = checked_filters(filters)
-        async with self._transaction("summaries") as connection:
-            return await facts.read_summaries(connection, properties, limit=limit, newest_first=newest_first)
-
-    async def steps(self) -> list[StepRecord]:
-        async with self._transaction("steps") as connection:
-            return await ledger.read_steps(connection, last_only=False)
-
-    async def last_step(self) -> StepRecord | None:
-        async with self._transaction("last_step") as connection:
-            return next(iter(await ledger.read_steps(connection, last_only=True)), None)
-
-    async def counts(self) -> dict[str, int]:
-        async with self._transaction("counts") as connection:
-            return await facts.count(connection)
+    async def _vacuum(self) -> None:
+        async with self._writer:
+            await self._alone("VACUUM")
+            await self._alone("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _path_of(url: str) -> Path:
@@ -250,28 +219,26 @@ def _check_file(path: Path, *, create: bool) -> None:
         raise StoreError(f"{path} is not a SQLite database: give another path; the file was left as it is")
 
 
-def _engine(path: Path, timeout_s: float) -> AsyncEngine:
-    patience_s = 0.9 * timeout_s  # SQLite's thread gives up by itself, a little before the caller stops waiting for it
+def _engine(path: Path, timeout_s: float) -> Engine:
+    """SQLite's thread gives up by itself, a little before the caller stops waiting for it."""
     # No rollback when a connection goes back to the pool: `begin()` has always ended its transaction by then.
-    engine = create_async_engine(URL.create("sqlite+aiosqlite", database=str(path)), pool_reset_on_return=None)
+    engine = create_engine(URL.create("sqlite", database=str(path)), pool_size=THREADS, pool_reset_on_return=None)
 
-    @event.listens_for(engine.sync_engine, "connect")
-    def prepare(connection: DBAPIConnection, record: ConnectionPoolEntry) -> None:
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
         def is_late() -> bool:
-            return bool(time.monotonic() > record.info["stop_at"])
+            return bool(time.monotonic() > record.info["limit"].stop_at)
 
         connection.isolation_level = None  # we say BEGIN ourselves, below
-        record.info["stop_at"] = math.inf
-        connection.run_async(lambda raw: raw.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS))
-        cursor = connection.cursor()
-        for setting in (f"busy_timeout={int(patience_s * 1000)}", *_SETTINGS):
-            cursor.execute(f"PRAGMA {setting}")
-        cursor.close()
+        record.info["limit"] = _Limit(math.inf)
+        connection.set_progress_handler(is_late, _STEPS_BETWEEN_LOOKS)
+        for setting in (f"busy_timeout={int(_PATIENCE * timeout_s * 1000)}", *_SETTINGS):
+            connection.execute(f"PRAGMA {setting}")
 
-    @event.listens_for(engine.sync_engine, "begin")
+    @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
-        connection.info["stop_at"] = time.monotonic() + patience_s
+        connection.info["limit"] = options.get("limit") or _Limit(time.monotonic() + _PATIENCE * timeout_s)
         if not options.get("autocommit"):
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write") else "BEGIN")
 
@@ -288,12 +255,28 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
                 f"{path} has the schema {version} of a newer AgentEvo, this one knows up to {SCHEMA_VERSION}: upgrade with "
                 "pip install -U agentevo; the file was left as it is"
             )
+        for old in range(version, SCHEMA_VERSION):
+            await MIGRATIONS[old](connection)
+        if version < SCHEMA_VERSION:
+            await _tell_the_planner(connection)
+            await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
     if application or version or not empty or not create:
         raise StoreError(f"{path} is a SQLite database but not an AgentEvo store: give another path; the file was left as it is")
     await connection.run_sync(metadata.create_all)
+    await _tell_the_planner(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
     await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+async def _tell_the_planner(connection: AsyncConnection) -> None:
+    """How many rows share a value, as a large store has it. Without this SQLite holds every index for equally good, and looks for a group
+    among all that are ready. See "manual control of query plans" in SQLite's documentation of `sqlite_stat1`."""
+    await connection.exec_driver_sql("ANALYZE")  # makes the table
+    await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
+    rows = [(table, index, f"1000000 {shares}") for table, indexes in _SHARES.items() for index, shares in indexes.items()]
+    await connection.exec_driver_sql("INSERT INTO sqlite_stat1 VALUES (?, ?, ?)", rows)
+    await connection.exec_driver_sql("ANALYZE sqlite_schema")  # has it read
 
 
 stores.register("sqlite")(SQLiteStore.open)

@@ -1,7 +1,10 @@
 """The store: append-only facts (tasks, trajectories, steps) and a ledger that says where each of them is.
 
-    task         queued -> leased -> completed | failed
+    task         queued -> leased -> completed
+                 leased -> failed     fail_task: the attempt itself failed, and that is a result
+                 leased -> queued     retry_task: the infrastructure failed; not before a back-off has passed
                  leased -> leased     when the lease ran out: a new fencing id, and whoever holds the old one is refused
+                 leased -> poison     instead of the two above, at the bounds of RetryPolicy: set aside with its error and its history
     trajectory   ready -> reserved(step) -> committed(step)
                  reserved -> ready    release: the step never happened
                  ready, reserved -> dropped(reason)
@@ -14,12 +17,16 @@ equals what was written, except that log-probs are rounded to float32.
 
 `rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost.
 
+Leases are timed by a clock that all holders share and that nobody sets (clock.py). No lease has more time left than its own length, and
+no task waits for longer than RetryPolicy's longest delay, whatever a clock has jumped to.
+
 A store object belongs to one event loop; any number of processes may open the same store.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, get_args
 
@@ -27,10 +34,11 @@ import msgspec
 
 from agentevo.errors import StoreError
 from agentevo.registry import Registry
+from agentevo.store.clock import Clock
 from agentevo.types import Status, Task, Trajectory
 
 Split = Literal["train", "eval", "doctor"]
-TaskState = Literal["queued", "leased", "completed", "failed"]
+TaskState = Literal["queued", "leased", "completed", "failed", "poison"]
 TrajectoryState = Literal["ready", "reserved", "committed", "dropped", "failed"]
 
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -51,6 +59,52 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     drop_reason: str | None = None
     written_at: float
     """Unix time in seconds."""
+    tokens_deleted: bool = False
+    """`gc` has taken the turns away: `trajectory.turns` is empty."""
+
+
+class TaskEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that went wrong with a task."""
+
+    kind: Literal["retried", "expired", "failed"]
+    worker: str
+    fencing_id: int
+    at: float
+    """Unix time in seconds."""
+    error: str
+
+
+class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task and its place in the ledger."""
+
+    task: Task
+    state: TaskState
+    fencing_id: int
+    num_leases: int
+    num_failures: int
+    """Leases given back by `retry_task`."""
+    num_expiries: int
+    """Leases that ran out and were taken over."""
+    error: str | None
+    """Why it failed, was set aside, or was last tried again."""
+    history: list[TaskEvent]
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a task is tried again. The n-th retry waits min(first_delay_s * 2^(n-1), max_delay_s)."""
+
+    max_failures: int = 5
+    """`retry_task` sets the task aside at this many."""
+    max_expiries: int = 20
+    """So many leases that ran out set it aside too: it may be what kills its workers. More than above: workers die of other causes too."""
+    first_delay_s: float = 1.0
+    max_delay_s: float = 60.0
+
+    def delay_s(self, num_failures: int) -> float:
+        return min(self.first_delay_s * 2.0 ** min(num_failures - 1, 60), self.max_delay_s)
+
+
+RETRIES = RetryPolicy()
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +142,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     """How often the task has been leased, this time included."""
     worker: str
+    lease_s: float
     expires_at: float
-    """Unix time in seconds. Until another worker takes the task over, an expired lease still counts."""
+    """On the store's clock for leases, in seconds (not Unix time, in general): compare it with other leases only, and renew every
+    `lease_s` / 3. Until another worker takes the task over, an expired lease still counts."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,14 +190,28 @@ class Store(Protocol):
 
     async def task(self, task_id: str) -> Task: ...
 
+    async def stored_task(self, task_id: str) -> StoredTask: ...
+
+    def tasks(self, *, state: TaskState | None = None) -> AsyncIterator[StoredTask]:
+        """Streams, in the order they were added."""
+
     async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
-        """The oldest task whose lease ran out, else the oldest queued one, for `lease_s` seconds; None when there is none."""
+        """`lease_tasks` with a limit of one; None when there is none."""
+
+    async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
+        """Up to `limit` tasks for `lease_s` seconds: those whose lease ran out, then retries that are due, then the oldest queued ones."""
+
+    async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
+        """The heartbeat: `lease_s` more seconds (by default as many as before) from now on. Refused when the lease is lost."""
 
     async def complete_task(self, lease: Lease) -> None:
         """Refused when the task has been leased again since."""
 
     async def fail_task(self, lease: Lease, error: str) -> None:
-        """Sets the task aside with its error. Refused when the task has been leased again since."""
+        """The task failed, and trying again would not help. Refused when the task has been leased again since."""
+
+    async def retry_task(self, lease: Lease, error: str) -> TaskState:
+        """The infrastructure failed: back to the queue after a delay, or set aside. Returns "queued" or "poison". Refused as above."""
 
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         """Writes all or none; returns how many are new. `step` is the one that they were sampled for.
@@ -157,6 +227,8 @@ class Store(Protocol):
         """Records the step and turns every trajectory reserved for it to committed(step); returns how many.
 
         With `ids`, refused unless exactly those are reserved for the step. Committing again with the same record is a no-op.
+        A trainer that saves a checkpoint of the step puts its identity into the same record, and so into the same transaction:
+        `record["checkpoint"] = {"path": ..., "sha256": ...}`, after the files are on disk. A checkpoint no record names is a torn one.
         """
 
     async def release(self, step: int | None = None) -> int:
@@ -180,6 +252,13 @@ class Store(Protocol):
 
     async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]: ...
 
+    async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
+        """Ids of up to `limit` groups that can be trained on, those whose first ready member was written first in front.
+
+        Such a group has at least `size` members, each of them ready or failed, and at least one ready. Read it with
+        `trajectories(group_id=...)`; once its members are reserved or dropped it is not listed again.
+        """
+
     async def steps(self) -> list[StepRecord]:
         """Committed steps, in order of their number."""
 
@@ -188,27 +267,54 @@ class Store(Protocol):
     async def counts(self) -> dict[str, int]:
         """`tasks/STATE`, `trajectories/SPLIT/STATE` for every split and state, `turns` and `steps`."""
 
+    async def size_bytes(self) -> int:
+        """What the store takes on its server's or this machine's disk."""
+
+    async def put(
+        self, *, tasks: Iterable[StoredTask] = (), trajectories: Iterable[StoredTrajectory] = (), steps: Iterable[StepRecord] = ()
+    ) -> int:
+        """An import: rows with their places in the ledger, in this order; returns how many are new. Content is compared as on writing.
+
+        A lease does not travel: a leased task is queued here.
+        """
+
+    async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
+        """Tidies up: `leases` that ran out longer ago than the grace are queued again, `orphans` (tokens without a trajectory) deleted.
+
+        With `dropped` the turns of dropped trajectories are deleted too (`tokens`). Then the space is given back to the disk (`bytes`:
+        how much less). Returns these numbers.
+        """
+
 
 class StoreOpener(Protocol):
     """Opens a store of one kind; registered under the scheme of its URL."""
 
-    async def __call__(self, url: str, *, timeout_s: float = 60.0, create: bool = True) -> Store: ...
+    async def __call__(
+        self, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+    ) -> Store: ...
 
 
 stores: Registry[StoreOpener] = Registry("stores")
 
 
-async def open_store(url: str, *, timeout_s: float = 60.0, create: bool = True) -> Store:
-    """Opens the store at `url` (`sqlite:///PATH`), made on the spot unless `create` is false.
+SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql", "mongodb": "mongodb", "mongodb+srv": "mongodb"}
+"""Scheme of a URL -> the module of this package that registers its opener, imported when it is asked for."""
 
-    `timeout_s` is the deadline of each call on it, this one included.
+
+async def open_store(
+    url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+) -> Store:
+    """Opens the store at `url`, made on the spot unless `create` is false: `sqlite:///PATH`, `postgresql://USER@HOST/DATABASE?schema=NAME`
+    or `mongodb://HOST/DATABASE`.
+
+    `timeout_s` is the deadline of each call on it, this one included. `clock` replaces the store's own, for tests.
     """
-    import agentevo.store.sqlite  # noqa: F401 - registers the default; here, because it loads SQLAlchemy
-
     scheme, separator, _ = url.partition("://")
     if not separator:
-        raise StoreError(f"{url!r} is not the URL of a store: write it as sqlite:///PATH")
-    return await stores.get(scheme)(url, timeout_s=timeout_s, create=create)
+        raise StoreError(f"{url!r} is not the URL of a store: write it as sqlite:///PATH, postgresql://... or mongodb://...")
+    for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
+        import_module(f"agentevo.store.{name}")
+    return await stores.get(scheme)(url, timeout_s=timeout_s, create=create, retries=retries, clock=clock)
 
 
 def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int | None, bool]:

@@ -1,8 +1,8 @@
-"""The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with every change of them.
+"""The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with each change; `migrations.py` says how to come from the one before.
 
-`seq` is the order of writing. Blobs are little-endian 4-byte numbers without a header: int32 token ids and versions, float32 log-probs
-(`numpy.frombuffer(blob, "<i4")` or `"<f4"`). `messages`, `metrics`, `record` and `task` are JSON text;
-`metrics` holds the reward's parts too, as `reward_parts/NAME`.
+`seq` is the order of writing. `tokens.data` is a trajectory's turns (blobs.py). `metrics`, `record`, `task` and `history` are JSON text;
+`metrics` holds the reward's parts too, as `reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py), all others Unix
+times. `not_before` is 0 for a task that waits for nothing, and never NULL, so that an index can tell those apart and keep their order.
 """
 
 from __future__ import annotations
@@ -10,25 +10,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     CheckConstraint,
     Column,
+    Dialect,
     Double,
     ForeignKey,
     Index,
     Integer,
     LargeBinary,
     MetaData,
-    String,
     Table,
     Text,
 )
+from sqlalchemy.types import TypeDecorator
 
 from agentevo.store.store import SPLITS, TASK_STATES, TRAJECTORY_STATES
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
+
+BIG = BigInteger().with_variant(Integer(), "sqlite")
+"""64 bits: SQLite's own integers are, and only they count as a primary key there."""
+
+
+class ExactText(TypeDecorator[str]):
+    """Text that may hold NUL, which tools print and PostgreSQL refuses: there alone, a backslash is doubled and NUL is backslash and 0."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        if value is None or dialect.name != "postgresql":
+            return value
+        return value.replace("\\", "\\\\").replace("\0", "\\0")
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        if value is None or dialect.name != "postgresql" or "\\" not in value:
+            return value
+        return "\\".join(part.replace("\\0", "\0") for part in value.split("\\\\"))
 
 
 def _one_of(column: str, words: Sequence[str]) -> CheckConstraint:
@@ -38,42 +60,49 @@ def _one_of(column: str, words: Sequence[str]) -> CheckConstraint:
 tasks = Table(
     "tasks",
     metadata,
-    Column("seq", Integer, primary_key=True),
-    Column("id", String, nullable=False, unique=True),
-    Column("task", Text, nullable=False),
+    Column("seq", BIG, primary_key=True),
+    Column("id", ExactText, nullable=False, unique=True),
+    Column("task", ExactText, nullable=False),
     Column("digest", LargeBinary, nullable=False),
-    Column("state", String, nullable=False),
-    Column("fencing_id", Integer, nullable=False),
-    Column("num_leases", Integer, nullable=False),
-    Column("worker", String),
+    Column("state", Text, nullable=False),
+    Column("fencing_id", BIG, nullable=False),
+    Column("num_leases", BIG, nullable=False),
+    Column("num_failures", BIG, nullable=False),
+    Column("num_expiries", BIG, nullable=False),
+    Column("not_before", Double, nullable=False),
+    Column("worker", ExactText),
+    Column("lease_started_at", Double),
     Column("lease_expires_at", Double),
-    Column("error", Text),
+    Column("error", ExactText),
+    Column("history", ExactText, nullable=False),
     _one_of("state", TASK_STATES),
-    Index("tasks_by_state", "state"),
+    Index("tasks_to_lease", "state", "not_before", "seq"),
+    Index("tasks_by_state", "state", "seq"),
     Index("tasks_by_expiry", "state", "lease_expires_at"),
+    Index("tasks_by_start", "state", "lease_started_at"),
 )
 
 trajectories = Table(
     "trajectories",
     metadata,
-    Column("seq", Integer, primary_key=True),
-    Column("id", String, nullable=False, unique=True),
-    Column("task_id", String, nullable=False),
-    Column("group_id", String, nullable=False),
-    Column("attempt", Integer, nullable=False),
-    Column("split", String, nullable=False),
-    Column("step", Integer, nullable=False),
-    Column("status", String, nullable=False),
-    Column("state", String, nullable=False),
-    Column("trained_step", Integer),
-    Column("drop_reason", Text),
+    Column("seq", BIG, primary_key=True),
+    Column("id", ExactText, nullable=False, unique=True),
+    Column("task_id", ExactText, nullable=False),
+    Column("group_id", ExactText, nullable=False),
+    Column("attempt", BIG, nullable=False),
+    Column("split", Text, nullable=False),
+    Column("step", BIG, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("trained_step", BIG),
+    Column("drop_reason", ExactText),
     Column("reward", Double, nullable=False),
     Column("success", Boolean, nullable=False),
-    Column("error", Text),
+    Column("error", ExactText),
     Column("truncated", Boolean, nullable=False),
-    Column("metrics", Text, nullable=False),
-    Column("num_turns", Integer, nullable=False),
-    Column("num_completion_tokens", Integer, nullable=False),
+    Column("metrics", ExactText, nullable=False),
+    Column("num_turns", BIG, nullable=False),
+    Column("num_completion_tokens", BIG, nullable=False),
     Column("started_at", Double, nullable=False),
     Column("duration_s", Double, nullable=False),
     Column("written_at", Double, nullable=False),
@@ -81,38 +110,28 @@ trajectories = Table(
     _one_of("split", SPLITS),
     _one_of("state", TRAJECTORY_STATES),
     CheckConstraint("(state IN ('reserved', 'committed')) = (trained_step IS NOT NULL)"),
-    Index("trajectories_by_step", "step"),
-    Index("trajectories_by_trained_step", "trained_step"),
-    Index("trajectories_by_split", "split"),
-    Index("trajectories_by_state", "state"),
-    Index("trajectories_by_state_and_split", "state", "split"),  # with the one above: counts, and each in the order of writing
-    Index("trajectories_by_status", "status"),
-    Index("trajectories_by_task", "task_id"),
-    Index("trajectories_by_group", "group_id"),
+    Index("trajectories_by_step", "step", "seq"),
+    Index("trajectories_by_trained_step", "trained_step", "seq"),
+    Index("trajectories_by_split", "split", "seq"),
+    Index("trajectories_by_state", "state", "seq"),
+    Index("trajectories_by_place", "state", "split", "seq", "num_turns"),  # counts, and the walk over what is ready
+    Index("trajectories_by_status", "status", "seq"),
+    Index("trajectories_by_task", "task_id", "seq"),
+    Index("trajectories_by_group", "group_id", "seq"),
 )
 
-turns = Table(
-    "turns",
+tokens = Table(
+    "tokens",
     metadata,
-    Column("trajectory_seq", ForeignKey("trajectories.seq", ondelete="CASCADE"), primary_key=True),
-    Column("turn_index", Integer, primary_key=True),
-    Column("parent", Integer),
-    Column("prompt_ids", LargeBinary, nullable=False),
-    Column("completion_ids", LargeBinary, nullable=False),
-    Column("logprobs", LargeBinary, nullable=False),
-    Column("versions", LargeBinary, nullable=False),
-    Column("finish_reason", String, nullable=False),
-    Column("temperature", Double, nullable=False),
-    Column("seed", String, nullable=False),  # decimal: engines draw 64-bit unsigned seeds, SQL integers are signed
-    Column("reward", Double, nullable=False),
-    Column("messages", Text, nullable=False),
+    Column("trajectory_seq", ForeignKey("trajectories.seq", ondelete="CASCADE"), primary_key=True, autoincrement=False),
+    Column("data", LargeBinary, nullable=False),
 )
 
 steps = Table(
     "steps",
     metadata,
-    Column("step", Integer, primary_key=True, autoincrement=False),
-    Column("record", Text, nullable=False),
-    Column("num_trajectories", Integer, nullable=False),
+    Column("step", BIG, primary_key=True, autoincrement=False),
+    Column("record", ExactText, nullable=False),
+    Column("num_trajectories", BIG, nullable=False),
     Column("committed_at", Double, nullable=False),
 )

@@ -1,0 +1,121 @@
+"""A trajectory's turns as one compressed blob.
+
+    blob     = 0x01, msgpack([zlib(msgpack([heads, prompt_ids, completion_ids, logprobs, versions])), noise])
+    heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature, seed, reward, messages as JSON]
+    columns  = that column of all turns, one after the other, little-endian int32 (log-probs: float32), as byte planes: the lowest byte of
+               every number, then the second, ...
+    noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the others
+
+One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on from turn to turn. zlib at level 1 on
+planes, and neither a higher level nor zstd: on 4,096 tokens of prose and code in SmolLM2's vocabulary, half of them with log-probs, it
+leaves 0.41 of the bytes (without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at 144 MB/s (level 6: 97,
+zstd: 425), which is 4,400 such trajectories a second on one core, a fifth more with the noise kept out of it. A dependency would buy speed
+where there is enough.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import StoreError
+from agentevo.types import Message, Turn
+
+_VERSION = b"\x01"
+_LEVEL = 1
+_COLUMNS = (("prompt_ids", "i"), ("completion_ids", "i"), ("logprobs", "f"), ("versions", "i"))
+_HEAD = ("finish_reason", "temperature", "seed", "reward", "messages")
+_MSGPACK = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder()
+_MESSAGES = msgspec.json.Decoder(list[Message])
+
+
+def pack_ints(values: Iterable[int]) -> bytes:
+    """Little-endian int32. Raises OverflowError or TypeError for what is not one."""
+    return _little_endian(array("i", values))
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Little-endian float32, rounded to nearest. Raises OverflowError for a finite number beyond float32's range."""
+    packed = array("f", values)
+    if not math.isfinite(sum(packed)):
+        for value, rounded in zip(values, packed, strict=True):
+            if math.isinf(rounded) and not math.isinf(value):
+                raise OverflowError(f"{value} does not fit in a float32")
+    return _little_endian(packed)
+
+
+def unpack(typecode: str, data: bytes) -> list[Any]:
+    """The inverse of pack_ints ("i") and pack_floats ("f")."""
+    values: array[Any] = array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def _little_endian(values: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:
+    """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in decimal and `messages` as JSON text."""
+    heads = [
+        [turn["parent"], len(turn["prompt_ids"]) // 4, len(turn["completion_ids"]) // 4, *(turn[name] for name in _HEAD)] for turn in turns
+    ]
+    columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name, _ in _COLUMNS}
+    half = len(columns["logprobs"]) // 2
+    noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
+    return _VERSION + _MSGPACK.encode([zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL), noise])
+
+
+def unpack_turns(blob: bytes) -> list[Turn]:
+    """Raises StoreError for bytes that pack_turns has not made."""
+    try:
+        if blob[:1] != _VERSION:
+            raise ValueError(f"its format is {blob[:1]!r}")
+        packed, noise = _DECODER.decode(memoryview(blob)[1:])
+        heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(zlib.decompress(packed))
+    except (zlib.error, ValueError, TypeError, msgspec.MsgspecError) as error:
+        raise StoreError(f"the tokens of a trajectory can't be read: {error}; was the store written by a newer AgentEvo?") from error
+    columns = (prompt_ids, completion_ids, noise + logprobs, versions)
+    numbers = {name: unpack(code, _from_planes(data)) for (name, code), data in zip(_COLUMNS, columns, strict=True)}
+    turns, prompt, completion = [], 0, 0
+    for index, (parent, num_prompt, num_completion, finish_reason, temperature, seed, reward, messages) in enumerate(heads):
+        new = slice(completion, completion + num_completion)
+        turn = Turn(
+            index=index,
+            parent=parent,
+            prompt_ids=numbers["prompt_ids"][prompt : prompt + num_prompt],
+            completion_ids=numbers["completion_ids"][new],
+            logprobs=numbers["logprobs"][new],
+            versions=numbers["versions"][new],
+            finish_reason=finish_reason,
+            temperature=temperature,
+            seed=int(seed),
+            reward=reward,
+            messages=_MESSAGES.decode(messages),
+        )
+        turns.append(turn)
+        prompt, completion = prompt + num_prompt, new.stop
+    return turns
+
+
+def _planes(data: bytes) -> bytes:
+    return data[0::4] + data[1::4] + data[2::4] + data[3::4]
+
+
+def _from_planes(planes: bytes) -> bytes:
+    n = len(planes) // 4
+    data = bytearray(len(planes))
+    for byte in range(4):
+        data[byte::4] = planes[byte * n : (byte + 1) * n]
+    return bytes(data)

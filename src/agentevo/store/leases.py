@@ -1,0 +1,163 @@
+"""Leases of tasks in SQL (drawn in store.py), on a connection that may write. Transactions are the caller's; `rules` says what is refused.
+
+Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease are passed over: on PostgreSQL many
+workers lease at once, and on SQLite, which ignores both words, the writer is alone anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Select, bindparam, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from agentevo.store import rules
+from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
+from agentevo.store.codec import decode_history, decode_lease, encode_history
+from agentevo.store.store import Lease, RetryPolicy, TaskEvent, TaskState
+from agentevo.store.tables import tasks
+
+
+async def lease_tasks(
+    connection: AsyncConnection, worker: str, *, now: Now, lease_s: float, limit: int, retries: RetryPolicy
+) -> list[Lease]:
+    taken = await _take_expired(connection, worker, now=now, lease_s=lease_s, limit=limit, retries=retries)
+    queued = tasks.c.state == "queued"
+    due = select(tasks).where(queued, tasks.c.not_before > 0.0, tasks.c.not_before <= now.steady).order_by(tasks.c.not_before, tasks.c.seq)
+    fresh = select(tasks).where(queued, tasks.c.not_before == 0.0).order_by(tasks.c.seq)
+    for query in (due, fresh):
+        if len(taken) < limit:
+            rows = await _locked(connection, query.limit(limit - len(taken)))
+            taken += [(row, {}) for row in rows]
+    if not taken:
+        await _begin_again(connection, now=now, retries=retries)
+    leases = [decode_lease(row, worker, now=now.steady, lease_s=lease_s) for row, _ in taken]
+    values = {
+        "state": "leased",
+        "worker": worker,
+        "lease_started_at": now.steady,
+        "lease_expires_at": now.steady + lease_s,
+        "not_before": 0.0,
+    }
+    counted = [
+        {
+            "num_expiries": row["num_expiries"],
+            "history": row["history"],
+            **changes,
+            "fencing_id": lease.fencing_id,
+            "num_leases": lease.attempt,
+        }
+        for lease, (row, changes) in zip(leases, taken, strict=True)
+    ]
+    await _update(connection, [(row, values | change) for (row, _), change in zip(taken, counted, strict=True)])
+    return leases
+
+
+async def _take_expired(
+    connection: AsyncConnection, worker: str, *, now: Now, lease_s: float, limit: int, retries: RetryPolicy
+) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
+    """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past the bound are set aside on the way."""
+    query = select(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= now.steady).order_by(tasks.c.lease_expires_at)
+    taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
+    while len(taken) < limit:
+        rows = await _locked(connection, query.limit(limit - len(taken)).offset(len(taken)))
+        if not rows:
+            break
+        poisoned = []
+        for row in rows:
+            event = rules.expired(row["worker"], row["fencing_id"], now.wall)
+            changes = {"num_expiries": row["num_expiries"] + 1, "history": _appended(row["history"], event)}
+            if rules.after_expiry(row["num_expiries"] + 1, retries) == "leased":
+                taken.append((row, changes))
+            else:
+                error = f"its leases ran out {row['num_expiries'] + 1} times: {event.error}"
+                poisoned.append((row, _LET_GO | changes | {"state": "poison", "error": error}))
+        await _update(connection, poisoned)
+    return taken
+
+
+async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryPolicy) -> None:
+    """Ends what a clock that was set back (or began again, at a reboot) has made long: see clock.py."""
+    length = tasks.c.lease_expires_at - tasks.c.lease_started_at
+    late = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S)
+    await connection.execute(late.values(lease_started_at=now.steady, lease_expires_at=now.steady + length))
+    waiting = update(tasks).where(tasks.c.state == "queued", tasks.c.not_before > now.steady + retries.max_delay_s)
+    await connection.execute(waiting.values(not_before=now.steady + retries.max_delay_s))
+
+
+async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s: float) -> float:
+    """When it now runs out."""
+    row = await _place(connection, lease)
+    rules.holds(row, lease, ())
+    expires_at = now.steady + lease_s
+    values = {"lease_started_at": now.steady, "lease_expires_at": expires_at}
+    await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(values))
+    return expires_at
+
+
+async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None, now: Now) -> None:
+    """leased -> completed, or failed with `error`."""
+    state = "completed" if error is None else "failed"
+    if rules.holds(await _place(connection, lease), lease, state):
+        changes: dict[str, Any] = {"state": state}
+        if error is not None:
+            event = TaskEvent(kind="failed", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
+            changes |= {"error": error, "history": _appended(await _history(connection, lease), event)}
+        await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes))
+
+
+async def retry(connection: AsyncConnection, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
+    row = await _place(connection, lease)
+    if not rules.holds(row, lease, ("queued", "poison")):
+        return "poison" if row is not None and row.state == "poison" else "queued"
+    query = select(tasks.c.num_failures, tasks.c.history).where(tasks.c.id == lease.task.id)
+    known = (await connection.execute(query)).one()
+    num_failures = known.num_failures + 1
+    state = rules.after_failure(num_failures, retries)
+    event = TaskEvent(kind="retried", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
+    changes = {
+        "state": state,
+        "num_failures": num_failures,
+        "error": error,
+        "history": _appended(known.history, event),
+        "not_before": now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0,
+    }
+    await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes))
+    return state
+
+
+async def requeue_old(connection: AsyncConnection, before: float) -> int:
+    """leased -> queued for leases that ran out before that moment of the steady clock; their holders are refused from now on."""
+    old = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= before)
+    return (await connection.execute(old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1}))).rowcount
+
+
+_LET_GO: dict[str, Any] = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
+
+
+def _appended(history: str, event: TaskEvent) -> str:
+    return encode_history([*decode_history(history), event])
+
+
+async def _locked(connection: AsyncConnection, query: Select[Any]) -> list[Mapping[Any, Any]]:
+    return [row._mapping for row in await connection.execute(query.with_for_update(skip_locked=True))]
+
+
+async def _place(connection: AsyncConnection, lease: Lease) -> rules.TaskPlace | None:
+    query = select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == lease.task.id).with_for_update()
+    row = (await connection.execute(query)).first()
+    return None if row is None else rules.TaskPlace(row.state, row.fencing_id)
+
+
+async def _history(connection: AsyncConnection, lease: Lease) -> str:
+    return str(await connection.scalar(select(tasks.c.history).where(tasks.c.id == lease.task.id)))
+
+
+async def _update(connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]) -> None:
+    """Each row gets its values; all name the same columns."""
+    if changes:
+        statement = update(tasks).where(tasks.c.seq == bindparam("at")).values({name: bindparam(f"new_{name}") for name in changes[0][1]})
+        await connection.execute(
+            statement, [{"at": row["seq"]} | {f"new_{name}": value for name, value in values.items()} for row, values in changes]
+        )

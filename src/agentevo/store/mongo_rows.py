@@ -1,0 +1,303 @@
+"""Facts and ledger in MongoDB's words: what facts, leases and ledger are for SQL. Each function runs inside the transaction of `session`.
+
+    tasks, trajectories   a document for a row of tables.py, `_id` being its id
+    tokens                {_id: id of the trajectory, data}
+    steps                 {_id: step, record, num_trajectories, committed_at}
+    meta                  {_id: "schema", version}, {_id: "tasks" or "trajectories", seq}, {_id: "trainer", turn}
+
+A transaction sees a snapshot, and one that writes a document which another has written meanwhile is begun again. What only reads what the
+other writes would slip through; so reserve, commit, release, drop and rewind all write `meta.trainer`, and go one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agentevo.errors import StoreError
+from agentevo.store import rules
+from agentevo.store.clock import Now
+from agentevo.store.codec import (
+    SUMMARY_COLUMNS,
+    EncodedTask,
+    EncodedTrajectory,
+    decode_history,
+    decode_step,
+    decode_stored,
+    decode_summary,
+    decode_task,
+    encode_history,
+)
+from agentevo.store.store import (
+    SPLITS,
+    TASK_STATES,
+    TRAJECTORY_STATES,
+    Lease,
+    RetryPolicy,
+    Split,
+    StepRecord,
+    StoredTask,
+    StoredTrajectory,
+    TaskEvent,
+    TaskState,
+    TrajectorySummary,
+)
+from agentevo.store.streams import chunks, whole_groups
+
+Document = dict[str, Any]
+
+INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tasks": (("seq",), ("state", "seq"), ("state", "not_before", "seq"), ("state", "lease_expires_at"), ("state", "lease_started_at")),
+    "trajectories": (
+        ("seq",),
+        *((name, "seq") for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")),
+        ("state", "split", "seq"),
+    ),
+}
+LET_GO: Document = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
+_READY: Document = {"state": "ready", "trained_step": None}
+
+
+def row_of(document: Mapping[str, Any]) -> Document:
+    return {**document, "id": document["_id"]}
+
+
+def _document(row: Mapping[str, Any], seq: int) -> Document:
+    return {"_id": row["id"], "seq": seq} | {name: value for name, value in row.items() if name != "id"}
+
+
+class Rows:
+    """The collections of a database, in a transaction."""
+
+    def __init__(self, database: Any, session: Any) -> None:
+        self.database, self.session = database, session
+        self.tasks, self.trajectories = database["tasks"], database["trajectories"]
+        self.tokens, self.steps, self.meta = database["tokens"], database["steps"], database["meta"]
+
+    async def take_turn(self) -> None:
+        """Of two transactions that take a turn at the same time, one begins again."""
+        await self.meta.update_one({"_id": "trainer"}, {"$inc": {"turn": 1}}, upsert=True, session=self.session)
+
+    async def find(self, collection: Any, where: Document, *names: str) -> list[Document]:
+        found: list[Document] = await collection.find(where, list(names) if names else None, session=self.session).to_list()
+        return found
+
+    async def by_id(self, collection: Any, ids: Iterable[str], *names: str) -> dict[str, Document]:
+        found: dict[str, Document] = {}
+        for chunk in chunks(dict.fromkeys(ids)):
+            found.update((document["_id"], document) for document in await self.find(collection, {"_id": {"$in": chunk}}, *names))
+        return found
+
+    async def _new(self, kind: str, items: Sequence[EncodedTask] | Sequence[EncodedTrajectory]) -> list[Any]:
+        """The items that must be inserted, each id once. Refuses an id that stands for two contents."""
+        known = {
+            name: bytes(found["digest"]) for name, found in (await self.by_id(self.database[kind], (i.id for i in items), "digest")).items()
+        }
+        new: list[Any] = []
+        for item in items:
+            if item.id in known:
+                rules.check_same_content(kind, item.id, item.digest, known[item.id])
+            else:
+                known[item.id] = item.digest
+                new.append(item)
+        return new
+
+    async def insert_tasks(self, items: Sequence[EncodedTask], first: int) -> int:
+        """`first` begins a range of numbers that is ours."""
+        new = await self._new("tasks", items)
+        if new:
+            await self.tasks.insert_many([_document(item.row, first + i) for i, item in enumerate(new)], session=self.session)
+        return len(new)
+
+    async def insert_trajectories(self, items: Sequence[EncodedTrajectory], first: int, now: float) -> int:
+        new = await self._new("trajectories", items)
+        if new:
+            documents = [_document({"written_at": now} | item.row, first + i) for i, item in enumerate(new)]
+            await self.trajectories.insert_many(documents, session=self.session)
+            data = [{"_id": item.id, "data": item.data} for item in new if item.data is not None]
+            if data:
+                await self.tokens.insert_many(data, session=self.session)
+        return len(new)
+
+    async def insert_steps(self, rows: Sequence[Document]) -> int:
+        known = {found["_id"]: found["record"] for found in await self.find(self.steps, {}, "record")}
+        new = [row for row in rows if rules.must_commit(row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set())]
+        if new:
+            await self.steps.insert_many([{"_id": row["step"], **row} for row in new], session=self.session)
+        return len(new)
+
+    async def read_task(self, task_id: str) -> StoredTask:
+        found = await self.tasks.find_one({"_id": task_id}, session=self.session)
+        if found is None:
+            raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
+        return decode_task(found)
+
+    async def read_tasks(self, state: str | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
+        where = {"seq": {"$gt": after}} | ({"state": state} if state else {})
+        found = await self.tasks.find(where, session=self.session).sort("seq", 1).limit(limit).to_list()
+        return [(document["seq"], decode_task(document)) for document in found]
+
+    async def newest_seq(self) -> int:
+        found = await self.trajectories.find({}, ["seq"], session=self.session).sort("seq", -1).limit(1).to_list()
+        return int(found[0]["seq"]) if found else 0
+
+    async def read_page(
+        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+    ) -> list[tuple[int, StoredTrajectory]]:
+        where = {"_id" if name == "id" else name: value for name, value in properties.items()}
+        if seqs is not None:
+            where["seq"] = {"$gte": seqs.start, "$lt": seqs.stop}
+        found = await self.trajectories.find(where, session=self.session).sort("seq", -1 if newest_first else 1).limit(limit).to_list()
+        data = await self.by_id(self.tokens, (document["_id"] for document in found))
+        blobs = [data.get(document["_id"], {}).get("data") for document in found]
+        return [(d["seq"], decode_stored(row_of(d), blob and bytes(blob))) for d, blob in zip(found, blobs, strict=True)]
+
+    async def read_summaries(self, properties: Mapping[str, object], *, limit: int | None, newest_first: bool) -> list[TrajectorySummary]:
+        if limit == 0:
+            return []
+        names = [name for name in SUMMARY_COLUMNS if name != "id"]
+        cursor = self.trajectories.find(dict(properties), names, session=self.session).sort("seq", -1 if newest_first else 1)
+        return [decode_summary(row_of(found)) for found in await cursor.limit(limit or 0).to_list()]
+
+    async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
+        async def page(after: int, length: int) -> list[tuple[int, str]]:
+            where = {"state": "ready", "split": split, "seq": {"$gt": after}}
+            found = self.trajectories.find(where, ["seq", "group_id"], session=self.session).sort("seq", 1).limit(length)
+            return [(document["seq"], document["group_id"]) for document in await found.to_list()]
+
+        async def members(groups: list[str]) -> list[tuple[str, str]]:
+            found: list[tuple[str, str]] = []
+            for chunk in chunks(groups):
+                where = {"group_id": {"$in": chunk}, "split": split}
+                found += [(d["group_id"], d["state"]) for d in await self.find(self.trajectories, where, "group_id", "state")]
+            return found
+
+        return await whole_groups(page, members, size=size, limit=limit)
+
+    async def count(self) -> dict[str, int]:
+        counts = {f"tasks/{state}": 0 for state in TASK_STATES}
+        counts |= {f"trajectories/{split}/{state}": 0 for split in SPLITS for state in TRAJECTORY_STATES} | {"turns": 0}
+        by_state = [{"$group": {"_id": "$state", "n": {"$sum": 1}}}]
+        for found in await (await self.tasks.aggregate(by_state, session=self.session)).to_list():
+            counts[f"tasks/{found['_id']}"] = found["n"]
+        place = {"split": "$split", "state": "$state"}
+        by_place = [{"$group": {"_id": place, "n": {"$sum": 1}, "turns": {"$sum": "$num_turns"}}}]
+        for found in await (await self.trajectories.aggregate(by_place, session=self.session)).to_list():
+            counts[f"trajectories/{found['_id']['split']}/{found['_id']['state']}"] = found["n"]
+            counts["turns"] += found["turns"]
+        return counts | {"steps": await self.steps.count_documents({}, session=self.session)}
+
+    async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
+        """The lease's task if it must still move to `wanted`."""
+        found: Document | None = await self.tasks.find_one({"_id": lease.task.id}, session=self.session)
+        place = None if found is None else rules.TaskPlace(found["state"], found["fencing_id"])
+        return found if rules.holds(place, lease, wanted) else None
+
+    async def _set_task(self, name: str, changes: Document) -> None:
+        await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
+
+    async def renew(self, lease: Lease, *, now: Now, lease_s: float) -> float:
+        await self._held(lease, ())
+        await self._set_task(lease.task.id, {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s})
+        return now.steady + lease_s
+
+    async def finish(self, lease: Lease, *, error: str | None, now: Now) -> None:
+        state = "completed" if error is None else "failed"
+        found = await self._held(lease, state)
+        if found is not None:
+            changes = LET_GO | {"state": state}
+            if error is not None:
+                changes |= {"error": error, "history": _appended(found, "failed", lease, now, error)}
+            await self._set_task(lease.task.id, changes)
+
+    async def retry(self, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
+        found = await self._held(lease, ("queued", "poison"))
+        if found is None:
+            return (await self.read_task(lease.task.id)).state
+        num_failures = found["num_failures"] + 1
+        state = rules.after_failure(num_failures, retries)
+        changes: Document = {"state": state, "num_failures": num_failures, "error": error}
+        changes["history"] = _appended(found, "retried", lease, now, error)
+        changes["not_before"] = now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
+        await self._set_task(lease.task.id, LET_GO | changes)
+        return state
+
+    async def _places(self, ids: Iterable[str]) -> dict[str, rules.Place]:
+        found = await self.by_id(self.trajectories, ids, "split", "state", "trained_step", "drop_reason")
+        return {name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"]) for name, d in found.items()}
+
+    async def _set(self, ids: Iterable[str], **values: Any) -> None:
+        for chunk in chunks(ids):
+            await self.trajectories.update_many({"_id": {"$in": chunk}}, {"$set": values}, session=self.session)
+
+    async def reserve(self, ids: list[str], step: int) -> int:
+        rules.check_reservable(step, committed=await self.steps.find_one({"_id": step}, session=self.session) is not None)
+        moving = rules.moving_to_reserved(ids, await self._places(ids), step)
+        await self._set(moving, state="reserved", trained_step=step)
+        return len(moving)
+
+    async def commit_step(self, step: int, record: str, *, ids: list[str] | None, now: float) -> int:
+        here = {document["_id"] for document in await self.find(self.trajectories, {"trained_step": step}, "_id")}
+        known = await self.steps.find_one({"_id": step}, session=self.session)
+        if not rules.must_commit(step, record, known=known and known["record"], ids=ids, here=here):
+            return 0
+        values = {"_id": step, "step": step, "record": record, "num_trajectories": len(here), "committed_at": now}
+        await self.steps.insert_one(values, session=self.session)
+        await self._set(here, state="committed")
+        return len(here)
+
+    async def release(self, step: int | None) -> int:
+        where = {"state": "reserved"} | ({} if step is None else {"trained_step": step})
+        return int((await self.trajectories.update_many(where, {"$set": _READY}, session=self.session)).modified_count)
+
+    async def drop(self, ids: list[str], reason: str) -> int:
+        moving = rules.moving_to_dropped(ids, await self._places(ids), reason)
+        await self._set(moving, state="dropped", trained_step=None, drop_reason=reason)
+        return len(moving)
+
+    async def rewind(self, step: int) -> int:
+        rules.check_rewind(step, known=await self.steps.find_one({"_id": step}, session=self.session) is not None)
+        later = await self.find(self.trajectories, {"step": {"$gt": step}}, "task_id")
+        for chunk in chunks(document["_id"] for document in later):
+            await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)
+        await self.trajectories.delete_many({"step": {"$gt": step}}, session=self.session)
+        await self.trajectories.update_many({"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session)
+        await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
+        fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
+        again = {"$set": fresh, "$inc": {"fencing_id": 1}}
+        await self.tasks.update_many({"state": "leased"}, again, session=self.session)
+        lost = set()
+        for name in {document["task_id"] for document in later}:
+            if await self.trajectories.find_one({"task_id": name}, ["_id"], session=self.session) is None:
+                lost.add(name)
+        for chunk in chunks(lost):
+            where = {"_id": {"$in": chunk}, "state": {"$in": ["completed", "failed"]}}
+            await self.tasks.update_many(where, again, session=self.session)
+        return len(later)
+
+    async def read_steps(self, *, last_only: bool) -> list[StepRecord]:
+        cursor = self.steps.find({}, session=self.session).sort("_id", -1 if last_only else 1).limit(1 if last_only else 0)
+        return [decode_step(found) for found in await cursor.to_list()]
+
+    async def requeue_old(self, before: float) -> int:
+        where = {"state": "leased", "lease_expires_at": {"$lte": before}}
+        again = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
+        return int((await self.tasks.update_many(where, again, session=self.session)).modified_count)
+
+    async def delete_tokens(self, *, dropped: bool) -> int:
+        """Of dropped trajectories, or of those that aren't there."""
+        if dropped:
+            ids = [document["_id"] for document in await self.find(self.trajectories, {"state": "dropped"}, "_id")]
+        else:
+            there = [document["_id"] for document in await self.find(self.tokens, {}, "_id")]
+            known = await self.by_id(self.trajectories, there, "_id")
+            ids = [name for name in there if name not in known]
+        deleted = 0
+        for chunk in chunks(ids):
+            deleted += (await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)).deleted_count
+        return deleted
+
+
+def _appended(found: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
+    event = TaskEvent(kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
+    return encode_history([*decode_history(found["history"]), event])

@@ -1,0 +1,377 @@
+"""A store in MongoDB, for workers on many machines: `mongodb://USER:PASSWORD@HOST/DATABASE?replicaSet=NAME`, a database for each store.
+
+The server must be a member of a replica set (one is enough) or a sharded cluster, because only those have transactions; anything else is
+refused. Each call is one transaction with snapshot reads and majority writes, but for leasing, which takes one document at a time, each
+atomically, so that workers don't get into each other's way. Conflicts and lost connections are passing: the call is begun again until its
+deadline. Leases are timed by the server's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+import msgspec
+
+from agentevo.errors import DeadlineExceededError, MissingExtraError, StoreError
+from agentevo.store import rules
+from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
+from agentevo.store.codec import (
+    decode_history,
+    decode_lease,
+    encode_history,
+    encode_record,
+    encode_stored,
+    encode_stored_task,
+    encode_task,
+    encode_trajectories,
+)
+from agentevo.store.mongo_rows import INDEXES, LET_GO, Document, Rows, row_of
+from agentevo.store.store import (
+    RETRIES,
+    Lease,
+    RetryPolicy,
+    Split,
+    StepRecord,
+    StoredTask,
+    StoredTrajectory,
+    TaskState,
+    TrajectoryFilter,
+    TrajectorySummary,
+    checked_filters,
+    stores,
+)
+from agentevo.store.streams import Streaming
+from agentevo.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from pymongo import AsyncMongoClient
+
+SCHEMA_VERSION = 1
+"""Of the documents in mongo_rows.py."""
+
+T = TypeVar("T")
+Work = Callable[[Rows], Awaitable[T]]
+
+_PAUSE_S = 0.01
+_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
+_DUPLICATE_KEY, _NAMESPACE_EXISTS = 11000, 48
+
+
+class MongoDBStore(Streaming):
+    """See `Store` for what the methods promise; make one with `MongoDBStore.open` or `open_store`."""
+
+    def __init__(
+        self, client: AsyncMongoClient[Document], name: str, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None
+    ) -> None:
+        self._client = client
+        self._database = client[name]
+        self.where = f"mongodb {name}"
+        self._timeout_s, self._retries, self._clock = timeout_s, retries, clock
+        self._is_open = False
+
+    @classmethod
+    async def open(
+        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+    ) -> Self:
+        """Opens a database. Makes its collections and indexes if need be, unless `create` is false.
+
+        Raises StoreError for a server without transactions and for a database that holds something else; it is left as it was.
+        """
+        try:
+            from pymongo import AsyncMongoClient
+            from pymongo.errors import PyMongoError
+            from pymongo.uri_parser import parse_uri
+        except ImportError as error:
+            raise MissingExtraError("a store in MongoDB needs pymongo 4.13 or newer: pip install 'agentevo[mongodb]'") from error
+        try:
+            name = await asyncio.to_thread(lambda: parse_uri(url)["database"])
+            if not name:
+                raise StoreError("the URL of a store in MongoDB names a database: write mongodb://HOST/DATABASE")
+            client: AsyncMongoClient[Document] = AsyncMongoClient(url, serverSelectionTimeoutMS=int(900 * timeout_s), w="majority")
+        except (PyMongoError, ValueError) as error:
+            raise StoreError(f"not the URL of a MongoDB database: {error}; write mongodb://HOST/DATABASE") from error
+        store = cls(client, name, timeout_s=timeout_s, retries=retries, clock=clock)
+        try:
+            async with store._deadline("open"):
+                await store._check_or_make(create=create)
+        except BaseException:
+            await client.close()
+            raise
+        store._is_open = True
+        return store
+
+    async def _check_or_make(self, *, create: bool) -> None:
+        from pymongo.errors import OperationFailure
+
+        hello = await self._client.admin.command("hello")
+        if "setName" not in hello and hello.get("msg") != "isdbgrid":
+            raise StoreError(
+                f"store {self.where}: this server has no transactions, without which nothing here is exactly-once: start mongod with "
+                "--replSet rs0 and call rs.initiate() once (a single member is enough), or use PostgreSQL"
+            )
+        known = await self._database["meta"].find_one({"_id": "schema"})
+        if known is not None:
+            if known["version"] > SCHEMA_VERSION:
+                raise StoreError(
+                    f"store {self.where}: its schema {known['version']} is a newer AgentEvo's, this knows up to {SCHEMA_VERSION}: upgrade "
+                    "with pip install -U agentevo; it was left as it is"
+                )
+            return
+        if not create:
+            raise StoreError(f"store {self.where}: no store in this database: check the URL")
+        there = set(await self._database.list_collection_names()) & {"tasks", "trajectories", "tokens", "steps"}
+        if there:
+            for name in sorted(there):  # a store that another process is making right now has none of these filled
+                if await self._database[name].find_one({}) is not None:
+                    raise StoreError(f"store {self.where}: the database holds a collection {name!r} of something else: give another name")
+        for name, indexes in INDEXES.items():
+            for columns in indexes:
+                await self._database[name].create_index([(column, 1) for column in columns])
+        for name in ("tokens", "steps"):
+            try:
+                await self._database.create_collection(name, check_exists=False)
+            except OperationFailure as error:
+                if error.code != _NAMESPACE_EXISTS:
+                    raise
+        for name in ("trainer", "tasks", "trajectories"):
+            await self._database["meta"].update_one({"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True)
+        await self._database["meta"].update_one({"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[None]:
+        """The one place where the database's failures become ours."""
+        from pymongo.errors import NetworkTimeout, PyMongoError, ServerSelectionTimeoutError
+
+        too_late = DeadlineExceededError(
+            f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server may be gone or busy: calling again is harmless"
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except (TimeoutError, NetworkTimeout, ServerSelectionTimeoutError) as error:
+            raise too_late from error
+        except PyMongoError as error:
+            raise StoreError(f"store {self.where}: {what}: {error}") from error
+
+    async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """`work` again and again while what goes wrong is passing, until the deadline."""
+        from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
+
+        async with self._deadline(what):
+            while True:
+                try:
+                    return await work()
+                except PyMongoError as error:
+                    clash = isinstance(error, BulkWriteError) and any(
+                        one.get("code") == _DUPLICATE_KEY for one in (error.details or {}).get("writeErrors", [])
+                    )
+                    lost = isinstance(error, AutoReconnect) and self._is_open
+                    labelled = any(error.has_error_label(label) for label in _LABELS)
+                    if not (labelled or clash or lost or isinstance(error, DuplicateKeyError)):
+                        raise
+                await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
+
+    async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:
+        """`work` in a transaction; with `turn`, one after the other with all others that take one."""
+        from pymongo.read_concern import ReadConcern
+
+        async def transaction() -> T:
+            snapshot = ReadConcern("snapshot")
+            async with self._client.start_session() as session, await session.start_transaction(read_concern=snapshot):
+                rows = Rows(self._database, session)
+                if turn:
+                    await rows.take_turn()
+                return await work(rows)
+
+        return await self._again(what, transaction)
+
+    async def _now(self) -> Now:
+        if self._clock is not None:
+            return self._clock.now()
+        seconds = (await self._client.admin.command("hello"))["localTime"].timestamp()
+        return Now(seconds, seconds)
+
+    async def _numbers(self, kind: str, count: int) -> int:
+        """The first of `count` numbers for new rows, which nobody else gets. Outside transactions: a gap does no harm, a queue would."""
+        if not count:
+            return 0
+
+        async def work() -> int:
+            found = await self._database["meta"].find_one_and_update({"_id": kind}, {"$inc": {"seq": count}})
+            return int(found["seq"]) + 1 if found else 1
+
+        return await self._again("numbers", work)
+
+    async def add_tasks(self, tasks: Iterable[Task]) -> int:
+        encoded = [encode_task(task) for task in tasks]
+        first = await self._numbers("tasks", len(encoded))
+        return await self._run("add_tasks", lambda rows: rows.insert_tasks(encoded, first))
+
+    async def stored_task(self, task_id: str) -> StoredTask:
+        return await self._run("task", lambda rows: rows.read_task(task_id))
+
+    async def _task_page(self, state: TaskState | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
+        return await self._run("tasks", lambda rows: rows.read_tasks(state, after=after, limit=limit))
+
+    async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
+        async def work() -> list[Lease]:
+            now = await self._now()
+            leases: list[Lease] = []
+            while len(leases) < limit and (lease := await self._take(worker, now, lease_s)):
+                leases.append(lease)
+            if not leases:
+                await self._begin_again(now)
+            return leases
+
+        return await self._again("lease_tasks", work)
+
+    async def _take(self, worker: str, now: Now, lease_s: float) -> Lease | None:
+        """One task: whose lease ran out, whose retry is due, or the oldest."""
+        tasks = self._database["tasks"]
+        times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s}
+        taken: Document = {"state": "leased", "worker": worker, "not_before": 0.0, **times}
+        again = {"$inc": {"fencing_id": 1, "num_leases": 1}}
+        ran_out = {"state": "leased", "lease_expires_at": {"$lte": now.steady}}
+        while (found := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])) is not None:
+            event = rules.expired(found["worker"], found["fencing_id"], now.wall)
+            count = found["num_expiries"] + 1
+            counted = {"num_expiries": count, "history": encode_history([*decode_history(found["history"]), event])}
+            same = {"_id": found["_id"], "fencing_id": found["fencing_id"], **ran_out}
+            if rules.after_expiry(count, self._retries) == "poison":
+                error = f"its leases ran out {count} times: {event.error}"
+                await tasks.update_one(same, {"$set": LET_GO | counted | {"state": "poison", "error": error}})
+            elif (await tasks.update_one(same, {"$set": taken | counted, **again})).modified_count:
+                return decode_lease(row_of(found), worker, now=now.steady, lease_s=lease_s)
+        for where, order in (
+            ({"state": "queued", "not_before": {"$gt": 0.0, "$lte": now.steady}}, [("not_before", 1), ("seq", 1)]),
+            ({"state": "queued", "not_before": 0.0}, [("seq", 1)]),
+        ):
+            found = await tasks.find_one_and_update(where, {"$set": taken, **again}, sort=order)
+            if found is not None:
+                return decode_lease(row_of(found), worker, now=now.steady, lease_s=lease_s)
+        return None
+
+    async def _begin_again(self, now: Now) -> None:
+        """Ends what a clock that was set back has made long: see clock.py."""
+        tasks, longest = self._database["tasks"], now.steady + self._retries.max_delay_s
+        late = {"state": "leased", "lease_started_at": {"$gt": now.steady + CLOCK_TOLERANCE_S}}
+        for found in await tasks.find(late).to_list():
+            length = found["lease_expires_at"] - found["lease_started_at"]
+            times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + length}
+            await tasks.update_one({"_id": found["_id"], "fencing_id": found["fencing_id"], **late}, {"$set": times})
+        await tasks.update_many({"state": "queued", "not_before": {"$gt": longest}}, {"$set": {"not_before": longest}})
+
+    async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
+        length, now = lease.lease_s if lease_s is None else lease_s, await self._now()
+        expires_at = await self._run("renew", lambda rows: rows.renew(lease, now=now, lease_s=length))
+        return msgspec.structs.replace(lease, lease_s=length, expires_at=expires_at)
+
+    async def complete_task(self, lease: Lease) -> None:
+        now = await self._now()
+        await self._run("complete_task", lambda rows: rows.finish(lease, error=None, now=now))
+
+    async def fail_task(self, lease: Lease, error: str) -> None:
+        now = await self._now()
+        await self._run("fail_task", lambda rows: rows.finish(lease, error=error, now=now))
+
+    async def retry_task(self, lease: Lease, error: str) -> TaskState:
+        now = await self._now()
+        return await self._run("retry_task", lambda rows: rows.retry(lease, error, now=now, retries=self._retries))
+
+    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
+        encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
+        first, now = await self._numbers("trajectories", len(encoded)), await self._now()
+
+        async def work(rows: Rows) -> int:
+            if lease is not None:
+                await rows.finish(lease, error=None, now=now)
+            return await rows.insert_trajectories(encoded, first, now.wall)
+
+        return await self._run("write_trajectories", work)
+
+    async def reserve(self, ids: Iterable[str], step: int) -> int:
+        wanted = list(ids)
+        return await self._run("reserve", lambda rows: rows.reserve(wanted, step), turn=True)
+
+    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
+        text, wanted, now = encode_record(step, record), None if ids is None else list(ids), await self._now()
+        return await self._run("commit_step", lambda rows: rows.commit_step(step, text, ids=wanted, now=now.wall), turn=True)
+
+    async def release(self, step: int | None = None) -> int:
+        return await self._run("release", lambda rows: rows.release(step), turn=True)
+
+    async def drop(self, ids: Iterable[str], reason: str) -> int:
+        wanted = list(ids)
+        return await self._run("drop", lambda rows: rows.drop(wanted, reason), turn=True)
+
+    async def rewind(self, step: int) -> int:
+        return await self._run("rewind", lambda rows: rows.rewind(step), turn=True)
+
+    async def _newest_seq(self) -> int:
+        return await self._run("trajectories", lambda rows: rows.newest_seq())
+
+    async def _page(
+        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+    ) -> list[tuple[int, StoredTrajectory]]:
+        return await self._run("trajectories", lambda rows: rows.read_page(properties, seqs=seqs, limit=limit, newest_first=newest_first))
+
+    async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]:
+        properties, limit, newest = checked_filters(filters)
+        return await self._run("summaries", lambda rows: rows.read_summaries(properties, limit=limit, newest_first=newest))
+
+    async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
+        rules.check_group(split, size, limit)
+        return await self._run("ready_groups", lambda rows: rows.ready_groups(split, size=size, limit=limit))
+
+    async def steps(self) -> list[StepRecord]:
+        return await self._run("steps", lambda rows: rows.read_steps(last_only=False))
+
+    async def last_step(self) -> StepRecord | None:
+        return next(iter(await self._run("last_step", lambda rows: rows.read_steps(last_only=True))), None)
+
+    async def counts(self) -> dict[str, int]:
+        return await self._run("counts", lambda rows: rows.count())
+
+    async def size_bytes(self) -> int:
+        found = await self._again("size_bytes", lambda: self._database.command("dbStats"))
+        return int(found["storageSize"]) + int(found.get("indexSize", 0))
+
+    async def put(
+        self, *, tasks: Iterable[StoredTask] = (), trajectories: Iterable[StoredTrajectory] = (), steps: Iterable[StepRecord] = ()
+    ) -> int:
+        encoded_tasks = [encode_stored_task(stored) for stored in tasks]
+        encoded = await asyncio.to_thread(lambda: [encode_stored(stored) for stored in trajectories])
+        new_steps = [msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)} for step in steps]
+        first_task, first = await self._numbers("tasks", len(encoded_tasks)), await self._numbers("trajectories", len(encoded))
+
+        async def work(rows: Rows) -> int:
+            new = await rows.insert_tasks(encoded_tasks, first_task) if encoded_tasks else 0
+            new += await rows.insert_trajectories(encoded, first, 0.0) if encoded else 0
+            return new + (await rows.insert_steps(new_steps) if new_steps else 0)
+
+        return await self._run("put", work, turn=True)
+
+    async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
+        """The server keeps the space of what was deleted for what comes next: `bytes` is what its files shrank by, if at all."""
+        before, now = await self.size_bytes(), await self._now()
+
+        async def work(rows: Rows) -> dict[str, int]:
+            return {
+                "leases": await rows.requeue_old(now.steady - lease_grace_s),
+                "orphans": await rows.delete_tokens(dropped=False),
+                "tokens": await rows.delete_tokens(dropped=True) if dropped else 0,
+            }
+
+        done = await self._run("gc", work, turn=True)
+        return done | {"bytes": before - await self.size_bytes()}
+
+
+stores.register("mongodb")(MongoDBStore.open)
+stores.register("mongodb+srv")(MongoDBStore.open)

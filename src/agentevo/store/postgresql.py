@@ -1,0 +1,196 @@
+"""A store in PostgreSQL, for workers on many machines: `postgresql://USER:PASSWORD@HOST/DATABASE?schema=NAME` (default `agentevo`).
+
+Each store is a schema of its own, so one database holds many. Transactions run at READ COMMITTED and lock what they move:
+
+    workers    a shared lock of the whole store; the rows of the tasks that they lease or finish, with SKIP LOCKED when leasing
+    trainer    the same, and one exclusive lock: reserve, commit, release and drop happen one after the other
+    alone      the whole store exclusively: rewind, gc, import, migrations
+
+Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost connections are passing: the call is begun
+again until its deadline, so a server that restarts costs its clients a wait and nothing else. Commits are durable as the server is
+configured (`synchronous_commit`). Leases are timed by the server's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from sqlalchemy import text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from agentevo.errors import MissingExtraError, StoreError
+from agentevo.store.clock import Clock, Now
+from agentevo.store.sql import Lock, SQLStore, T, Work
+from agentevo.store.store import RETRIES, RetryPolicy, stores
+from agentevo.store.tables import SCHEMA_VERSION, metadata
+
+DEFAULT_SCHEMA = "agentevo"
+POOL_SIZE = 8
+"""Connections of one store object."""
+
+_PAUSE_S = 0.05
+"""Between two tries."""
+_PASSING = ("08", "40001", "40P01", "23505", "53300", "55P03", "57P0")
+"""Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many clients, locks, a server that stops."""
+_LATE = ("57014", "25P03")
+_OPTIONS = ("host", "port", "ssl", "sslmode")
+_TABLES = ("tasks", "trajectories", "tokens", "steps")
+
+
+class PostgreSQLStore(SQLStore):
+    """See `Store` for what the methods promise; make one with `PostgreSQLStore.open` or `open_store`."""
+
+    def __init__(self, url: URL, schema: str, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+        settings = {
+            "search_path": schema,
+            "statement_timeout": str(int(900 * timeout_s)),  # in milliseconds: a little before the caller stops waiting
+            "idle_in_transaction_session_timeout": str(int(2000 * timeout_s)),
+            "application_name": "agentevo",
+        }
+        engine = create_async_engine(
+            url.set(drivername="postgresql+asyncpg"),
+            connect_args={"server_settings": settings, "timeout": timeout_s},
+            pool_size=POOL_SIZE,
+            max_overflow=0,
+            pool_timeout=timeout_s,
+        )
+        super().__init__(url.render_as_string(), timeout_s=timeout_s, retries=retries)
+        self._engine, self._clock = engine, clock
+        self.schema = schema
+        self._is_open = False
+
+    @classmethod
+    async def open(
+        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+    ) -> Self:
+        """Opens a schema of a database that exists. Makes schema and tables if need be, unless `create` is false.
+
+        Raises StoreError for a schema that holds other tables, or those of a newer AgentEvo; it is left as it was.
+        """
+        address, schema = _parse(url)
+        try:
+            import asyncpg  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(f"the store {address.render_as_string()} needs asyncpg: pip install 'agentevo[postgresql]'") from error
+        store = cls(address, schema, timeout_s=timeout_s, retries=retries, clock=clock)
+        try:
+            await store._run("open", lambda connection: _check_or_make_schema(connection, store, create=create), write=True, lock="alone")
+        except BaseException:
+            await store._engine.dispose()
+            raise
+        store._is_open = True
+        return store
+
+    async def close(self) -> None:
+        async with self._deadline("close"):
+            await self._engine.dispose()
+
+    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
+        """Again and again while what goes wrong is passing: a call happens whole or not at all, so another try is harmless."""
+        async with self._deadline(what):
+            while True:
+                try:
+                    async with self._transaction(write=write, lock=lock) as connection:
+                        return await work(connection)
+                except (DBAPIError, OSError) as error:
+                    if not self._is_passing(error):
+                        raise
+                await asyncio.sleep(_PAUSE_S)
+
+    @asynccontextmanager
+    async def _transaction(self, *, write: bool, lock: Lock) -> AsyncIterator[AsyncConnection]:
+        options: dict[str, Any] = {} if write else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        async with self._engine.execution_options(**options).begin() as connection:
+            if write:
+                await self._lock(connection, lock)
+            yield connection
+
+    async def _lock(self, connection: AsyncConnection, lock: Lock) -> None:
+        function = "pg_advisory_xact_lock" if lock == "alone" else "pg_advisory_xact_lock_shared"
+        statement = f"SELECT {function}(hashtext('agentevo'), hashtext(:schema))"
+        if lock == "trainer":
+            statement += ", pg_advisory_xact_lock(hashtext('agentevo trainer'), hashtext(:schema))"
+        await connection.execute(text(statement), {"schema": self.schema})
+
+    async def _now(self, connection: AsyncConnection) -> Now:
+        if self._clock is not None:
+            return self._clock.now()
+        seconds = float(await connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())::float8")) or 0.0)
+        return Now(seconds, seconds)
+
+    def _is_late(self, error: BaseException) -> bool:
+        return _sqlstate(error).startswith(_LATE)
+
+    def _is_passing(self, error: BaseException) -> bool:
+        """Whether the same call may go through in a moment."""
+        if not isinstance(error, DBAPIError):  # no connection could be made
+            return self._is_open
+        lost = error.connection_invalidated or isinstance(error, InterfaceError)
+        return _sqlstate(error).startswith(_PASSING) or (lost and self._is_open)
+
+    async def size_bytes(self) -> int:
+        names = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)
+
+        async def work(connection: AsyncConnection) -> int:
+            return int(sum((await connection.execute(text(f"SELECT {names}"))).one()))
+
+        return await self._run("size_bytes", work)
+
+    async def _vacuum(self) -> None:
+        async with self._engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+            await connection.execute(text(f"VACUUM (ANALYZE) {', '.join(_TABLES)}"))
+
+
+def _parse(url: str) -> tuple[URL, str]:
+    """The address without our own word, and the schema."""
+    try:
+        address = make_url(url)
+    except (ArgumentError, ValueError) as error:
+        raise StoreError(f"{url!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE ({error})") from error
+    schema = address.query.get("schema", DEFAULT_SCHEMA)
+    if not address.database:
+        raise StoreError(f"{address.render_as_string()!r} names no database: write postgresql://USER@HOST/DATABASE")
+    if not isinstance(schema, str) or not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
+        raise StoreError(f"schema={schema!r}: use small letters, digits and _, at most 63 of them")
+    if unknown := sorted(set(address.query) - {"schema", *_OPTIONS}):
+        raise StoreError(f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, {', '.join(_OPTIONS)}")
+    address = address.difference_update_query(["schema"])
+    if mode := address.query.get("sslmode"):  # libpq's word for what asyncpg calls ssl
+        address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
+    return address, schema
+
+
+def _sqlstate(error: BaseException) -> str:
+    return str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
+
+
+async def _check_or_make_schema(connection: AsyncConnection, store: PostgreSQLStore, *, create: bool) -> None:
+    query = "SELECT tablename FROM pg_tables WHERE schemaname = :schema"
+    names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
+    if "agentevo_store" in names:
+        version = await connection.scalar(text("SELECT version FROM agentevo_store"))
+        if version != SCHEMA_VERSION:
+            raise StoreError(
+                f"{store.where}: the schema {store.schema!r} has version {version}, this AgentEvo knows {SCHEMA_VERSION}: upgrade with "
+                "pip install -U agentevo; it was left as it is"
+            )
+        return
+    if names:
+        raise StoreError(
+            f"{store.where}: the schema {store.schema!r} holds other tables: give another with ?schema=NAME; it was left as it is"
+        )
+    if not create:
+        raise StoreError(f"{store.where}: no store in the schema {store.schema!r}: check the URL")
+    await connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {store.schema}"))
+    await connection.run_sync(metadata.create_all)
+    await connection.execute(text("CREATE TABLE agentevo_store (version integer NOT NULL)"))
+    await connection.execute(text("INSERT INTO agentevo_store VALUES (:version)"), {"version": SCHEMA_VERSION})
+
+
+stores.register("postgresql")(PostgreSQLStore.open)

@@ -1,0 +1,125 @@
+"""Reading many rows a page at a time, over any backend that can read one page."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+from agentevo.errors import StoreError
+from agentevo.store import rules
+from agentevo.store.store import Lease, StoredTask, StoredTrajectory, TaskState, TrajectoryFilter, checked_filters
+from agentevo.types import Task, Trajectory
+
+PAGE = 64
+"""Rows read with one query while streaming."""
+CHUNK = 500
+"""Ids in one IN list: below every database's limit on bound parameters."""
+
+T = TypeVar("T")
+
+
+def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+async def whole_groups(
+    page: Callable[[int, int], Awaitable[list[tuple[int, str]]]],
+    members: Callable[[list[str]], Awaitable[list[tuple[str, str]]]],
+    *,
+    size: int,
+    limit: int,
+) -> list[str]:
+    """`Store.ready_groups`, by a walk over what is ready until enough groups are whole: the cost is the answer's, not the table's.
+
+    `page(after, length)` gives (seq, group id) of ready trajectories in the order of seq, `members(groups)` (group id, state) of each one.
+    """
+    found: list[str] = []
+    states: dict[str, list[str]] = {}
+    after, length = 0, max(64, 2 * size * min(limit, CHUNK))
+    while len(found) < limit:
+        rows = await page(after, length)
+        new = list(dict.fromkeys(group for _, group in rows if group not in states))
+        states.update((group, []) for group in new)
+        for group, state in await members(new):
+            states[group].append(state)
+        found += [group for group in new if rules.is_ready_group(states[group], size)]
+        if len(rows) < length:
+            break
+        after = rows[-1][0]
+    return found[:limit]
+
+
+class Streaming(ABC):
+    """The part of `Store` that is the same for every backend."""
+
+    where: str
+    """Which store, for messages."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    async def _newest_seq(self) -> int: ...
+
+    @abstractmethod
+    async def _page(
+        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+    ) -> list[tuple[int, StoredTrajectory]]:
+        """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None."""
+
+    @abstractmethod
+    async def _task_page(self, state: TaskState | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
+        """At most `limit` (seq, task), with seq above `after`, in that order."""
+
+    @abstractmethod
+    async def stored_task(self, task_id: str) -> StoredTask: ...
+
+    @abstractmethod
+    async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    async def task(self, task_id: str) -> Task:
+        return (await self.stored_task(task_id)).task
+
+    async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
+        return next(iter(await self.lease_tasks(worker, lease_s=lease_s, limit=1)), None)
+
+    async def tasks(self, *, state: TaskState | None = None) -> AsyncIterator[StoredTask]:
+        after = 0
+        while page := await self._task_page(state, after=after, limit=PAGE):
+            for _, stored in page:
+                yield stored
+            after = page[-1][0]
+
+    async def trajectory(self, trajectory_id: str) -> Trajectory:
+        page = await self._page({"id": trajectory_id}, seqs=None, limit=1, newest_first=False)
+        if not page:
+            raise StoreError(f"no trajectory {trajectory_id!r} in {self.where}")
+        (stored,) = [stored for _, stored in page]
+        if stored.tokens_deleted:
+            raise StoreError(f"the turns of trajectory {trajectory_id!r} in {self.where} were deleted by `store gc --dropped`")
+        return stored.trajectory
+
+    async def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
+        properties, left, newest_first = checked_filters(filters)
+        seqs = range(1, await self._newest_seq() + 1)
+        while seqs and left != 0:
+            size = PAGE if left is None else min(PAGE, left)
+            page = await self._page(properties, seqs=seqs, limit=size, newest_first=newest_first)
+            for _, stored in page:
+                yield stored
+            if len(page) < size:
+                return
+            last = page[-1][0]
+            seqs = range(seqs.start, last) if newest_first else range(last + 1, seqs.stop)
+            left = None if left is None else left - len(page)

@@ -1,0 +1,54 @@
+"""`agentevo store stats|gc|export|import` on a URL and on the folder of a run."""
+
+import asyncio
+from pathlib import Path
+
+from agentevo.store import open_store
+from agentevo.types import Task, Trajectory, Turn
+
+
+def fill(url: str) -> None:
+    async def work() -> None:
+        turn = Turn(index=0, prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], versions=[0], finish_reason="stop")
+        async with await open_store(url) as store:
+            await store.add_tasks([Task(id="x")])
+            many = [Trajectory(id=name, task_id="x", group_id="g", turns=[turn]) for name in "abc"]
+            await store.write_trajectories(many, split="train", step=1)
+            await store.drop(["c"], "stale")
+
+    asyncio.run(work())
+
+
+def test_a_store_is_counted_moved_and_tidied_up(agentevo):
+    fill("sqlite:///one.sqlite")
+    counted = agentevo("store", "stats", "sqlite:///one.sqlite")
+    assert counted.code == 0
+    assert [line.split() for line in counted.out.splitlines()][:-1] == [
+        ["tasks/queued", "1"],
+        ["trajectories/train/ready", "2"],
+        ["trajectories/train/dropped", "1"],
+        ["turns", "3"],
+        ["steps", "0"],
+    ]
+    assert counted.out.splitlines()[-1].startswith("size") and counted.out.endswith(" MB\n")
+    assert agentevo("store", "export", "sqlite:///one.sqlite", "all.jsonl.gz").out == "4 rows written to all.jsonl.gz\n"
+    assert agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out == "4 new rows in sqlite:///two.sqlite\n"
+    agentevo("store", "export", "sqlite:///two.sqlite", "again.jsonl.gz")
+    assert Path("again.jsonl.gz").read_bytes() == Path("all.jsonl.gz").read_bytes()
+    tidied = agentevo("store", "gc", "sqlite:///two.sqlite", "--dropped")
+    assert tidied.code == 0 and "dropped trajectories emptied  1\n" in tidied.out
+
+
+def test_the_folder_of_a_run_stands_for_its_store(agentevo):
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text("environment: {type: coins}\n")
+    fill("sqlite:///run/store.sqlite")
+    assert "trajectories/train/ready" in agentevo("store", "stats", "run").out
+
+
+def test_wrong_words_are_refused(agentevo):
+    assert "no store at" in agentevo("store", "stats", "sqlite:///missing.sqlite").err
+    assert "did you mean 'postgresql'" in agentevo("store", "stats", "postgres://x/y").err
+    assert "is not the folder of a run" in agentevo("store", "gc", "missing").err
+    missing = agentevo("store", "import", "sqlite:///new.sqlite", "missing.jsonl")
+    assert (missing.code, Path("new.sqlite").exists()) == (2, False) and "no such file" in missing.err

@@ -1,0 +1,107 @@
+"""Throw-away database servers for the store's tests: started in a temporary folder, reachable by nobody else, gone with the session."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MONGODB_PROGRAM = """
+import sys, time
+from secantus import SecantusDBServer
+# A transaction whose client was killed is in everybody's way until it is given up: after 5 seconds, and not 60, that tests need not wait.
+server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None, transaction_lifetime_seconds=5.0)
+server.start()
+print(server.uri, flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
+class PostgreSQL:
+    """A cluster on a unix socket. Its programs refuse to run as root, so as root they run as the user `postgres`."""
+
+    def __init__(self) -> None:
+        self.programs = Path(sorted(glob.glob("/usr/lib/postgresql/*/bin"))[-1])
+        self.folder = Path(tempfile.mkdtemp(prefix="agentevo-pg-"))  # not pytest's: only its owner may enter that
+        self.folder.chmod(0o755)
+        self.data = self.folder / "data"
+        self._as = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        self.data.mkdir()
+        if self._as:
+            shutil.chown(self.folder, "postgres")
+            shutil.chown(self.data, "postgres")
+        self._call("initdb", "--auth=trust", "--username=agentevo", "--no-sync", "--encoding=UTF8", "--locale=C")
+
+    @staticmethod
+    def why_not() -> str | None:
+        """Why it can't be started here; None if it can."""
+        if not glob.glob("/usr/lib/postgresql/*/bin/initdb"):
+            return "no PostgreSQL server on this machine (Debian: apt-get install postgresql)"
+        return None
+
+    def start(self, *, durable: bool = False) -> None:
+        """`durable` as a server is by default; tests need not wait for the disk."""
+        options = f"-k {self.folder} -c listen_addresses='' -c max_connections=100" + ("" if durable else " -c fsync=off")
+        self._call("pg_ctl", "start", "--wait", "--silent", f"--options={options}", f"--log={self.folder / 'log'}")
+
+    def delete(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+    def stop(self, mode: str = "immediate") -> None:
+        self._call("pg_ctl", "stop", "--wait", "--silent", f"--mode={mode}")
+
+    def url(self, schema: str) -> str:
+        return f"postgresql://agentevo@/postgres?host={self.folder}&schema={schema}"
+
+    def _call(self, program: str, *arguments: str) -> None:
+        command = [*self._as, str(self.programs / program), f"--pgdata={self.data}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr or done.stdout}")
+
+
+class MongoDB:
+    """The server that AGENTEVO_TEST_MONGODB names (a replica set), else SecantusDB: a Python package that speaks MongoDB's protocol,
+    transactions included, on WiredTiger, MongoDB's storage engine."""
+
+    def __init__(self, folder: Path, *, replica_set: str = "rs0") -> None:
+        self.given = os.environ.get("AGENTEVO_TEST_MONGODB") if replica_set else None
+        self._process: subprocess.Popen[str] | None = None
+        if self.given is None:
+            command = [sys.executable, "-c", MONGODB_PROGRAM, str(folder), replica_set]
+            log = (folder.parent / "mongodb.log").open("w")
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            assert self._process.stdout is not None
+            self.given = self._process.stdout.readline().strip()
+        if not self.given:
+            raise RuntimeError(f"SecantusDB did not start: see {folder.parent / 'mongodb.log'}")
+
+    @staticmethod
+    def why_not() -> str | None:
+        if os.environ.get("AGENTEVO_TEST_MONGODB"):
+            return None
+        try:
+            import secantus  # noqa: F401
+        except ImportError:
+            return "no MongoDB server: give one by AGENTEVO_TEST_MONGODB=mongodb://..., or pip install secantusdb"
+        return None
+
+    def url(self, database: str) -> str:
+        address, _, options = str(self.given).partition("?")
+        return f"{address.rstrip('/')}/{database}" + (f"?{options}" if options else "")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def unused_name() -> str:
+    return f"t{time.time_ns():x}{os.getpid():x}"
