@@ -39,7 +39,7 @@ B_DEVIATION = 0.01
 LEARNING_RATE = 1e-5
 DEFAULT_MICRO_BATCH = 8
 """transformers' own."""
-MICRO_BATCHES = (1, 4, DEFAULT_MICRO_BATCH, NUM_ROWS)
+MICRO_BATCHES = (1, 4, DEFAULT_MICRO_BATCH)
 GROUPED_MICRO_BATCHES = (4, DEFAULT_MICRO_BATCH)
 TEXT = (
     "the river runs past old stone houses and green hills where people walk slowly under tall trees while birds sing in early morning "
