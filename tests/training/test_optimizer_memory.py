@@ -184,3 +184,15 @@ def test_the_state_of_another_optimizer_is_refused():
     state = Optimization([weight], SECTION).state_dict() | {"kind": "adamw_8bit"}
     with pytest.raises(CheckpointError, match=r"resume with memory\.optimizer=adamw_8bit"):
         Optimization([weight], SECTION).load_state_dict(state)
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_of_optimizer_is_resumed(model, samples_of):
+    before, after = Trainer(copy.deepcopy(model), SECTION, GRPO), Trainer(model, SECTION, GRPO)
+    before.step(batch_of(samples_of))
+    state = copy.deepcopy(before.state_dict())
+    del state["optimization"]["kind"], state["optimization"]["masters"]
+    model.load_state_dict(before.model.state_dict())
+    after.load_state_dict(state)
+    for trainer in (before, after):
+        trainer.step(batch_of(samples_of))
+    assert all(torch.equal(one, other) for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True))

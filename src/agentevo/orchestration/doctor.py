@@ -10,9 +10,6 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-import psutil
-import torch
-
 from agentevo.agents import EnvironmentAgent
 from agentevo.config import RunConfig
 from agentevo.inference.torch_engine import kv_bytes_per_token
@@ -103,11 +100,10 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Verdict]:
         return measure.memory_parts(parts.model, turned, step_tokens=per_step, cached_tokens=cached, step_rows=min(said, per_step))
 
     turned = {change: sum(needs(other).values()) for change, other in measure.knobs(config, not on_gpu).items()}
-    available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
     return [
         verdicts.judge_context(max(map(len, paths)), worst, _context_length(parts)),
         verdicts.judge_kv_cache(together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running),
-        verdicts.judge_memory(needs(config), float(available), turned),
+        verdicts.judge_memory(needs(config), measure.free_bytes(parts.model.device), turned),
     ]
 
 

@@ -10,7 +10,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
+import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -162,26 +164,31 @@ def memory_parts(
     return beside | max(kept | sampling, parts | cache, key=total)
 
 
-def knobs(config: RunConfig, on_cpu: bool) -> dict[str, RunConfig]:
+def free_bytes(device: torch.device) -> float:
+    """What is free on it now."""
+    return float(torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available)
+
+
+def knobs(config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"] = "trainer") -> dict[str, RunConfig]:
     """What to turn where memory is short, the cheapest first: 'key=value' -> the recipe with it (and, where it is one of degree, with less
-    and less)."""
+    and less). `section`: the one that trains; `sft` has no engine and no critic beside it."""
     memory, found = config.memory, {}
-    tokens = config.trainer.micro_batch_tokens
+    tokens = getattr(config, section).micro_batch_tokens
     while (tokens := tokens // 2) >= 1024:
-        found[f"trainer.micro_batch_tokens={tokens}"] = _changed(config, "trainer", micro_batch_tokens=tokens)
+        found[f"{section}.micro_batch_tokens={tokens}"] = _changed(config, section, micro_batch_tokens=tokens)
     if memory.checkpointing == "none" and not memory.offload_activations:
         found["memory.checkpointing=selective"] = _changed(config, "memory", checkpointing="selective")
     if memory.checkpointing != "full":
         found["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
     cache = config.engine.kv_cache_gb
-    if config.engine.kv_cache_tokens is None:
+    if section == "trainer" and config.engine.kv_cache_tokens is None:
         found[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(config, "engine", kv_cache_gb=cache / 2)
     if memory.optimizer == "adamw":
         found["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
     for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
         if key not in memory.offloads and not (key == "offload_activations" and memory.checkpointing == "selective"):
             found[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
-    if config.critic.trunk == "own" and "values" in config.algorithm.needs:
+    if section == "trainer" and config.critic.trunk == "own" and "values" in config.algorithm.needs:
         found["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
     return found
 

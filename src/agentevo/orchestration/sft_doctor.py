@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import psutil
-import torch
-
-from agentevo.config import MemorySection, RunConfig
+from agentevo.config import RunConfig, SFTSection
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView
+from agentevo.orchestration import group_checks as measure
 from agentevo.orchestration import verdicts
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.orchestration.sft_data import SFTData, check_sft_data, load_sft_data
@@ -41,33 +39,24 @@ def check_sft_recipe(config: RunConfig) -> list[Verdict]:
 
 
 def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Verdict:
-    batches = plan_batches(data.sizes(), config.sft, derive_seed(config.run.seed, "sft-order"))
     sizes = data.sizes()
+    batches = plan_batches(sizes, config.sft, derive_seed(config.run.seed, "sft-order"))
     largest = sorted(batches, key=lambda names: sum(sizes[name] for name in names), reverse=True)[:LARGEST_BATCHES]
     samples = [data.batch(names) for names in largest]
-    on_gpu = loaded.model.device.type == "cuda"
+    device = loaded.model.device
 
-    def needs(micro_batch_tokens: int, memory: MemorySection) -> dict[str, float]:
-        loads = [_load(batch, micro_batch_tokens, config.sft.prefix_merging, not on_gpu) for batch in samples]
-        return max((training_bytes(loaded.model, load, memory) for load in loads), key=total)
+    def needs(turned: RunConfig) -> dict[str, float]:
+        loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
+        return max((training_bytes(loaded.model, load, turned.memory) for load in loads), key=total)
 
-    tokens, memory = config.sft.micro_batch_tokens, config.memory
-    turned = {}
-    for fewer in (size for size in (tokens // 2, tokens // 4, tokens // 8) if size >= 1024):
-        turned[f"sft.micro_batch_tokens={fewer}"] = total(needs(fewer, memory))
-    for mode in ("selective", "full"):
-        if mode != memory.checkpointing and not memory.offload_activations:
-            changed = memory.model_copy(update={"checkpointing": mode})
-            turned[f"memory.checkpointing={mode}"] = total(needs(tokens, changed))
-    if memory.optimizer == "adamw":
-        turned["memory.optimizer=adamw_8bit"] = total(needs(tokens, memory.model_copy(update={"optimizer": "adamw_8bit"})))
-    available = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available
-    return verdicts.judge_memory(needs(tokens, memory), float(available), turned)
+    turned = {change: total(needs(other)) for change, other in measure.knobs(config, device.type == "cpu", "sft").items()}
+    return verdicts.judge_memory(needs(config), measure.free_bytes(device), turned)
 
 
-def _load(batch: list[Sample], micro_batch_tokens: int, merge: bool, on_cpu: bool) -> Load:
+def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
     """Of the largest micro-batch."""
-    split = split_by_tokens([s.ids for s in batch], micro_batch_tokens, merge=merge)
+    merge = section.prefix_merging
+    split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
     found = []
     for part in split:
         nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes

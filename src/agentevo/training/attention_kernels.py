@@ -3,11 +3,13 @@
 If a query's keys are cut into parts with outputs o_i and l_i = log sum exp(scores), then over all keys l = log sum e^(l_i) and
 o = sum e^(l_i - l) o_i. The backward pass of a part needs nothing of the other parts but o and l: its probabilities are e^(scores - l)
 (FlashAttention-2, arXiv 2307.08691, section 3.1; ring attention, arXiv 2310.01889, uses the same).
+
+Both kernels take q [B, H, Q, D], k and v [B, G, K, D] with H a multiple of G, any strides, and an additive mask [B or 1, 1, Q, K] in the
+queries' dtype, 0 or HIDDEN, or None. `forward` gives the output [B, H, Q, D] and the log-sum-exp [B, H, Q]; `backward` the gradients of q,
+k and v, where `out` and `lse` are those over all parts.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
@@ -15,28 +17,6 @@ HIDDEN = -1e30
 """Additive mask where a key is not seen: finite, so that a row that sees nothing has a weight of 0, and not of NaN."""
 MATH_ROWS = 512
 """Queries that `Math` has scores of at once."""
-
-
-class Kernel(Protocol):
-    """q [B, H, Q, D], k and v [B, G, K, D] with H a multiple of G, any strides; mask additive [B or 1, 1, Q, K], 0 or HIDDEN, in the
-    queries' dtype."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, H, Q, D] and log-sum-exp [B, H, Q]."""
-        ...
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k and v, where `out` and `lse` are those over all parts."""
-        ...
 
 
 class Flash:
@@ -132,3 +112,6 @@ def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def _summed(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The inverse of _repeated for gradients."""
     return grad.view(k.shape[0], k.shape[1], -1, *k.shape[2:]).sum(dim=2)
+
+
+Kernel = Flash | Math

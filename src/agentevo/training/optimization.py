@@ -155,12 +155,11 @@ class Optimization:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict, for parameters that are loaded already. Raises CheckpointError for the state of another optimizer."""
-        if state["kind"] != self.memory.optimizer:
-            raise CheckpointError(
-                f"the checkpoint's optimizer is {state['kind']}, not {self.memory.optimizer}: resume with memory.optimizer={state['kind']}"
-            )
+        kind = state.get("kind", "adamw")  # checkpoints from before there was a choice name none, and hold no masters
+        if kind != self.memory.optimizer:
+            raise CheckpointError(f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with memory.optimizer={kind}")
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.masters is not None and state["masters"] is not None:
+        if self.masters is not None and state.get("masters") is not None:
             self.masters.load_state_dict(state["masters"])
         self.steps = state["steps"]
 

@@ -62,6 +62,7 @@ class TreeAttention:
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
         self.tree, self.device = tree, device
+        self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if device.type == "cuda" else None
         self._layouts: dict[int | None, _Layout] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -70,7 +71,7 @@ class TreeAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, softcap: float | None
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D], differentiable once."""
-        if window is not None and window > int(self.tree.positions.max()):
+        if window is not None and window > self._deepest:
             window = None
         if self.flex is not None:
             return self.flex.attend(q, k, v, scaling, window, softcap)
