@@ -39,12 +39,20 @@ class DeadlineExceededError(EngineError, TimeoutError):
     """A request, environment or agent did not answer within its deadline."""
 
 
+class EngineUnavailableError(EngineError):
+    """No engine answers: the infrastructure's failure, not the agent's."""
+
+
 class EnvironmentFailure(AgentEvoError):
     """An environment broke (not the player's fault): its trajectory is recorded as failed."""
 
 
 class StoreError(AgentEvoError):
     """The store can't be opened, or refuses a write."""
+
+
+class StoreUnavailableError(StoreError):
+    """The database can't be reached now; the call may have happened or not, and repeating it is harmless."""
 
 
 class TrainingError(AgentEvoError):

@@ -87,7 +87,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What the prompt added and what the policy said, as text for people."""
 
 
-Status = Literal["completed", "failed"]
+Status = Literal["completed", "failed", "cancelled"]
+"""`cancelled`: broken off by the sampler (too old, or its group was full), with what was recorded until then."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +108,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     success: bool = False
     status: Status = "completed"
     error: str | None = None
-    """Why it failed; None unless `status` is `failed`. A failed trajectory is never trained on."""
+    """Why it did not complete. A failed or cancelled trajectory is never trained on."""
     truncated: bool = False
     """The attempt ended by a limit (turns, actions, context) and not by the world."""
     metrics: dict[str, float] = {}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from agentevo.config import build_config
 from agentevo.orchestration.collect import Collector, next_round
-from agentevo.orchestration.components import TaskSource, open_components
+from agentevo.orchestration.components import open_components
 from agentevo.orchestration.run import train
+from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task, Trajectory, Turn
 
 

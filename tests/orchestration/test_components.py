@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from agentevo.agents import Outcome
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.components import FunctionAgent, TaskSource, make_environment, open_components
+from agentevo.orchestration.components import FunctionAgent, make_environment, open_components
+from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
 
 

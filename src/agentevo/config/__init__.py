@@ -5,6 +5,7 @@ from agentevo.config.lora import LoraSection
 from agentevo.config.memory import MemorySection
 from agentevo.config.profile import ProfileSection
 from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml, with_defaults
+from agentevo.config.rollout import RolloutSection
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -33,6 +34,7 @@ __all__ = [
     "ProcessRewardSection",
     "ProfileSection",
     "RewardModelSection",
+    "RolloutSection",
     "RunConfig",
     "RunSection",
     "SFTSection",

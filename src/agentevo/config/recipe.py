@@ -31,6 +31,7 @@ from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
+from agentevo.config.rollout import RolloutSection, rollout_contradictions
 from agentevo.config.section import Section
 from agentevo.config.sections import (
     AgentSection,
@@ -67,6 +68,7 @@ class RunConfig(Section):
     agent: AgentSection = AgentSection()
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
     trainer: TrainerSection = TrainerSection()
     memory: MemorySection = MemorySection()
     critic: CriticSection = CriticSection()
@@ -129,6 +131,7 @@ def _contradictions(config: RunConfig) -> list[str]:
             found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
     found += collect_contradictions(config)
     found += memory_contradictions(config)
+    found += rollout_contradictions(config)
     found += _of_the_advantage(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")

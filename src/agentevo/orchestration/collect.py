@@ -14,9 +14,9 @@ from typing import Any
 
 from agentevo.algorithms.filters import RLPRStd
 from agentevo.config import AlgorithmSection, RunConfig
-from agentevo.orchestration.components import TaskSource
 from agentevo.orchestration.step_metrics import collection_metrics, rollout_metrics
 from agentevo.rollout.sampler import BASELINE, Sampler, group_name
+from agentevo.rollout.task_source import TaskSource
 from agentevo.training.selection import rewards_by_group, select, usable
 from agentevo.training.shaping import shape_by_length
 from agentevo.types import Task, Trajectory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,8 @@ from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks, world_seed
+from agentevo.rollout.task_source import TaskSource
+from agentevo.rollout.tasks import world_seed
 from agentevo.seeds import derive_seed
 from agentevo.store.store import Store, open_store
 from agentevo.training.quantized_optimizer import check_8bit
@@ -64,55 +65,6 @@ class FunctionAgent:
             return result
         reward = float(result or 0.0)
         return Outcome(reward=reward, success=reward >= 1.0)
-
-
-class TaskSource:
-    """Which tasks a step trains on and which are held out.
-
-    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a fifth; training goes round the others
-    in an order that the run's seed shuffles anew each round. What does not fill a step at a round's end waits: no step has a task twice.
-    """
-
-    def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
-        self._config, self._given = config, list(given) if given is not None else None
-        self._held_out = max(1, min(config.evaluation.tasks, len(self._given) // 5)) if self._given is not None else config.evaluation.tasks
-        if self._given is not None and len(self._given) < 2:
-            raise ConfigError(f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and one held out")
-
-    def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
-        if self._config.environment is None:
-            raise ConfigError("environment: this run has none, so there are no tasks to play: add environment.type=NAME, or give tasks")
-        kind: str = self._config.environment.type
-        return environment_tasks(kind, self._config.run.seed, purpose, first, count)
-
-    def train(self, step: int) -> list[Task]:
-        """Tasks of step `step` (from 1)."""
-        count = self._config.trainer.groups_per_step
-        if self._given is None:
-            return self._environment("train", (step - 1) * count, count)
-        pool = self._given[: -self._held_out]
-        count = min(count, len(pool))
-        round_, place = divmod(step - 1, len(pool) // count)
-        return [pool[index] for index in self._shuffled("order", round_, len(pool))[place * count : (place + 1) * count]]
-
-    def refill(self, step: int) -> Iterator[Task]:
-        """More tasks for a step that could not fill its batch, always the same ones: endless new ones of an environment; of given tasks
-        all others that are not held out, each once, in an order of the step's own."""
-        if self._given is None:
-            assert self._config.environment is not None
-            yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
-            return
-        pool = self._given[: -self._held_out]
-        taken = {task.id for task in self.train(step)}
-        yield from (pool[index] for index in self._shuffled("refill", step, len(pool)) if pool[index].id not in taken)
-
-    def held_out(self) -> list[Task]:
-        """The evaluation's tasks, the same every time."""
-        return self._environment("eval", 0, self._held_out) if self._given is None else self._given[-self._held_out :]
-
-    def _shuffled(self, purpose: str, number: int, size: int) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, purpose, number))
-        return torch.randperm(size, generator=generator).tolist()
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:

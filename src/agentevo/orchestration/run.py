@@ -27,7 +27,6 @@ from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import (
     AgentFunction,
     Components,
-    TaskSource,
     check_memory,
     make_environment,
     open_components,
@@ -35,6 +34,7 @@ from agentevo.orchestration.components import (
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
 from agentevo.orchestration.loop import Loop
 from agentevo.orchestration.preference import check_preference, preference_trainer
+from agentevo.rollout.task_source import TaskSource
 from agentevo.run_folder import read_store
 from agentevo.store.store import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
