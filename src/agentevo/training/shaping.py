@@ -21,7 +21,7 @@ def shape_by_length(trajectories: Sequence[Trajectory], section: AlgorithmSectio
     """The same trajectories with rewards changed by their trained tokens. The parts of each still sum to its reward."""
     if section.length_shaping == "none" or not trajectories:
         return list(trajectories)
-    return [_with_reward(t, reward) for t, reward in zip(trajectories, _rewards(trajectories, section, length_max), strict=True)]
+    return [with_final_reward(t, reward) for t, reward in zip(trajectories, _rewards(trajectories, section, length_max), strict=True)]
 
 
 def _rewards(trajectories: Sequence[Trajectory], section: AlgorithmSection, length_max: int) -> list[float]:
@@ -40,7 +40,8 @@ def _rewards(trajectories: Sequence[Trajectory], section: AlgorithmSection, leng
     return relative_length(rewards, lengths, successes, [t.group_id for t in trajectories], weight=weight)
 
 
-def _with_reward(trajectory: Trajectory, reward: float) -> Trajectory:
+def with_final_reward(trajectory: Trajectory, reward: float) -> Trajectory:
+    """The same trajectory with another reward; the part PART says how much was changed."""
     parts = dict(trajectory.reward_parts) or {REST: trajectory.reward}
     parts[PART] = parts.get(PART, 0.0) + reward - trajectory.reward
     return msgspec.structs.replace(trajectory, reward=reward, reward_parts=parts)
