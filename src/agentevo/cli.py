@@ -152,6 +152,17 @@ def sft(
     run_sft(config, resume=resume, view=LiveView(config.run.name))
 
 
+@app.command()
+def learn(recipe: Recipe, overrides: Overrides = None) -> None:
+    """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe make, wherever it was stopped."""
+    from agentevo.config import load_config
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.learn import learn as run_learner
+
+    config = load_config(recipe, overrides or [])
+    run_learner(config, view=LiveView(config.run.name))
+
+
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if resume and sweep.overwrite:
         raise ConfigError("--resume goes on with the sweep in the folder and run.overwrite deletes it: give only one of the two")

@@ -1,4 +1,4 @@
-"""What a step trains on: sample -> leave out the unusable -> filters, on the rewards as earned -> length shaping.
+"""What a step trains on: attempts -> leave out the unusable -> filters, on the rewards as earned -> length shaping.
 
 With dynamic sampling the first two are repeated, on further tasks, while groups whose rewards differ are missing. Tasks and seeds of every
 round follow from the step, so a resumed run collects the same.
@@ -14,12 +14,16 @@ from typing import Any
 
 from agentevo.algorithms.filters import RLPRStd
 from agentevo.config import AlgorithmSection, RunConfig
+from agentevo.orchestration.attempts import Attempts
 from agentevo.orchestration.step_metrics import collection_metrics, rollout_metrics
-from agentevo.rollout.sampler import BASELINE, Sampler, group_name
+from agentevo.rollout.sampler import BASELINE
 from agentevo.rollout.task_source import TaskSource
 from agentevo.training.selection import rewards_by_group, select, usable
 from agentevo.training.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
+
+STALE = "stale"
+"""Reason of a drop: the attempt has a token older than rollout.staleness allows."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class _Gathered:
 class Collector:
     """Collects one step after the other; what it remembers between them is in `state_dict`."""
 
-    def __init__(self, config: RunConfig, sampler: Sampler, tasks: TaskSource) -> None:
-        self._config, self._sampler, self._tasks = config, sampler, tasks
+    def __init__(self, config: RunConfig, attempts: Attempts, tasks: TaskSource) -> None:
+        self._config, self._attempts, self._tasks = config, attempts, tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
 
@@ -86,20 +90,12 @@ class Collector:
             self._rlpr.load_state_dict(state["rlpr"])
 
     async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> None:
-        """Samples the groups of these tasks and decides what has to be decided once only."""
-        found = await self._sampler.sample(
-            tasks,
-            attempts=self._config.trainer.group_size,
-            temperature=self._config.sampling.temperature,
-            split="train",
-            step=step,
-            label="train",
-            baseline=self._needs_baseline,
-        )
-        greedy = [t for t in found if t.group_id == group_name(t.task_id, BASELINE, step)]
-        greedy_ids = {t.id for t in greedy}
-        sampled = [t for t in found if t.id not in greedy_ids]
-        kept, _ = usable(sampled, self._config.algorithm)
+        """Gets as many groups as there are tasks and decides what has to be decided once only."""
+        found = await self._attempts.round(step, tasks)
+        sampled = [t for t in found if not is_baseline(t)]
+        greedy = [t for t in found if is_baseline(t)]
+        gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
+        kept, _ = usable([t for t in sampled if t.id not in gathered.dropped], self._config.algorithm)
         if self._needs_baseline:
             measured = {t.task_id for t in greedy if t.status == "completed"}
             gathered.dropped |= {t.id: "no-baseline" for t in kept if t.task_id not in measured}
@@ -109,6 +105,14 @@ class Collector:
             gathered.dropped |= {kept[position].id: "below-usual-spread" for position in filtered.dropped}
         gathered.sampled += sampled
         gathered.greedy += greedy
+
+    def _too_old(self, trajectory: Trajectory, step: int) -> bool:
+        """Whether it is left out whole: its oldest token breaks the bound, and the policy takes no single tokens out."""
+        rollout = self._config.rollout
+        if rollout.policy in ("mask", "correct") or trajectory.status != "completed":
+            return False
+        versions = [version for turn in trajectory.turns for version in turn.versions]
+        return bool(versions) and step - 1 - min(versions) > rollout.staleness
 
     def _collected(self, gathered: _Gathered, kept: list[Trajectory], dropped: dict[str, str], rounds: int | None) -> Collected:
         algorithm, length_max = self._config.algorithm, self._config.length_max
@@ -136,6 +140,11 @@ class Collector:
             baselines=baselines,
             metrics=metrics,
         )
+
+
+def is_baseline(trajectory: Trajectory) -> bool:
+    """Whether it is the greedy attempt beside a group."""
+    return trajectory.group_id.startswith(f"{trajectory.task_id}/{BASELINE}@")
 
 
 def next_round(wanted: int, informative: int, sampled: int) -> int:

@@ -30,6 +30,7 @@ from agentevo.rollout.tasks import world_seed
 from agentevo.seeds import derive_seed
 from agentevo.store.store import Store, open_store
 from agentevo.training.quantized_optimizer import check_8bit
+from agentevo.training.twin import twin_of
 from agentevo.types import Task
 
 AgentFunction = Callable[[Task, Any], Awaitable[Any]]
@@ -39,7 +40,7 @@ CORPUS_EPISODES = 64
 
 @dataclass(eq=False)
 class Components:
-    """See the module. The model is the trainer's and the engine's at once."""
+    """See the module. The model is the trainer's, and the engine's at once unless that has its own weights."""
 
     config: RunConfig
     model: PreTrainedModel
@@ -124,13 +125,14 @@ async def open_components(
     checkpoint: Path | None = None,
     store_url: str | None = None,
     loaded: LoadedModel | None = None,
+    own_weights: bool = False,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see `checkpoint_section`; `loaded` is what
-    `load_policy` has found already."""
+    `load_policy` has found already; `own_weights`: the engine serves a copy of what is trained."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
     chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
-    engine = TorchEngine(model, loaded.tokenizer, config.engine)
+    engine = TorchEngine(twin_of(model) if own_weights else model, loaded.tokenizer, config.engine)
     player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
     async with await open_store(store_url or config.store_url) as store:
         context = int(getattr(model.config, "max_position_embeddings", 1 << 30))

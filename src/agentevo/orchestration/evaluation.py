@@ -18,8 +18,11 @@ def reference_players(parts: Components) -> Baselines | None:
     return mean_baselines(world, [task.seed for task in parts.tasks.held_out()], config.max_actions)
 
 
-async def evaluate(parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = "") -> dict[str, float]:
-    """One greedy attempt per held-out task, and `samples` sampled ones; `val-core/...` metrics. A failed attempt counts as no success.
+async def evaluate(
+    parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
+) -> tuple[dict[str, float], int]:
+    """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics and the number of generated tokens. A failed
+    attempt counts as no success.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
@@ -27,11 +30,13 @@ async def evaluate(parts: Components, step: int, *, samples: int, players: Basel
     name = config.environment.type if config.environment is not None else "agent"
     tasks = parts.tasks.held_out()
     metrics: dict[str, float] = {}
+    tokens = 0
     passes = [("greedy", 1, 0.0)] + ([("sampled", samples, config.evaluation.temperature)] if samples else [])
     for decoding, attempts, temperature in passes:
         found: list[Trajectory] = await parts.sampler.sample(
             tasks, attempts=attempts, temperature=temperature, split="eval", step=step, label=label + decoding
         )
+        tokens += sum(t.num_completion_tokens() for t in found)
         metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success and t.status == "completed" for t in found)
         metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in found)
         metrics[f"val-aux/{name}/failed/{decoding}"] = fmean(t.status == "failed" for t in found)
@@ -40,7 +45,7 @@ async def evaluate(parts: Components, step: int, *, samples: int, players: Basel
     for player, value in (("random", players.random), ("optimal", players.optimal)) if players is not None else ():
         if value is not None:
             metrics[f"val-core/{name}/{player}"] = value
-    return metrics
+    return metrics, tokens
 
 
 def headline(metrics: dict[str, float]) -> float:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -18,12 +17,9 @@ import yaml
 
 from agentevo.config import RunConfig, sources, to_yaml, with_defaults
 from agentevo.errors import CheckpointError, ConfigError
-from agentevo.models.adapters import check_lora, num_parameters
-from agentevo.models.attention import prepare
-from agentevo.models.load import load_reward_model
+from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
-from agentevo.observability import LiveView, MetricsLog, report_from_run
-from agentevo.orchestration.cold_start import cold_start
+from agentevo.observability import LiveView
 from agentevo.orchestration.components import (
     AgentFunction,
     Components,
@@ -31,15 +27,13 @@ from agentevo.orchestration.components import (
     make_environment,
     open_components,
 )
-from agentevo.orchestration.evaluation import evaluate, headline, reference_players
-from agentevo.orchestration.loop import Loop
-from agentevo.orchestration.preference import check_preference, preference_trainer
+from agentevo.orchestration.evaluation import evaluate, reference_players
+from agentevo.orchestration.preference import check_preference
+from agentevo.orchestration.training_run import run_training
 from agentevo.rollout.task_source import TaskSource
 from agentevo.run_folder import read_store
 from agentevo.store.store import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.token_rewards import TokenRewardModel
-from agentevo.training.trainer import Trainer
 from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
@@ -108,7 +102,7 @@ async def _shown(parts: Components, step: int, samples: int, view: LiveView | No
     with view if view is not None else nullcontext():
         if view is not None:
             view.phase("evaluating", parts.config.model.name)
-        metrics = await evaluate(parts, step, samples=samples, players=reference_players(parts))
+        metrics, _ = await evaluate(parts, step, samples=samples, players=reference_players(parts))
         if view is not None:
             view.evaluation(step, metrics)
     return metrics
@@ -136,6 +130,8 @@ def train(
     """Trains to the end, or to a clean stop at Ctrl-C; blocks. Raises ConfigError before anything is created."""
     if agent is not None and tasks is None:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
+    if tasks is not None and config.rollout.samplers:
+        raise ConfigError("an agent function and given tasks live in this process: set rollout.samplers=0")
     view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     check_parts(config, tasks, resume)
@@ -144,7 +140,10 @@ def train(
             view.note(f"from here on with {key}={now!r}, which was {was!r}")
     else:
         prepare_folder(config)
-    run_coroutine(_train(config, agent, tasks, checkpoints, resume, view))
+    write_config(config)
+    with Children(config, view.note) if config.rollout.samplers else nullcontext() as children:
+        check = children.check if children is not None else lambda: None
+        run_coroutine(run_training(config, view, agent=agent, tasks=tasks, resume=resume, apart=children is not None, check=check))
     return Run(config, agent=agent, tasks=tasks)
 
 
@@ -191,9 +190,10 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
-    if not checkpoints.steps():
+    if command != "train" and not checkpoints.steps():  # `agentevo train` does what it has committed again
         raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
-    began = json.loads((checkpoints.find("last") / "state.json").read_text(encoding="utf-8")).get("command", "train")
+    last = checkpoints.find("last") if checkpoints.steps() else None
+    began = command if last is None else json.loads((last / "state.json").read_text(encoding="utf-8")).get("command", "train")
     if began != command:
         raise ConfigError(
             f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE --resume`, or give another run.dir"
@@ -237,144 +237,9 @@ def write_config(config: RunConfig) -> None:
     os.replace(staging, folder / "config.yaml")
 
 
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json, atomically."""
-    staging = folder / "summary.json.tmp"
-    staging.write_text(json.dumps(summary, indent=2), encoding="utf-8")
-    os.replace(staging, folder / "summary.json")
-
-
 def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Where `config` differs from the configuration that its folder was last run with: key -> (was, now)."""
     before = sources.leaves(with_defaults(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8"))))
     now = sources.leaves(config.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS]
     return {key: (before.get(key), now.get(key)) for key in keys}
-
-
-@contextmanager
-def stop_on_interrupt(view: LiveView) -> Iterator[list[bool]]:
-    """The first Ctrl-C asks for a clean stop, the second interrupts at once. Only in the main thread, which alone gets signals."""
-    asked: list[bool] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def handle(number: int, frame: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
-        view.note("stopping after this step; press Ctrl-C again to stop at once")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-async def _train(
-    config: RunConfig,
-    agent: AgentFunction | None,
-    tasks: Sequence[Task] | None,
-    checkpoints: Checkpoints,
-    resume: bool,
-    view: LiveView,
-) -> None:
-    folder = config.run_dir
-    checkpoint = checkpoints.find("last") if resume else None
-    with view, stop_on_interrupt(view) as asked:
-        view.phase("loading", config.model.name)
-        write_config(config)
-        async with open_components(config, agent=agent, tasks=tasks, checkpoint=checkpoint) as parts:
-            trainer = preference_trainer(parts) or Trainer(
-                parts.model,
-                config.trainer,
-                config.algorithm,
-                critic=config.critic,
-                process_reward=config.process_reward,
-                reward_model=_reward_model(parts),
-                memory=config.memory,
-            )
-            if config.model.lora.enabled:
-                trained, total = num_parameters(parts.model)
-                view.note(f"training adapters: {trained:,} of {total:,} parameters ({trained / total:.1%})")
-            log = MetricsLog(folder / "metrics.jsonl", folder / "tensorboard" if config.tracking.tensorboard else None)
-            with log:
-                loop = Loop(parts, trainer, checkpoints, log, view, reference_players(parts), lambda: bool(asked))
-                if checkpoint is not None:
-                    await _restore(loop, checkpoint)
-                elif config.cold_start.episodes:
-                    await _cold_start(loop)
-                if not asked or checkpoint is not None:
-                    await loop.run()
-                _write_summary(loop)
-        if config.tracking.report:
-            view.phase("reporting")
-            path = report_from_run(folder, lambda token: str(parts.tokenizer.decode([token])))
-            view.note(f"report: {path}")
-    if asked:
-        raise KeyboardInterrupt
-
-
-def _reward_model(parts: Components) -> TokenRewardModel | None:
-    section = parts.config.reward_model
-    if section.name is None:
-        return None
-    return TokenRewardModel(prepare(load_reward_model(section.name, parts.model, parts.tokenizer)), section)
-
-
-async def _restore(loop: Loop, checkpoint: Path) -> None:
-    """Model weights are loaded already; optimizer, counters, metrics and store follow."""
-    trainer_state, run_state = loop.checkpoints.load(checkpoint)
-    loop.trainer.load_state_dict(trainer_state)
-    loop.restore(run_state)
-    step = loop.progress.step
-    await loop.parts.store.rewind(step)
-    loop.log.resume(step)
-    loop.checkpoints.forget_after(step)
-    loop.view.note(f"resuming after step {step} from {checkpoint}")
-
-
-async def _cold_start(loop: Loop) -> None:
-    if loop.parts.config.model.name != "tiny":  # random weights have nothing to show
-        loop.progress.cold_start_before = await loop.evaluate("before the cold start", full=False, label="untaught-")
-    metrics = cold_start(loop.parts, loop.view, loop.stop)
-    loop.parts.engine.weights_changed()
-    loop.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
-    loop.log.log(0, metrics)
-
-
-def _write_summary(loop: Loop) -> None:
-    config, progress = loop.parts.config, loop.progress
-    best = loop.checkpoints
-    summary = {
-        "name": config.run.name,
-        "model": config.model.name,
-        "environment": config.environment.type if config.environment is not None else None,
-        "seed": config.run.seed,
-        "eval": {
-            "before": headline(progress.before) if progress.before else None,
-            "after": headline(progress.after) if progress.after else None,
-            "n": len(loop.parts.tasks.held_out()),
-            "cold_start_before": headline(progress.cold_start_before) if progress.cold_start_before else None,
-            "random": loop.players.random if loop.players is not None else None,
-            "optimal": loop.players.optimal if loop.players is not None else None,
-            "sampled": {
-                "before": sampled_success(progress.before),
-                "after": sampled_success(progress.after),
-            },
-        },
-        "wall_s": loop.wall_s(),
-        "steps": progress.step,
-        "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
-        "best": {"step": best.best_step, "value": best.best_value},
-        "profile": loop.profiling.summary,
-        "warnings": progress.warnings,
-    }
-    write_summary(config.run_dir, summary)
-
-
-def sampled_success(metrics: dict[str, float]) -> float | None:
-    """Success of the sampled attempts out of an evaluation's metrics."""
-    return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)

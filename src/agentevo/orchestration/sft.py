@@ -36,11 +36,10 @@ from agentevo.orchestration.run import (
     prepare_folder,
     run_coroutine,
     sampled_success,
-    stop_on_interrupt,
     write_config,
-    write_summary,
 )
 from agentevo.orchestration.sft_data import BAD_ROWS, SFTData, check_sft_data, load_sft_data
+from agentevo.orchestration.training_run import stop_on_interrupt, write_summary
 from agentevo.seeds import derive_seed
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.phases import phase
@@ -187,7 +186,8 @@ class SupervisedRun:
             self.parts.engine.set_version(step)
             before = self.parts.engine.stats()["engine/generated_tokens"]
             with phase("evaluation"):
-                metrics |= await evaluate(self.parts, step, samples=self.config.evaluation.samples if full else 0, players=self.players)
+                found, _ = await evaluate(self.parts, step, samples=self.config.evaluation.samples if full else 0, players=self.players)
+                metrics |= found
             self.progress.generated_tokens += int(self.parts.engine.stats()["engine/generated_tokens"] - before)
             self.view.evaluation(step, metrics)
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})

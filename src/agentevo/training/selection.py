@@ -13,8 +13,9 @@ Selection = tuple[list[Trajectory], dict[str, str]]
 
 
 def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Selection:
-    """Leaves out what can't be trained on whatever its group has come to. Failed trajectories take no part, not even in a group's mean."""
-    dropped = {t.id: "failed" for t in trajectories if t.status == "failed"}
+    """Leaves out what can't be trained on whatever its group has come to. Failed and cancelled trajectories take no part, not even in a
+    group's mean."""
+    dropped: dict[str, str] = {t.id: t.status for t in trajectories if t.status != "completed"}
     dropped |= {t.id: "no-tokens" for t in trajectories if t.status == "completed" and not t.num_completion_tokens()}
     kept = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:

@@ -1,0 +1,268 @@
+"""How a trainer comes by its attempts and gives its weights away: in turn with sampling, beside a sampler in the same process, or apart
+from samplers and engines in other processes. The loop (loop.py) is the same for all three.
+
+    InTurn   staleness 0 in one process: sample, train, publish; nothing runs meanwhile
+    Beside   a SamplerService on the same event loop. `turns`: one set of weights; while the trainer computes, in a thread, the engine
+             sleeps and tools are waited for. `overlap`: the engine has a copy of the weights and goes on
+    Apart    `agentevo learn`: groups come through the store, weights go through the run's folder
+
+A step's groups are those of its own tasks under `rollout.policy: wait`, else the first that are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from typing import Protocol, TypeVar
+
+from agentevo.config import RunConfig
+from agentevo.errors import AgentEvoError, EngineError
+from agentevo.inference.weights import WeightsFolder
+from agentevo.orchestration.components import Components
+from agentevo.rollout.patience import patiently
+from agentevo.rollout.sampler import BASELINE, group_name
+from agentevo.rollout.service import SamplerService
+from agentevo.store.store import Store
+from agentevo.training.twin import load_weights, trained_parameters, weights_of
+from agentevo.types import Task, Trajectory
+
+T = TypeVar("T")
+
+PATIENCE_S = 600.0
+"""How long a database may be away before a trainer gives up."""
+UNFINISHED = ("poison", "failed")
+
+
+class StopAskedError(AgentEvoError):
+    """Somebody asked the run to stop while it waited for attempts."""
+
+
+class Attempts(Protocol):
+    """Where the loop's attempts come from and its weights go."""
+
+    async def begin(self, step: int) -> None:
+        """The model's weights as they are now, loaded or taught before the first step, are version `step`."""
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        """Around all steps: whatever samples beside them lives in here."""
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+        """The attempts of as many groups as there are tasks, greedy baselines among them where the recipe has any."""
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Around what the trainer computes and `swap`."""
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Runs what the trainer computes."""
+
+    async def swap(self, step: int) -> None:
+        """The weights of version `step` serve on this process's engine; within `training`."""
+
+    async def announce(self, step: int) -> None:
+        """Version `step` is committed: other processes may have it."""
+
+    def stats(self) -> dict[str, float]:
+        """What the sampler counts, for the step's metrics."""
+
+
+class InTurn:
+    """See the module."""
+
+    def __init__(self, parts: Components) -> None:
+        self._parts = parts
+        self._baseline = "baseline_rewards" in parts.config.algorithm.needs
+
+    async def begin(self, step: int) -> None:
+        self._parts.engine.weights_changed()
+        self._parts.engine.set_version(step)
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+        config = self._parts.config
+        self._parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together
+        return await self._parts.sampler.sample(
+            tasks,
+            attempts=config.trainer.group_size,
+            temperature=config.sampling.temperature,
+            split="train",
+            step=step,
+            label="train",
+            baseline=self._baseline,
+        )
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return work()  # on this thread, where a profiler looks
+
+    async def swap(self, step: int) -> None:
+        await self._parts.engine.publish(step)
+
+    async def announce(self, step: int) -> None:
+        return
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Stream:
+    """Groups as samplers finish them, out of the store."""
+
+    def __init__(self, config: RunConfig, store: Store, stop: Callable[[], bool], check: Callable[[], None]) -> None:
+        self._config, self._store, self._stop, self._check = config, store, stop, check
+        self._baseline = "baseline_rewards" in config.algorithm.needs
+        self._step, self._taken = 0, set[str]()
+        """Groups that an earlier round of the step has got; they are ready until the step is reserved."""
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+        """See Attempts.round. Raises StopAskedError."""
+        if self._config.rollout.policy == "wait":
+            await self._until(lambda: self._finished(step, tasks))
+            return await self._read(step=step)
+        if step != self._step:
+            self._step, self._taken = step, set()
+        found, size, limit = [], self._config.trainer.group_size, len(self._taken) + len(tasks)
+
+        async def fresh() -> list[str]:
+            groups = [name for name in await self._store.ready_groups("train", size=size, limit=limit) if name not in self._taken]
+            return groups if len(groups) >= len(tasks) else []
+
+        groups = (await self._until(fresh))[: len(tasks)]
+        self._taken.update(groups)
+        for name in groups:
+            found += await self._read(group_id=name)
+            if self._baseline:
+                found += await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))
+        return found
+
+    async def _read(self, **which: object) -> list[Trajectory]:
+        async def read() -> list[Trajectory]:
+            return [one.trajectory async for one in self._store.trajectories(split="train", **which)]  # type: ignore[arg-type]
+
+        return await patiently(read, within_s=PATIENCE_S, what="reading attempts")
+
+    async def _finished(self, step: int, tasks: Sequence[Task]) -> bool:
+        """Whether every task of the step has its group, or never will."""
+        there = {summary.group_id for summary in await self._store.summaries(split="train", step=step)}
+        for task in tasks:
+            if group_name(task.id, "train", step) not in there and (await self._store.stored_task(task.id)).state not in UNFINISHED:
+                return False
+        return True
+
+    async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks every `rollout.poll_s` until the answer is not empty or false."""
+        while not (answer := await patiently(ask, within_s=PATIENCE_S, what="waiting for attempts")):
+            self._check()
+            if self._stop():
+                raise StopAskedError("stopped while waiting for attempts")
+            await asyncio.sleep(self._config.rollout.poll_s)
+        return answer
+
+
+class Beside:
+    """See the module."""
+
+    def __init__(self, parts: Components, stop: Callable[[], bool]) -> None:
+        self._parts, self._config = parts, parts.config
+        self._service = SamplerService(parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train")
+        self._ended = False
+        self._stream = Stream(parts.config, parts.store, stop, self._check)
+        self._task: asyncio.Task[None] | None = None
+        self._slept_s = 0.0
+
+    async def begin(self, step: int) -> None:
+        engine = self._parts.engine
+        if engine.model is not self._parts.model:
+            load_weights(trained_parameters(engine.model), weights_of(trained_parameters(self._parts.model)))
+        engine.weights_changed()
+        engine.set_version(step)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Beside]:
+        """The sampler has given its tasks back at the end."""
+        self._task = asyncio.create_task(self._service.run(lambda: self._ended))
+        try:
+            yield self
+        finally:
+            self._ended = True
+            self._parts.engine.wake()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+        return await self._stream.round(step, self._parts.tasks.queued(step) if self._config.rollout.policy == "wait" else tasks)
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        if self._config.rollout.sharing == "overlap":
+            yield
+            return
+        started = time.perf_counter()
+        await self._parts.engine.sleep(in_flight=self._config.rollout.in_flight, deadline_s=self._config.engine.timeout_s)
+        try:
+            yield
+        finally:
+            self._parts.engine.wake()
+            self._slept_s += time.perf_counter() - started
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
+
+    async def swap(self, step: int) -> None:
+        rollout, deadline_s = self._config.rollout, self._config.engine.timeout_s
+        copied = weights_of(trained_parameters(self._parts.model)) if rollout.sharing == "overlap" else None
+        await self._parts.engine.publish(step, copied, in_flight=rollout.in_flight, deadline_s=deadline_s)
+
+    async def announce(self, step: int) -> None:
+        return
+
+    def stats(self) -> dict[str, float]:
+        return self._service.stats() | {"engine/slept_s": self._slept_s}
+
+    def _check(self) -> None:
+        """The sampler's failure is the run's."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+            raise EngineError("the sampler ended while the trainer waits for attempts: this is a defect, please report it")
+
+
+class Apart:
+    """See the module."""
+
+    def __init__(self, parts: Components, stop: Callable[[], bool], check: Callable[[], None]) -> None:
+        self._parts, self._config = parts, parts.config
+        self._weights = WeightsFolder(parts.config.run_dir / "weights")
+        self._stream = Stream(parts.config, parts.store, stop, check)
+
+    async def begin(self, step: int) -> None:
+        self._parts.engine.weights_changed()
+        self._parts.engine.set_version(step)
+        await self.announce(step)
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+        return await self._stream.round(step, self._parts.tasks.queued(step) if self._config.rollout.policy == "wait" else tasks)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
+
+    async def swap(self, step: int) -> None:
+        await self._parts.engine.publish(step)  # this process's own engine evaluates
+
+    async def announce(self, step: int) -> None:
+        latest = self._weights.latest()
+        if latest is None or latest < step:  # a resumed trainer makes some versions again
+            await asyncio.to_thread(self._weights.write, step, self._parts.model, keep=self._config.rollout.keep_versions)
+
+    def stats(self) -> dict[str, float]:
+        return {}

@@ -1,0 +1,25 @@
+"""`agentevo learn`: the trainer alone. Samplers and engines of the same recipe are other processes, which may come and go."""
+
+from __future__ import annotations
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.observability import LiveView
+from agentevo.orchestration.run import Run, check_parts, run_coroutine
+from agentevo.orchestration.run_identity import ensure_run_folder
+from agentevo.orchestration.training_run import run_training
+
+
+def learn(config: RunConfig, *, view: LiveView | None = None) -> Run:
+    """Trains from wherever the run stands to its last step; blocks. Whichever process of the run comes first makes its folder.
+
+    Raises ConfigError if the folder holds another configuration, or another process trains there.
+    """
+    if config.run.overwrite:
+        raise ConfigError("run.overwrite deletes the run's folder, which its other processes use: leave it out, or delete the folder first")
+    if config.data.given:
+        raise ConfigError("data gives what is trained on, so there is nothing for samplers to do: use agentevo train")
+    check_parts(config, None, resume=False)
+    ensure_run_folder(config)
+    run_coroutine(run_training(config, view if view is not None else LiveView(config.run.name), resume=True, apart=True))
+    return Run(config)

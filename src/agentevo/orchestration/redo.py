@@ -1,0 +1,99 @@
+"""Resuming: from the newest whole checkpoint, the committed steps after it are done again from their plans.
+
+The store knows of every committed step what it trained on, in which order (training/plan.py). So nothing that was completed is lost,
+nothing is in the weights twice, and version numbers keep their meaning, whatever was killed and whichever checkpoint is torn: in the
+extreme all steps are done again from the first weights.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.errors import CheckpointError, TrainingError
+from agentevo.orchestration.attempts import PATIENCE_S
+from agentevo.orchestration.loop import Loop, Progress
+from agentevo.rollout.patience import patiently
+from agentevo.store.store import StepRecord, Store, open_store
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.plan import Plan
+
+SAME = 1e-3
+"""Relative difference of a gradient norm up to which a step that was done again is taken for the same."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a life of the trainer starts."""
+
+    checkpoint: Path | None = None
+    """None: from the recipe's own weights."""
+    committed: int = 0
+    """The newest committed step."""
+    steps: list[StepRecord] = field(default_factory=list)
+    """Committed steps after the checkpoint, to be done again."""
+
+
+async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]) -> Beginning:
+    """Where to resume. What a kill has left of later steps is deleted: torn or unrecorded checkpoints, reservations."""
+
+    async def read(store: Store) -> list[StepRecord]:
+        await store.release()
+        return await store.steps()
+
+    async with await open_store(config.store_url) as store:
+        steps = await patiently(lambda: read(store), within_s=PATIENCE_S, what="reading the committed steps")
+    committed = steps[-1].step if steps else 0
+    wanted = {one.step: one.record["checkpoint"]["sha256"] for one in steps if one.record.get("checkpoint")}
+
+    def torn(step: int, error: CheckpointError) -> None:
+        note(f"the checkpoint of step {step} is left out and deleted: {error}")
+        shutil.rmtree(checkpoints.path(step))
+
+    newest = checkpoints.newest_whole(committed, wanted, torn)
+    checkpoints.forget_after(committed)
+    if newest is not None:
+        note(f"resuming from {checkpoints.path(newest)}, with {committed - newest} committed steps after it")
+    path = checkpoints.path(newest) if newest is not None else None
+    return Beginning(path, committed, [one for one in steps if newest is None or one.step > newest])
+
+
+async def redo(loop: Loop, start: Beginning) -> None:
+    """Brings trainer and loop to the newest committed step."""
+    if start.steps and start.checkpoint is None:
+        loop.trainer.begin()
+    for number, step in enumerate(start.steps, start=1):
+        loop.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
+        await _redo_step(loop, step)
+
+
+async def _redo_step(loop: Loop, step: StepRecord) -> None:
+    plan = Plan.of(step.step, step.record)
+
+    async def read() -> list[object]:
+        return [one.trajectory async for one in loop.parts.store.trajectories(trained_step=step.step)]
+
+    stored = await patiently(read, within_s=PATIENCE_S, what=f"reading what step {step.step} trained on")
+    made = loop.trainer.prepare(plan.trained(stored), plan.baselines, version=step.step - 1, bound=plan.staleness)  # type: ignore[arg-type]
+    trained = loop.trainer.step(made.samples) if made.samples else {}
+    _compare(loop, step, trained)
+    loop.observe(step.step, {key: math.nan if value is None else value for key, value in step.record["metrics"].items()})
+    loop.collector.load_state_dict(step.record["collector"])
+    loop.progress = msgspec.convert(step.record["progress"], Progress)
+
+
+def _compare(loop: Loop, step: StepRecord, trained: dict[str, float]) -> None:
+    """Tells if the step has come to something else than when it was committed: on another machine, say."""
+    was, now = step.record["metrics"].get("actor/grad_norm"), trained.get("actor/grad_norm")
+    if (was is None) != (now is None):
+        raise TrainingError(
+            f"step {step.step}, done again from its plan, has gradient norm {now}; when it was committed {was}: has the recipe changed?"
+        )
+    if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
+        loop.warn(f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; when it was committed {was:.6g}")
