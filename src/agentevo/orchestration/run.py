@@ -20,6 +20,7 @@ from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView
+from agentevo.orchestration.children import Children
 from agentevo.orchestration.components import (
     AgentFunction,
     Components,
