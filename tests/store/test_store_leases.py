@@ -106,6 +106,74 @@ def test_a_failed_task_is_not_an_infrastructure_failure(url: str, clock: Any, ma
     asyncio.run(scenario())
 
 
+def test_a_task_that_is_returned_is_anybodys_at_once(url: str, clock: Any, make_task: Callable[..., Task]) -> None:
+    async def scenario() -> None:
+        async with await open_store(url, clock=clock, retries=RetryPolicy(max_failures=2)) as store:
+            await store.add_tasks([make_task("x"), make_task("y")])
+            for _ in range(5):
+                lease = await leased(store)
+                assert lease.task.id == "x", "in its old place"
+                await store.return_task(lease)
+                await store.return_task(lease)
+            stored = await store.stored_task("x")
+            assert (stored.state, stored.num_failures, stored.num_expiries, stored.history) == ("queued", 0, 0, [])
+            held = await leased(store)
+            with pytest.raises(StoreError, match="has moved on"):
+                await store.return_task(lease)
+            await store.complete_task(held)
+            with pytest.raises(StoreError, match="already completed"):
+                await store.return_task(held)
+
+    asyncio.run(scenario())
+
+
+def test_tasks_without_a_queue_are_never_leased(url: str, make_task: Callable[..., Task]) -> None:
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            await store.add_tasks([make_task("queued"), make_task("held")])
+            held = await leased(store)
+            assert held.task.id == "queued"
+            assert await store.add_tasks([make_task(name) for name in ("queued", "held", "new")], queue=False) == 1
+            assert [s.state async for s in store.tasks()] == ["leased", "completed", "completed"]
+            assert await store.lease_tasks("w", lease_s=10, limit=9) == []
+            assert await store.add_tasks([make_task("new")]) == 0
+            assert (await store.stored_task("new")).state == "completed", "known ones stay where they are"
+            await store.complete_task(held)
+            with pytest.raises(StoreError, match="other content"):
+                await store.add_tasks([make_task("newer"), make_task("new", query="else")], queue=False)
+            assert (await store.counts())["tasks/completed"] == 3
+
+    asyncio.run(scenario())
+
+
+def test_outstanding_counts_tasks_and_groups_on_their_way(url: str, make_task: Callable[..., Task], make_trajectory: Any) -> None:
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            assert await store.outstanding("train") == 0
+            await store.add_tasks([make_task(f"t{i}") for i in range(5)])
+            first, second, _ = await store.lease_tasks("w", lease_s=60, limit=3)
+            assert await store.outstanding("train") == 5
+            members = [make_trajectory(f"a{i}", task_id="t0", group_id="t0/train@1") for i in range(3)]
+            members += [make_trajectory("a3", task_id="t0", group_id="t0/baseline@1")]
+            await store.write_trajectories(members, split="train", step=1, lease=first)
+            await store.write_trajectories([make_trajectory("e", task_id="t9")], split="eval", step=1)
+            assert await store.outstanding("train") == 5, "a group and the attempt beside it are one"
+            assert await store.outstanding("eval") == 5
+            broken = [make_trajectory("b0", task_id="t1", group_id="t1", status="failed")]
+            broken += [make_trajectory("b1", task_id="t1", group_id="t1", status="cancelled")]
+            await store.write_trajectories(broken, split="train", step=1, lease=second)
+            assert await store.outstanding("train") == 4, "nobody will ever take a group in which nothing completed"
+            await store.drop(["a0", "a3"], "stale")
+            await store.reserve(["a1", "a2"], 1)
+            assert await store.outstanding("train") == 4
+            await store.commit_step(1, {})
+            assert await store.outstanding("train") == 3
+            with pytest.raises(StoreError, match="split 'training' is unknown"):
+                await store.outstanding("training")  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+
+
 def test_many_are_leased_at_once_in_order(url: str, clock: Any, make_task: Callable[..., Task]) -> None:
     async def scenario() -> None:
         async with await open_store(url, clock=clock) as store:
@@ -190,7 +258,8 @@ def test_whole_groups_are_listed_oldest_first(url: str, make_trajectory: Callabl
             await write("a", "0", "1")
             await write("broken", "0", "1", status="failed")
             await write("short", "0", status="failed")
-            await write("short", "1")
+            await write("short", "1", status="cancelled")
+            await write("short", "2")
             await write("e", "0", "1", split="eval")
             assert await ready() == ["b", "a", "short"]
             assert await ready(limit=1) == ["b"]
@@ -198,9 +267,12 @@ def test_whole_groups_are_listed_oldest_first(url: str, make_trajectory: Callabl
             assert await ready(split="eval") == ["e"]
             await write("half", "1")
             assert await ready() == ["half", "b", "a", "short"]
-            assert await ready(size=3) == []
+            assert await ready(size=3) == ["short"]
+            assert await ready(size=4) == []
             await store.reserve(["b0"], 1)
             await store.drop(["a1"], "stale")
+            assert await ready() == ["half", "a", "short"], "a member that was dropped counts, a reserved one says that the group is taken"
+            await store.drop(["a0"], "stale")
             assert await ready() == ["half", "short"]
             await store.release()
             assert await ready() == ["half", "b", "short"]

@@ -174,6 +174,43 @@ def test_rewind_restores_the_moment_of_a_commit(play: Callable[..., None], make_
     play(scenario)
 
 
+def test_rewind_that_keeps_everything(play: Callable[..., None], make_trajectory: Make, make_task: Callable[..., Task]) -> None:
+    async def scenario(store: Store) -> None:
+        await store.add_tasks([make_task("held")])
+        held = await store.lease_task("w", lease_s=60)
+        assert held is not None
+        later = [make_trajectory(name) for name in ("early", "late", "unfit", "gone")]
+        await store.write_trajectories(later, split="train", step=2)
+        broken = [make_trajectory("broken", status="failed"), make_trajectory("cut", status="cancelled", error="cut: enough")]
+        await store.write_trajectories(broken, split="train", step=2)
+        await store.drop(["gone"], "stale")
+        await store.gc(dropped=True)
+        await store.drop(["c"], "of step 1")
+        await store.reserve(["a"], 1)
+        await store.commit_step(1, {})
+        await store.drop(["unfit"], "zero-variance")
+        await store.reserve(["b", "early"], 2)
+        await store.commit_step(2, {})
+        await store.reserve(["late"], 3)
+        with pytest.raises(StoreError, match="never committed"):
+            await store.rewind(4, keep=True)
+
+        assert await store.rewind(1, keep=True) == 4
+        assert [step.step for step in await store.steps()] == [1]
+        assert await state(store, "a") == ("committed", 1)
+        for name in ("b", "early", "late", "unfit"):
+            assert await state(store, name) == ("ready", None)
+        places = {s.id: (s.state, s.drop_reason) for s in await store.summaries()}
+        assert places["unfit"] == ("ready", None)
+        assert (places["c"], places["gone"]) == (("dropped", "of step 1"), ("dropped", "stale")), "of earlier steps, or without tokens"
+        assert (places["broken"], places["cut"]) == (("failed", None), ("failed", None))
+        assert len((await store.trajectory("early")).turns) == 2
+        await store.complete_task(held)
+        assert await store.rewind(1, keep=True) == 0, "again is harmless"
+
+    play(scenario)
+
+
 def test_leases_fence_late_writers(url: str, clock: Any, make_task: Callable[..., Task], make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await open_store(url, clock=clock) as store:

@@ -50,12 +50,14 @@ class Ledger(RuleBasedStateMachine):
     def task(self, **changes: Any) -> dict[str, Any]:
         return {"state": "queued", "fence": 0, "failures": 0, "expiries": 0, "until": 0.0, "not_before": 0.0} | changes
 
-    @rule(name=st.sampled_from(TASKS))
-    def add(self, name: str) -> None:
-        assert self.ask(self.store.add_tasks([Task(id=name)])) == (name not in self.tasks)
+    @rule(name=st.sampled_from(TASKS), queue=st.sampled_from([True, True, False]))
+    def add(self, name: str, queue: bool) -> None:
+        assert self.ask(self.store.add_tasks([Task(id=name)], queue=queue)) == (name not in self.tasks)
         if name not in self.tasks:
             self.tasks[name] = self.task()
             self.order.append(name)
+        if not queue and self.tasks[name]["state"] == "queued":
+            self.tasks[name] |= {"state": "completed", "not_before": 0.0}
 
     @rule(seconds=st.sampled_from([1.0, 3.0, 7.0, 20.0]))
     def wait(self, seconds: float) -> None:
@@ -120,6 +122,16 @@ class Ledger(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        lease, task, holds = self.any_lease(data)
+        got = self.ask(self.store.return_task(lease))
+        allowed = holds and task["state"] in ("leased", "queued")
+        assert (got != REFUSED) == allowed
+        if allowed and task["state"] == "leased":
+            task["state"] = "queued"
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
     def retry(self, data: st.DataObject) -> None:
         lease, task, holds = self.any_lease(data)
         got = self.ask(self.store.retry_task(lease, "e"))
@@ -134,19 +146,18 @@ class Ledger(RuleBasedStateMachine):
         assert got == task["state"]
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), step=STEPS, group=st.sampled_from("gh"), broken=st.booleans())
-    def write(self, data: st.DataObject, step: int, group: str, broken: bool) -> None:
+    @rule(data=st.data(), step=STEPS, group=st.sampled_from("gh"), status=st.sampled_from(["completed", "failed", "cancelled"]))
+    def write(self, data: st.DataObject, step: int, group: str, status: Any) -> None:
         lease, task, holds = self.any_lease(data)
         name = f"x{self.written}"
         self.written += 1
-        status = "failed" if broken else "completed"
-        trajectory = Trajectory(id=name, task_id=lease.task.id, group_id=group, status=status)  # type: ignore[arg-type]
+        trajectory = Trajectory(id=name, task_id=lease.task.id, group_id=group, status=status)
         got = self.ask(self.store.write_trajectories([trajectory], split="train", step=step, lease=lease))
         allowed = holds and task["state"] in ("leased", "completed")
         assert got == (1 if allowed else REFUSED)
         if allowed:
             task["state"] = "completed"
-            state = "failed" if broken else "ready"
+            state = "ready" if status == "completed" else "failed"
             self.trajectories[name] = {"state": state, "step": step, "trained": None, "task": lease.task.id, "group": group, "reason": None}
 
     def some(self, data: st.DataObject) -> list[str]:
@@ -197,6 +208,22 @@ class Ledger(RuleBasedStateMachine):
             self.trajectories[name] |= {"state": "dropped", "trained": None, "reason": reason}
 
     @rule(step=st.integers(0, 3))
+    def rewind_keeping(self, step: int) -> None:
+        got = self.ask(self.store.rewind(step, keep=True))
+        if step and step not in self.steps:
+            assert got == REFUSED
+            return
+        again = [
+            row
+            for row in self.trajectories.values()
+            if (row["trained"] is not None and row["trained"] > step) or (row["state"] == "dropped" and row["step"] > step)
+        ]
+        assert got == len(again)
+        for row in again:
+            row |= {"state": "ready", "trained": None, "reason": None}
+        self.steps = {number: count for number, count in self.steps.items() if number <= step}
+
+    @rule(step=st.integers(0, 3))
     def rewind(self, step: int) -> None:
         got = self.ask(self.store.rewind(step))
         if step and step not in self.steps:
@@ -221,9 +248,9 @@ class Ledger(RuleBasedStateMachine):
             summaries = {s.id: s for s in await self.store.summaries()}
             stored = {s.task.id: s async for s in self.store.tasks()}
             groups = [await self.store.ready_groups("train", size=size, limit=9) for size in (1, 2)]
-            return summaries, stored, groups, await self.store.steps(), await self.store.counts()
+            return summaries, stored, groups, await self.store.steps(), await self.store.counts(), await self.store.outstanding("train")
 
-        summaries, stored, groups, steps, counts = self.loop.run_until_complete(read())
+        summaries, stored, groups, steps, counts, outstanding = self.loop.run_until_complete(read())
         assert {name: (s.state, s.trained_step, s.drop_reason) for name, s in summaries.items()} == {
             name: (row["state"], row["trained"], row["reason"]) for name, row in self.trajectories.items()
         }
@@ -233,11 +260,18 @@ class Ledger(RuleBasedStateMachine):
         assert {step.step: step.num_trajectories for step in steps} == self.steps
         assert counts["tasks/queued"] == sum(task["state"] == "queued" for task in self.tasks.values())
         assert counts["trajectories/train/committed"] == sum(self.steps.values())
+        waiting = sum(task["state"] in ("queued", "leased") for task in self.tasks.values())
+        assert outstanding == waiting + len({r["task"] for r in self.trajectories.values() if r["state"] in ("ready", "reserved")})
         for size, found in zip((1, 2), groups, strict=True):
             whole = []
             for row in self.trajectories.values():
                 states = [other["state"] for other in self.trajectories.values() if other["group"] == row["group"]]
-                if row["state"] == "ready" and row["group"] not in whole and len(states) >= size and set(states) <= {"ready", "failed"}:
+                if (
+                    row["state"] == "ready"
+                    and row["group"] not in whole
+                    and len(states) >= size
+                    and not {"reserved", "committed"} & set(states)
+                ):
                     whole.append(row["group"])
             assert found == whole
 

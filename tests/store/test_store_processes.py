@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import time
@@ -14,7 +15,7 @@ from subprocess import Popen
 import pytest
 from servers import MongoDB, PostgreSQL, unused_name
 
-from agentevo.errors import DeadlineExceededError, StoreError
+from agentevo.errors import StoreError, StoreUnavailableError
 from agentevo.store import Store, open_store
 from agentevo.types import Task, Trajectory
 
@@ -190,7 +191,7 @@ def test_a_postgresql_server_that_restarts_is_waited_for(own_postgresql: Postgre
     asyncio.run(scenario())
 
 
-def test_a_postgresql_server_that_stays_away_ends_in_a_deadline(own_postgresql: PostgreSQL) -> None:
+def test_a_postgresql_server_that_stays_away_is_called_unavailable(own_postgresql: PostgreSQL) -> None:
     server = own_postgresql
 
     async def scenario() -> None:
@@ -198,13 +199,13 @@ def test_a_postgresql_server_that_stays_away_ends_in_a_deadline(own_postgresql: 
             await store.add_tasks([Task(id="x")])
             server.stop()
             start = time.monotonic()
-            with pytest.raises(DeadlineExceededError, match="add_tasks: no answer within 3 s"):
+            with pytest.raises(StoreUnavailableError, match=r"add_tasks: .+: the database can't be used now"):
                 await store.add_tasks([Task(id="y")])
             assert time.monotonic() - start < 30
             server.start()
             assert await store.add_tasks([Task(id="x"), Task(id="y")]) == 1
             server.stop()
-        with pytest.raises(StoreError, match="open: "):
+        with pytest.raises(StoreUnavailableError, match="open: "):
             await open_store(server.url("gone"), timeout_s=3)
         server.start()
 
@@ -241,6 +242,26 @@ def test_a_mongodb_server_without_transactions_is_refused(tmp_path: Path) -> Non
         asyncio.run(scenario())
     finally:
         server.stop()
+
+
+def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -> None:
+    if reason := MongoDB.why_not():
+        pytest.skip(reason)
+    if "AGENTEVO_TEST_MONGODB" in os.environ:
+        pytest.skip("a server that was given is not ours to stop")
+    server = MongoDB(tmp_path / "data")
+
+    async def scenario() -> None:
+        async with await open_store(server.url(unused_name()), timeout_s=3) as store:
+            await store.add_tasks([Task(id="x")])
+            lease = await store.lease_task("w", lease_s=60)
+            assert lease is not None
+            server.stop()
+            for call in (store.renew(lease), store.add_tasks([Task(id="y")]), store.lease_tasks("w", lease_s=1, limit=1)):
+                with pytest.raises(StoreUnavailableError, match="can't be used now"):
+                    await call
+
+    asyncio.run(scenario())
 
 
 def test_mongodb_urls_and_foreign_databases_are_refused(mongodb: MongoDB) -> None:

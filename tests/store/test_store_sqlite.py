@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from agentevo.errors import DeadlineExceededError, StoreError, UnknownNameError
+from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError, UnknownNameError
 from agentevo.store import open_store, stores
 from agentevo.store.sqlite import APPLICATION_ID, SQLiteStore
 from agentevo.types import Task, Trajectory
@@ -361,6 +361,29 @@ def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(sqlite_url: 
             assert await store.summaries() == [], "readers don't wait for the writer"
             holder.execute("ROLLBACK")
             holder.close()
+            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_can_not_be_opened_is_unavailable_and_then_back(sqlite_url: str, make_trajectory: Make) -> None:
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+
+    def take_away() -> None:
+        path.rename(path.with_suffix(".away"))
+        path.mkdir()
+
+    def bring_back() -> None:
+        path.rmdir()
+        path.with_suffix(".away").rename(path)
+
+    async def scenario() -> None:
+        async with await open_store(sqlite_url, timeout_s=3) as store:
+            store._engine.dispose()  # type: ignore[attr-defined]
+            take_away()
+            with pytest.raises(StoreUnavailableError, match="counts: unable to open database file"):
+                await store.counts()
+            bring_back()
             assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
 
     asyncio.run(scenario())

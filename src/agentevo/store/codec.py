@@ -184,7 +184,7 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
     }
     digest = blake2b(_MSGPACK.encode((facts, turns)), digest_size=16).digest()
     row = facts | {
-        "state": "failed" if trajectory.status == "failed" else "ready",
+        "state": "ready" if trajectory.status == "completed" else "failed",
         "trained_step": None,
         "drop_reason": None,
         "num_turns": len(turns),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Row, Select, Table, func, insert, select
+from sqlalchemy import Row, Select, Table, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import StoreError
@@ -51,10 +51,15 @@ async def _not_there_yet(connection: AsyncConnection, table: Table, items: Seque
     return new
 
 
-async def insert_tasks(connection: AsyncConnection, items: Sequence[EncodedTask]) -> int:
+async def insert_tasks(connection: AsyncConnection, items: Sequence[EncodedTask], *, queue: bool = True) -> int:
+    """Without `queue`, see Store.add_tasks."""
     new = await _not_there_yet(connection, tasks, items)
     if new:
-        await connection.execute(insert(tasks), [item.row for item in new])
+        await connection.execute(insert(tasks), [item.row if queue else item.row | {"state": "completed"} for item in new])
+    if not queue:
+        for chunk in chunks(item.id for item in items):
+            waiting = update(tasks).where(tasks.c.id.in_(chunk), tasks.c.state == "queued")
+            await connection.execute(waiting.values(state="completed", not_before=0.0))
     return len(new)
 
 
@@ -139,6 +144,13 @@ async def ready_groups(connection: AsyncConnection, split: Split, *, size: int, 
         return found
 
     return await whole_groups(page, members, size=size, limit=limit)
+
+
+async def outstanding(connection: AsyncConnection, split: Split) -> int:
+    waiting = select(func.count()).select_from(tasks).where(tasks.c.state.in_(("queued", "leased")))
+    place = (trajectories.c.state.in_(("ready", "reserved")), trajectories.c.split == split)
+    untrained = select(func.count(trajectories.c.task_id.distinct())).where(*place)
+    return int(await connection.scalar(waiting) or 0) + int(await connection.scalar(untrained) or 0)
 
 
 async def count(connection: AsyncConnection) -> dict[str, int]:

@@ -127,6 +127,12 @@ async def retry(connection: AsyncConnection, lease: Lease, error: str, *, now: N
     return state
 
 
+async def give_back(connection: AsyncConnection, lease: Lease) -> None:
+    """leased -> queued, at once and uncounted."""
+    if rules.holds(await _place(connection, lease), lease, "queued"):
+        await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | {"state": "queued"}))
+
+
 async def requeue_old(connection: AsyncConnection, before: float) -> int:
     """leased -> queued for leases that ran out before that moment of the steady clock; their holders are refused from now on."""
     old = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= before)

@@ -55,9 +55,25 @@ async def drop(connection: AsyncConnection, ids: Iterable[str], reason: str) -> 
     return len(moving)
 
 
-async def rewind(connection: AsyncConnection, step: int) -> int:
+async def rewind(connection: AsyncConnection, step: int, *, keep: bool) -> int:
     known = await connection.scalar(select(steps.c.step).where(steps.c.step == step))
     rules.check_rewind(step, known=known is not None)
+    return await _forget_steps(connection, step) if keep else await _delete_after(connection, step)
+
+
+async def _forget_steps(connection: AsyncConnection, step: int) -> int:
+    """Store.rewind with `keep`."""
+    taken = update(trajectories).where(trajectories.c.trained_step > step).values(_READY)
+    has_tokens = exists().where(tokens.c.trajectory_seq == trajectories.c.seq)
+    dropped = update(trajectories).where(trajectories.c.step > step, trajectories.c.state == "dropped", has_tokens)
+    again = (await connection.execute(taken)).rowcount
+    again += (await connection.execute(dropped.values(_READY | {"drop_reason": None}))).rowcount
+    await connection.execute(delete(steps).where(steps.c.step > step))
+    return again
+
+
+async def _delete_after(connection: AsyncConnection, step: int) -> int:
+    """Store.rewind without it."""
     orphaned = select(trajectories.c.task_id).where(trajectories.c.step > step)  # DISTINCT would make SQLite walk over all tasks
     task_ids = dict.fromkeys((await connection.execute(orphaned)).scalars())
     deleted = (await connection.execute(delete(trajectories).where(trajectories.c.step > step))).rowcount

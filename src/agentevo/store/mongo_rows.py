@@ -102,11 +102,15 @@ class Rows:
                 new.append(item)
         return new
 
-    async def insert_tasks(self, items: Sequence[EncodedTask], first: int) -> int:
-        """`first` begins a range of numbers that is ours."""
+    async def insert_tasks(self, items: Sequence[EncodedTask], first: int, *, queue: bool = True) -> int:
+        """`first` begins a range of numbers that is ours. Without `queue`, see Store.add_tasks."""
         new = await self._new("tasks", items)
+        place = {} if queue else {"state": "completed"}
         if new:
-            await self.tasks.insert_many([_document(item.row, first + i) for i, item in enumerate(new)], session=self.session)
+            await self.tasks.insert_many([_document(item.row | place, first + i) for i, item in enumerate(new)], session=self.session)
+        for chunk in chunks(() if queue else (item.id for item in items)):
+            waiting = {"_id": {"$in": chunk}, "state": "queued"}
+            await self.tasks.update_many(waiting, {"$set": place | {"not_before": 0.0}}, session=self.session)
         return len(new)
 
     async def insert_trajectories(self, items: Sequence[EncodedTrajectory], first: int, now: float) -> int:
@@ -174,6 +178,11 @@ class Rows:
 
         return await whole_groups(page, members, size=size, limit=limit)
 
+    async def outstanding(self, split: Split) -> int:
+        waiting = await self.tasks.count_documents({"state": {"$in": ["queued", "leased"]}}, session=self.session)
+        where = {"state": {"$in": ["ready", "reserved"]}, "split": split}
+        return int(waiting) + len({found["task_id"] for found in await self.find(self.trajectories, where, "task_id")})
+
     async def count(self) -> dict[str, int]:
         counts = {f"tasks/{state}": 0 for state in TASK_STATES}
         counts |= {f"trajectories/{split}/{state}": 0 for split in SPLITS for state in TRAJECTORY_STATES} | {"turns": 0}
@@ -222,6 +231,10 @@ class Rows:
         await self._set_task(lease.task.id, LET_GO | changes)
         return state
 
+    async def give_back(self, lease: Lease) -> None:
+        if await self._held(lease, "queued") is not None:
+            await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
+
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.Place]:
         found = await self.by_id(self.trajectories, ids, "split", "state", "trained_step", "drop_reason")
         return {name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"]) for name, d in found.items()}
@@ -255,8 +268,22 @@ class Rows:
         await self._set(moving, state="dropped", trained_step=None, drop_reason=reason)
         return len(moving)
 
-    async def rewind(self, step: int) -> int:
+    async def rewind(self, step: int, *, keep: bool) -> int:
         rules.check_rewind(step, known=await self.steps.find_one({"_id": step}, session=self.session) is not None)
+        return await self._forget_steps(step) if keep else await self._delete_after(step)
+
+    async def _forget_steps(self, step: int) -> int:
+        """Store.rewind with `keep`."""
+        taken = {"trained_step": {"$gt": step}}
+        again = (await self.trajectories.update_many(taken, {"$set": _READY}, session=self.session)).modified_count
+        dropped = await self.find(self.trajectories, {"step": {"$gt": step}, "state": "dropped"}, "_id")
+        whole = await self.by_id(self.tokens, (found["_id"] for found in dropped), "_id")
+        await self._set(whole, **_READY, drop_reason=None)
+        await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
+        return int(again) + len(whole)
+
+    async def _delete_after(self, step: int) -> int:
+        """Store.rewind without it."""
         later = await self.find(self.trajectories, {"step": {"$gt": step}}, "task_id")
         for chunk in chunks(document["_id"] for document in later):
             await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)

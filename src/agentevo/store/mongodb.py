@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import msgspec
 
-from agentevo.errors import DeadlineExceededError, MissingExtraError, StoreError
+from agentevo.errors import DeadlineExceededError, MissingExtraError, StoreError, StoreUnavailableError
 from agentevo.store import rules
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
 from agentevo.store.codec import (
@@ -49,6 +49,7 @@ from agentevo.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
+    from pymongo.errors import PyMongoError
 
 SCHEMA_VERSION = 1
 """Of the documents in mongo_rows.py."""
@@ -145,26 +146,34 @@ class MongoDBStore(Streaming):
         await self._client.close()
 
     @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
-        """The one place where the database's failures become ours."""
-        from pymongo.errors import NetworkTimeout, PyMongoError, ServerSelectionTimeoutError
+    async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
+        """The one place where the database's failures become ours. Gives a list for those that were tried again."""
+        from pymongo.errors import ConnectionFailure, PyMongoError
 
-        too_late = DeadlineExceededError(
-            f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server may be gone or busy: calling again is harmless"
-        )
+        passed: list[PyMongoError] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield
-        except (TimeoutError, NetworkTimeout, ServerSelectionTimeoutError) as error:
-            raise too_late from error
+                yield passed
+        except TimeoutError as error:
+            if passed and isinstance(passed[-1], ConnectionFailure):
+                raise self._unavailable(what, passed[-1]) from passed[-1]
+            raise DeadlineExceededError(
+                f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server may be gone or busy: calling again is "
+                "harmless"
+            ) from error
+        except ConnectionFailure as error:
+            raise self._unavailable(what, error) from error
         except PyMongoError as error:
             raise StoreError(f"store {self.where}: {what}: {error}") from error
+
+    def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
+        return StoreUnavailableError(f"store {self.where}: {what}: {error}: the database can't be used now; calling again is harmless")
 
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """`work` again and again while what goes wrong is passing, until the deadline."""
         from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
 
-        async with self._deadline(what):
+        async with self._deadline(what) as passed:
             while True:
                 try:
                     return await work()
@@ -176,6 +185,7 @@ class MongoDBStore(Streaming):
                     labelled = any(error.has_error_label(label) for label in _LABELS)
                     if not (labelled or clash or lost or isinstance(error, DuplicateKeyError)):
                         raise
+                    passed[:] = [error]
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 
     async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:
@@ -193,6 +203,9 @@ class MongoDBStore(Streaming):
         return await self._again(what, transaction)
 
     async def _now(self) -> Now:
+        return await self._again("clock", self._read_clock)
+
+    async def _read_clock(self) -> Now:
         if self._clock is not None:
             return self._clock.now()
         seconds = (await self._client.admin.command("hello"))["localTime"].timestamp()
@@ -209,10 +222,10 @@ class MongoDBStore(Streaming):
 
         return await self._again("numbers", work)
 
-    async def add_tasks(self, tasks: Iterable[Task]) -> int:
+    async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         encoded = [encode_task(task) for task in tasks]
         first = await self._numbers("tasks", len(encoded))
-        return await self._run("add_tasks", lambda rows: rows.insert_tasks(encoded, first))
+        return await self._run("add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue))
 
     async def stored_task(self, task_id: str) -> StoredTask:
         return await self._run("task", lambda rows: rows.read_task(task_id))
@@ -222,7 +235,7 @@ class MongoDBStore(Streaming):
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
         async def work() -> list[Lease]:
-            now = await self._now()
+            now = await self._read_clock()
             leases: list[Lease] = []
             while len(leases) < limit and (lease := await self._take(worker, now, lease_s)):
                 leases.append(lease)
@@ -285,6 +298,9 @@ class MongoDBStore(Streaming):
         now = await self._now()
         return await self._run("retry_task", lambda rows: rows.retry(lease, error, now=now, retries=self._retries))
 
+    async def return_task(self, lease: Lease) -> None:
+        await self._run("return_task", lambda rows: rows.give_back(lease))
+
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
         first, now = await self._numbers("trajectories", len(encoded)), await self._now()
@@ -311,8 +327,8 @@ class MongoDBStore(Streaming):
         wanted = list(ids)
         return await self._run("drop", lambda rows: rows.drop(wanted, reason), turn=True)
 
-    async def rewind(self, step: int) -> int:
-        return await self._run("rewind", lambda rows: rows.rewind(step), turn=True)
+    async def rewind(self, step: int, *, keep: bool = False) -> int:
+        return await self._run("rewind", lambda rows: rows.rewind(step, keep=keep), turn=True)
 
     async def _newest_seq(self) -> int:
         return await self._run("trajectories", lambda rows: rows.newest_seq())
@@ -329,6 +345,10 @@ class MongoDBStore(Streaming):
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         rules.check_group(split, size, limit)
         return await self._run("ready_groups", lambda rows: rows.ready_groups(split, size=size, limit=limit))
+
+    async def outstanding(self, split: Split) -> int:
+        rules.check_split(split)
+        return await self._run("outstanding", lambda rows: rows.outstanding(split))
 
     async def steps(self) -> list[StepRecord]:
         return await self._run("steps", lambda rows: rows.read_steps(last_only=False))

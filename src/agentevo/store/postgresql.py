@@ -38,6 +38,8 @@ _PAUSE_S = 0.05
 """Between two tries."""
 _PASSING = ("08", "40001", "40P01", "23505", "53300", "55P03", "57P0")
 """Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many clients, locks, a server that stops."""
+_GONE = ("08", "53300", "57P0")
+"""Of them, those of a server that can't be reached."""
 _LATE = ("57014", "25P03")
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps")
@@ -93,7 +95,7 @@ class PostgreSQLStore(SQLStore):
 
     async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
         """Again and again while what goes wrong is passing: a call happens whole or not at all, so another try is harmless."""
-        async with self._deadline(what):
+        async with self._deadline(what) as passed:
             while True:
                 try:
                     async with self._transaction(write=write, lock=lock) as connection:
@@ -101,6 +103,7 @@ class PostgreSQLStore(SQLStore):
                 except (DBAPIError, OSError) as error:
                     if not self._is_passing(error):
                         raise
+                    passed[:] = [error]
                 await asyncio.sleep(_PAUSE_S)
 
     @asynccontextmanager
@@ -126,6 +129,11 @@ class PostgreSQLStore(SQLStore):
 
     def _is_late(self, error: BaseException) -> bool:
         return _sqlstate(error).startswith(_LATE)
+
+    def _is_unreachable(self, error: BaseException) -> bool:
+        if not isinstance(error, DBAPIError):  # no connection could be made
+            return True
+        return _sqlstate(error).startswith(_GONE) or error.connection_invalidated or isinstance(error, InterfaceError)
 
     def _is_passing(self, error: BaseException) -> bool:
         """Whether the same call may go through in a moment."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from agentevo.errors import StoreError
-from agentevo.store.store import Lease, RetryPolicy, Split, TaskEvent, TaskState
+from agentevo.store.store import SPLITS, Lease, RetryPolicy, Split, TaskEvent, TaskState
 
 
 class TaskPlace(NamedTuple):
@@ -116,6 +116,11 @@ def check_rewind(step: int, *, known: bool) -> None:
         raise StoreError(f"can't rewind to step {step}: it was never committed; `steps()` lists those that were")
 
 
+def check_split(split: Split) -> None:
+    if split not in SPLITS:
+        raise StoreError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
+
+
 def check_group(split: Split, size: int, limit: int) -> None:
     if size < 1 or limit < 0:
         raise StoreError(
@@ -126,7 +131,7 @@ def check_group(split: Split, size: int, limit: int) -> None:
 def is_ready_group(states: Iterable[str], size: int) -> bool:
     """See `Store.ready_groups`; `states` are those of the members that have been written."""
     members = list(states)
-    return len(members) >= size and "ready" in members and set(members) <= {"ready", "failed"}
+    return len(members) >= size and "ready" in members and not {"reserved", "committed"}.intersection(members)
 
 
 def check_same_content(kind: str, name: str, digest: bytes, known: bytes) -> None:

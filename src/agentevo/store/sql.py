@@ -16,7 +16,7 @@ import msgspec
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from agentevo.errors import DeadlineExceededError, StoreError
+from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
 from agentevo.store import facts, leases, ledger, rules
 from agentevo.store.clock import Now
 from agentevo.store.codec import encode_record, encode_stored, encode_stored_task, encode_task, encode_trajectories
@@ -62,23 +62,36 @@ class SQLStore(Streaming):
         """Whether the database gave up waiting."""
 
     @abstractmethod
+    def _is_unreachable(self, error: BaseException) -> bool:
+        """Whether the database is not there now."""
+
+    @abstractmethod
     async def size_bytes(self) -> int: ...
 
     @abstractmethod
     async def _vacuum(self) -> None: ...
 
     @asynccontextmanager
-    async def _deadline(self, what: str) -> AsyncIterator[None]:
-        """The one place where the database's failures become ours."""
+    async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
+        """The one place where the database's failures become ours. Gives a list for those that were tried again."""
+        passed: list[BaseException] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield
+                yield passed
         except TimeoutError as error:
+            if passed and self._is_unreachable(passed[-1]):
+                raise self._unavailable(what, passed[-1]) from passed[-1]
             raise self._too_late(what) from error
         except (DBAPIError, OSError) as error:
             if self._is_late(error):
                 raise self._too_late(what) from error
+            if self._is_unreachable(error):
+                raise self._unavailable(what, error) from error
             raise StoreError(f"store {self.where}: {what}: {getattr(error, 'orig', None) or error}") from error
+
+    def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
+        reason = getattr(error, "orig", None) or error
+        return StoreUnavailableError(f"store {self.where}: {what}: {reason}: the database can't be used now; calling again is harmless")
 
     def _too_late(self, what: str) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -86,9 +99,9 @@ class SQLStore(Streaming):
             "is slow, or the server is gone: calling again is harmless"
         )
 
-    async def add_tasks(self, tasks: Iterable[Task]) -> int:
+    async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         encoded = [encode_task(task) for task in tasks]
-        return await self._run("add_tasks", lambda connection: facts.insert_tasks(connection, encoded), write=True)
+        return await self._run("add_tasks", lambda connection: facts.insert_tasks(connection, encoded, queue=queue), write=True)
 
     async def stored_task(self, task_id: str) -> StoredTask:
         return await self._run("task", lambda connection: facts.read_task(connection, task_id))
@@ -129,6 +142,9 @@ class SQLStore(Streaming):
 
         return await self._run("retry_task", work, write=True)
 
+    async def return_task(self, lease: Lease) -> None:
+        await self._run("return_task", lambda connection: leases.give_back(connection, lease), write=True)
+
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
 
@@ -159,8 +175,8 @@ class SQLStore(Streaming):
         wanted = list(ids)
         return await self._run("drop", lambda connection: ledger.drop(connection, wanted, reason), write=True, lock="trainer")
 
-    async def rewind(self, step: int) -> int:
-        return await self._run("rewind", lambda connection: ledger.rewind(connection, step), write=True, lock="alone")
+    async def rewind(self, step: int, *, keep: bool = False) -> int:
+        return await self._run("rewind", lambda connection: ledger.rewind(connection, step, keep=keep), write=True, lock="alone")
 
     async def _newest_seq(self) -> int:
         return await self._run("trajectories", facts.newest_seq)
@@ -184,6 +200,10 @@ class SQLStore(Streaming):
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         rules.check_group(split, size, limit)
         return await self._run("ready_groups", lambda connection: facts.ready_groups(connection, split, size=size, limit=limit))
+
+    async def outstanding(self, split: Split) -> int:
+        rules.check_split(split)
+        return await self._run("outstanding", lambda connection: facts.outstanding(connection, split))
 
     async def steps(self) -> list[StepRecord]:
         return await self._run("steps", lambda connection: ledger.read_steps(connection, last_only=False))

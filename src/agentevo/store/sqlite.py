@@ -164,6 +164,9 @@ class SQLiteStore(SQLStore):
     def _is_late(self, error: BaseException) -> bool:
         return any(word in str(getattr(error, "orig", error)) for word in ("locked", "busy", "interrupted"))
 
+    def _is_unreachable(self, error: BaseException) -> bool:
+        return any(words in str(getattr(error, "orig", error)) for words in ("unable to open", "disk I/O error", "disk is full"))
+
     async def _use_write_ahead_log(self) -> None:
         """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that open one together, the losers retry."""
         async with self._deadline("switch to a write-ahead log"):

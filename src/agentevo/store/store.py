@@ -2,18 +2,18 @@
 
     task         queued -> leased -> completed
                  leased -> failed     fail_task: the attempt itself failed, and that is a result
-                 leased -> queued     retry_task: the infrastructure failed; not before a back-off has passed
+                 leased -> queued     retry_task: the infrastructure failed; not before a back-off has passed. return_task: the worker stops
                  leased -> leased     when the lease ran out: a new fencing id, and whoever holds the old one is refused
                  leased -> poison     instead of the two above, at the bounds of RetryPolicy: set aside with its error and its history
     trajectory   ready -> reserved(step) -> committed(step)
                  reserved -> ready    release: the step never happened
                  ready, reserved -> dropped(reason)
-                 failed               from the start: never trained on
+                 failed               from the start, for attempts that failed or were cancelled: never trained on
 
 Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the step's record. (2) Only trajectories of
 the split `train` can be reserved. (3) Every call happens whole or not at all, and repeating one that has happened changes nothing, so a
-caller that got `DeadlineExceededError` may simply call again (`lease_task` then leaves a lease behind, to run out). (4) What is read back
-equals what was written, except that log-probs are rounded to float32.
+caller that got `DeadlineExceededError` or `StoreUnavailableError` may simply call again (`lease_task` then leaves a lease behind, to run
+out). (4) What is read back equals what was written, except that log-probs are rounded to float32.
 
 `rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost.
 
@@ -176,7 +176,8 @@ class TrajectoryFilter(TypedDict, total=False):
 
 
 class Store(Protocol):
-    """What every backend does. All calls raise `StoreError` for refusals and `DeadlineExceededError` when the database is too slow."""
+    """What every backend does. All calls raise `StoreError` for refusals, `StoreUnavailableError` (one of them) while the database can't be
+    reached, and `DeadlineExceededError` when it is too slow."""
 
     async def close(self) -> None:
         """Gives back connections and files; the object can't be used afterwards."""
@@ -185,8 +186,12 @@ class Store(Protocol):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
-    async def add_tasks(self, tasks: Iterable[Task]) -> int:
-        """Queues tasks; returns how many are new. A known id with other content is refused, and then none is added."""
+    async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
+        """Queues tasks; returns how many are new. A known id with other content is refused, and then none is added.
+
+        Without `queue` they are completed from the start, for a caller that makes the attempts itself: no worker ever leases them. Known
+        ones that are queued come to that too; where else a known one is, it stays.
+        """
 
     async def task(self, task_id: str) -> Task: ...
 
@@ -213,6 +218,9 @@ class Store(Protocol):
     async def retry_task(self, lease: Lease, error: str) -> TaskState:
         """The infrastructure failed: back to the queue after a delay, or set aside. Returns "queued" or "poison". Refused as above."""
 
+    async def return_task(self, lease: Lease) -> None:
+        """The worker stops: back to the queue at once, and nothing is held against the task. Refused as above."""
+
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         """Writes all or none; returns how many are new. `step` is the one that they were sampled for.
 
@@ -237,12 +245,15 @@ class Store(Protocol):
     async def drop(self, ids: Iterable[str], reason: str) -> int:
         """ready or reserved -> dropped(reason); returns how many. Failed ones keep their own reason; committed ones are refused."""
 
-    async def rewind(self, step: int) -> int:
+    async def rewind(self, step: int, *, keep: bool = False) -> int:
         """Back to the moment when `step` was committed, to resume from its checkpoint; returns how many trajectories were deleted.
 
         Later steps and all trajectories sampled for them are deleted (their weights are lost, so nothing could replay them); earlier
         trajectories that had gone into later steps are ready again; tasks that are leased or lost their only trajectories are queued again,
         and late writers refused.
+
+        With `keep` nothing is deleted and no lease taken away. Later steps lose their records and what went into them, and what was dropped
+        of the trajectories sampled for them is ready again, unless `gc` has deleted its tokens. Returns how many became ready.
         """
 
     async def trajectory(self, trajectory_id: str) -> Trajectory: ...
@@ -255,9 +266,13 @@ class Store(Protocol):
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         """Ids of up to `limit` groups that can be trained on, those whose first ready member was written first in front.
 
-        Such a group has at least `size` members, each of them ready or failed, and at least one ready. Read it with
-        `trajectories(group_id=...)`; once its members are reserved or dropped it is not listed again.
+        Such a group has at least `size` members, at least one of them ready, and none reserved or committed: what failed, was cancelled or
+        dropped counts as a member. Read it with `trajectories(group_id=...)`; once none of its members is ready it is not listed again.
         """
+
+    async def outstanding(self, split: Split) -> int:
+        """Tasks on their way: queued or leased, and those with a trajectory of `split` that is ready or reserved. The cost grows with the
+        answer and not with the store."""
 
     async def steps(self) -> list[StepRecord]:
         """Committed steps, in order of their number."""
