@@ -79,16 +79,17 @@ def test_the_same_step_can_be_saved_again(save):
 
 
 @pytest.mark.parametrize("where", ["write_model", "torch.save"])
-def test_a_checkpoint_that_fails_half_way_is_not_there(where, save, monkeypatch):
+def test_a_checkpoint_that_fails_half_way_is_not_there(where, save, monkeypatch, tmp_path):
     save(1, 0.5)
 
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(*((module, where) if where == "write_model" else (torch, "save")), fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CheckpointError, match=r"step-000002 could not be written \(no space.*make room.*of steps: 1\)"):
         save(2, 0.9)
     monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.joinpath("checkpoints").iterdir()) == ["index.json", "step-000001"]
     checkpoints = save(3)
     assert checkpoints.steps() == [1, 3]
     assert checkpoints.best_step == 1
@@ -137,8 +138,8 @@ def test_a_resumed_run_forgets_what_came_after(save):
         checkpoints = save(step, value, keep_last=9)
     checkpoints.forget_after(2)
     assert checkpoints.steps() == [1, 2]
-    assert checkpoints.best_step is None
-    assert Checkpoints(checkpoints.folder, 9).best_step is None, "on disk too"
+    assert (checkpoints.best_step, checkpoints.best_value) == (2, 0.2), "the best of what is left, as in a run that came no further"
+    assert Checkpoints(checkpoints.folder, 9).best_step == 2, "on disk too"
 
 
 def test_forgetting_keeps_a_best_that_is_not_after(save):

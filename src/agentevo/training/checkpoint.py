@@ -1,29 +1,36 @@
 """Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's state beside it.
 
-    checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt, state.json
+    checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt, state.json, checkpoint.json
                                (with adapters: adapter_model.safetensors, adapter_config.json in place of the first two)
-    checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}
+    checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}, for readers; not read here
 
-A folder appears whole or not at all (written beside, then renamed). The newest `keep_last` stay, and the best one.
+A folder appears whole or not at all: written beside, hashed (`manifest.py`), brought to the disk, then renamed. It goes by a rename too.
+What happens to it afterwards (a torn disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and the best one.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import uuid
 import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.errors import CheckpointError
 from agentevo.models.adapters import is_adapter_folder
-from agentevo.models.folder import atomic_folder
+from agentevo.models.folder import PARTIAL, atomic_folder
 from agentevo.models.load import write_model
+from agentevo.training import manifest
+from agentevo.training.manifest import Manifest, sync_folder
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -34,19 +41,13 @@ class Checkpoints:
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder, self.keep_last = folder, keep_last
         self.best_step: int | None = None
+        """Of those that are there the one of the highest value, the newest among equals."""
         self.best_value: float | None = None
-        index = folder / "index.json"
-        if index.is_file():
-            best = json.loads(index.read_text(encoding="utf-8")).get("best")
-            if best is not None:
-                self.best_step, self.best_value = int(best["step"]), float(best["value"])
+        self._find_best()
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, in order."""
-        if not self.folder.is_dir():
-            return []
-        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return sorted(int(match.group(1)) for match, path in found if (path / "state.json").is_file())
+        """Steps whose checkpoint has all its files, in order. Their content is not read: see `verify`."""
+        return sorted(self._manifests())
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
@@ -73,21 +74,81 @@ class Checkpoints:
         trainer_state: dict[str, Any],
         run_state: dict[str, Any],
         value: float | None,
-    ) -> Path:
-        """Writes the checkpoint of `step`, names it best if `value` beats the best so far, drops what need not be kept."""
+        *,
+        prune: bool = True,
+    ) -> tuple[Path, str]:
+        """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of it (`Manifest.sha256`).
+
+        `value` is its evaluation, if there was one. `prune=False` leaves `prune` to the caller, who commits the step in between: until then
+        the older checkpoints may be the only ones that a resumed run can use. Raises CheckpointError if it can't be written, with nothing
+        of it left behind and the older ones as they were.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(self.path(step)) as staging:
-            write_model(model, tokenizer, staging)
-            torch.save(trainer_state, staging / "trainer.pt")
-            (staging / "state.json").write_text(json.dumps(run_state, indent=1), encoding="utf-8")
-        if value is not None and (self.best_value is None or value >= self.best_value):
-            self.best_step, self.best_value = step, value
+        value = float(value) if value is not None and math.isfinite(value) else None
+        try:
+            with atomic_folder(self.path(step)) as staging:
+                write_model(model, tokenizer, staging)
+                _write_state(trainer_state, staging / "trainer.pt")
+                (staging / "state.json").write_text(json.dumps(run_state, indent=1), encoding="utf-8")
+                sealed = manifest.seal(staging, step, value)
+            sync_folder(self.folder)
+        except (OSError, SafetensorError) as error:
+            older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
+            raise CheckpointError(
+                f"{self.path(step)} could not be written ({error}): make room there and resume; nothing of it was left behind, whole "
+                f"checkpoints of other steps stay (of steps: {older})"
+            ) from error
+        self._find_best()
+        if prune:
+            self.prune()
+        else:
+            self._write_index()
+        return self.path(step), sealed.sha256
+
+    def prune(self) -> None:
+        """Deletes what need not be kept."""
         steps = self.steps()
-        kept = [s for s in steps if s in steps[-self.keep_last :] or s == self.best_step]
-        self._write_index(kept)
-        for old in set(steps) - set(kept):
-            shutil.rmtree(self.path(old))
-        return self.path(step)
+        kept = {*steps[-self.keep_last :], self.best_step}
+        for old in steps:
+            if old not in kept:
+                self._delete(self.path(old))
+        self._write_index()
+
+    @staticmethod
+    def verify(path: Path) -> Manifest:
+        """Reads every file of a checkpoint again. Raises CheckpointError, naming the first file that is missing or changed."""
+        sealed = manifest.verify(path)
+        name = _NAME.fullmatch(path.name)
+        if name is not None and int(name.group(1)) != sealed.step:
+            raise CheckpointError(f"{path / manifest.NAME} is of step {sealed.step}: the folder was renamed; resume from another one")
+        return sealed
+
+    def newest_whole(
+        self,
+        limit: int | None = None,
+        wanted: Mapping[int, str] | None = None,
+        *,
+        torn: Callable[[int, CheckpointError], None] = lambda step, error: None,
+    ) -> int | None:
+        """The newest step, up to `limit`, whose checkpoint is whole to the last byte; None if there is none.
+
+        wanted: step -> the sha256 that `save` gave for it; another checkpoint of that step doesn't count. `torn` is told of every newer
+        step that doesn't count, and why.
+        """
+        for step in sorted(self._folders(), reverse=True):
+            if limit is not None and step > limit:
+                continue
+            path = self.path(step)
+            try:
+                sealed = self.verify(path)
+                expected = (wanted or {}).get(step, sealed.sha256)
+                if sealed.sha256 != expected:
+                    raise CheckpointError(f"{path} is not the checkpoint that step {step} was committed with ({expected[:12]}…)")
+            except CheckpointError as error:
+                torn(step, error)
+            else:
+                return step
+        return None
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trainer state and run state of a checkpoint. Raises CheckpointError if it can't be read."""
@@ -104,18 +165,63 @@ class Checkpoints:
 
     def forget_after(self, step: int) -> None:
         """A resumed run starts at `step`: later checkpoints are of an undone future, and what a kill left half-written goes too."""
-        for torn in self.folder.glob(".step-*"):
+        for torn in self.folder.glob(f".step-*{PARTIAL}"):
             shutil.rmtree(torn)
-        steps = self.steps()
-        if self.best_step is not None and self.best_step > step:
-            self.best_step = self.best_value = None
-        self._write_index([s for s in steps if s <= step])
-        for later in steps:
+        for later in self._folders():
             if later > step:
-                shutil.rmtree(self.path(later))
+                self._delete(self.path(later))
+        self._find_best()
+        self._write_index()
 
-    def _write_index(self, steps: list[int]) -> None:
+    def _folders(self) -> list[int]:
+        """Steps that have a folder, whole or torn."""
+        if not self.folder.is_dir():
+            return []
+        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [int(match.group(1)) for match, path in found if path == self.path(int(match.group(1)))]
+
+    def _manifests(self) -> dict[int, Manifest]:
+        """By step, of those checkpoints whose files are all there."""
+        found = {}
+        for step in self._folders():
+            path = self.path(step)
+            try:
+                sealed = manifest.read(path)
+            except CheckpointError:
+                continue  # not whole; newest_whole says why
+            if all((path / name).is_file() for name in sealed.files):
+                found[step] = sealed
+        return found
+
+    def _find_best(self) -> None:
+        rated = [(sealed.value, step) for step, sealed in self._manifests().items() if sealed.value is not None]
+        self.best_value, self.best_step = max(rated, default=(None, None))
+
+    def _delete(self, path: Path) -> None:
+        """A kill in between leaves a hidden folder, never half a checkpoint."""
+        hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old{PARTIAL}")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+    def _write_index(self) -> None:
         best = None if self.best_step is None else {"step": self.best_step, "value": self.best_value}
         staging = self.folder / "index.json.tmp"
-        staging.write_text(json.dumps({"steps": steps, "best": best}), encoding="utf-8")
-        os.replace(staging, self.folder / "index.json")
+        try:
+            staging.write_text(json.dumps({"steps": self.steps(), "best": best}), encoding="utf-8")
+            os.replace(staging, self.folder / "index.json")
+        except OSError as error:
+            staging.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"{self.folder / 'index.json'} could not be written ({error}): make room there and resume; the checkpoints are as they were"
+            ) from error
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    """Raises OSError, which torch.save turns into complaints about positions in its archive."""
+    with path.open("wb") as file:  # given a path, it would not even know the reason
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise

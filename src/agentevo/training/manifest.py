@@ -1,0 +1,127 @@
+"""What a checkpoint consists of: `checkpoint.json` names every file of its folder with its sha256.
+
+    {"step": 10, "value": 0.9 | null, "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}, "sha256": "ef…"}
+
+`sha256` is that of the same object without it, written without spaces and with sorted keys: one number stands for all bytes of all files.
+The manifest is written last, so a folder that has none is not whole. Its own bytes are determined by what they say, so any change shows.
+Files are read back in chunks, several at once, while others are on their way to the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from agentevo.errors import CheckpointError
+
+NAME = "checkpoint.json"
+_CHUNK = 1 << 20
+_READERS = 4
+"""Files that are hashed at once; Python's lock is not held meanwhile."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    step: int
+    value: float | None
+    """Of its evaluation, if there was one: the best checkpoint has the largest."""
+    files: dict[str, str]
+    """Path within the folder, with slashes -> sha256 in hex."""
+    sha256: str
+
+
+def seal(folder: Path, step: int, value: float | None) -> Manifest:
+    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. Raises OSError."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = list(pool.map(_hash_and_sync, paths))
+    files = {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
+    manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
+    with (folder / NAME).open("wb") as file:
+        file.write(_encoded(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync_folder(inner)
+    return manifest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest alone; of the files nothing is said. Raises CheckpointError, naming it, if it is missing or torn."""
+    path = folder / NAME
+    try:
+        content = path.read_bytes()
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing, so the checkpoint is not whole: resume from an older one") from error
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is torn ({error}): resume from an older checkpoint") from error
+    if content != _encoded(manifest) or manifest.sha256 != _sha256(manifest.step, manifest.value, manifest.files):
+        raise CheckpointError(f"{path} is torn (its own checksum differs): resume from an older checkpoint")
+    return manifest
+
+
+def verify(folder: Path) -> Manifest:
+    """Reads every file again. Raises CheckpointError, naming the first file that is missing or of another checksum."""
+    manifest = read(folder)
+    with ThreadPoolExecutor(_READERS) as pool:
+        found = pool.map(_found, (folder / name for name in manifest.files))
+    for name, digest in zip(manifest.files, found, strict=True):
+        if digest != manifest.files[name]:
+            what = digest if digest.startswith("can't") else f"has the sha256 {digest[:12]}…, not {manifest.files[name][:12]}…"
+            raise CheckpointError(f"{folder / name} {what}, so the checkpoint is torn: resume from an older one")
+    return manifest
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _hash_and_sync(path: Path) -> str:
+    digest = _hash(path)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return digest
+
+
+def _found(path: Path) -> str:
+    """The file's sha256, or why there is none."""
+    try:
+        return _hash(path)
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+
+
+def _hash(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _sha256(step: int, value: float | None, files: Mapping[str, str]) -> str:
+    return hashlib.sha256(_canonical({"step": step, "value": value, "files": dict(files)})).hexdigest()
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    return _canonical(msgspec.to_builtins(manifest))
+
+
+def _canonical(content: Mapping[str, object]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
