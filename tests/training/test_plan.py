@@ -48,7 +48,8 @@ def test_the_digest_is_the_documented_one():
     for ids in ([1, 2, 3], [7, 8], [4, 5]):
         found.update(struct.pack("<q", 4 * len(ids)) + struct.pack(f"<{len(ids)}i", *ids))
     found.update(struct.pack("<q", 8) + struct.pack("<2f", -0.1, -1.7))
-    assert plan_digest([trajectory("a", turn(0))]) == found.hexdigest()
+    assert plan_digest([trajectory("a", turn(0))]) == hashlib.sha256(found.digest()).hexdigest()
+    assert plan_of([trajectory("a", turn(0))]).digests == [found.hexdigest()[:16]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a step was made from, written into its record: enough to do the step again, and to prove afterwards that it was done so.
 
-    digest = sha256(for each trajectory, in order: everything that samples, advantages and loss are made from)
+    digest of a trajectory = sha256(everything that samples, advantages and loss are made from)
+    digest of a step       = sha256(those of its trajectories, in order)
 
 Two sequences of trajectories have the same digest only if a step computes the same from both: ids, tree, tokens, float32 log-probs,
 versions, temperatures, turn rewards and final rewards. Texts, metrics and timings are not part of it.
@@ -22,6 +23,8 @@ from agentevo.types import Trajectory
 
 KEY = "plan"
 """Of a step's record."""
+SHOWN = 16
+"""Digits of a trajectory's digest that a plan keeps."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """`rollout.policy` at that time."""
     masked_tokens: int = 0
     """Tokens of these trajectories that were too old and not trained on."""
+    digests: list[str] = []
+    """The first 16 digits of each trajectory's digest: where it differs, they say which one does."""
     digest: str
     """`plan_digest` of them, with their final rewards."""
 
@@ -61,6 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             staleness=staleness,
             policy=policy,
             masked_tokens=masked_tokens,
+            digests=[trajectory_digest(t).hex()[:SHOWN] for t in trained],
             digest=plan_digest(trained),
         )
 
@@ -85,26 +91,34 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         missing = [name for name in self.ids if name not in by_id]
         if missing:
             raise TrainingError(f"the plan names {missing[0]!r} (and {len(missing) - 1} more), which the store does not have")
-        found = [with_final_reward(by_id[name], self.rewards[name]) if name in self.rewards else by_id[name] for name in self.ids]
+        found = [self.final(by_id[name]) for name in self.ids]
         if (digest := plan_digest(found)) != self.digest:
             raise TrainingError(
                 f"the trajectories in the store are not those that were trained on: digest {digest[:12]}, in the plan {self.digest[:12]}"
             )
         return found
 
+    def final(self, stored: Trajectory) -> Trajectory:
+        """One of them with its final reward."""
+        return with_final_reward(stored, self.rewards[stored.id]) if stored.id in self.rewards else stored
+
 
 def plan_digest(trajectories: Iterable[Trajectory]) -> str:
-    """See the module; hex. Log-probs count as float32, as the store keeps them."""
+    """Of a step, see the module; hex."""
+    return hashlib.sha256(b"".join(trajectory_digest(t) for t in trajectories)).hexdigest()
+
+
+def trajectory_digest(trajectory: Trajectory) -> bytes:
+    """See the module. Log-probs count as float32, as the store keeps them."""
     digest = hashlib.sha256()
-    for trajectory in trajectories:
-        digest.update(_framed(trajectory.id.encode()) + struct.pack("<dq", trajectory.reward + 0.0, len(trajectory.turns)))
-        for turn in trajectory.turns:
-            parent = -1 if turn.parent is None else turn.parent
-            digest.update(struct.pack("<qdd", parent, turn.temperature + 0.0, turn.reward + 0.0))
-            for column in (turn.prompt_ids, turn.completion_ids, turn.versions):
-                digest.update(_framed(pack_ints(column)))
-            digest.update(_framed(pack_floats(turn.logprobs)))
-    return digest.hexdigest()
+    digest.update(_framed(trajectory.id.encode()) + struct.pack("<dq", trajectory.reward + 0.0, len(trajectory.turns)))
+    for turn in trajectory.turns:
+        parent = -1 if turn.parent is None else turn.parent
+        digest.update(struct.pack("<qdd", parent, turn.temperature + 0.0, turn.reward + 0.0))
+        for column in (turn.prompt_ids, turn.completion_ids, turn.versions):
+            digest.update(_framed(pack_ints(column)))
+        digest.update(_framed(pack_floats(turn.logprobs)))
+    return digest.digest()
 
 
 def _framed(data: bytes) -> bytes:
