@@ -91,6 +91,7 @@ class Loop:
                             break
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             self.save()
+            self.checkpoints.prune()
 
     async def step(self) -> None:
         """One step, committed at its end."""
@@ -128,6 +129,8 @@ class Loop:
         checkpoint = await self._milestones(last=step == parts.config.trainer.steps)
         with phase("store"):
             await self._commit(step, self.plan(trained_ids, collected, trained), metrics, checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.prune()
         await self.attempts.announce(step)
         self.view.step(step, parts.config.trainer.steps, metrics, Counter(told.values()))
 
@@ -192,7 +195,7 @@ class Loop:
         self.view.warn(text)
 
     def save(self, value: float | None = None) -> dict[str, str]:
-        """A checkpoint of `progress.step`; `value` is its evaluation, if there was one. What the step's record says of it."""
+        """A checkpoint of `progress.step`, for its record; older ones stay until that is committed. `value` is its evaluation, if any."""
         self.view.phase("saving", f"checkpoint of step {self.progress.step}")
         self.progress.wall_s += time.perf_counter() - self._clock
         self._clock = time.perf_counter()
@@ -200,7 +203,7 @@ class Loop:
         state["collector"] = self.collector.state_dict()
         with phase("checkpoint"):
             path, sha256 = self.checkpoints.save(
-                self.progress.step, self.parts.model, self.parts.tokenizer, self.trainer.state_dict(), state, value
+                self.progress.step, self.parts.model, self.parts.tokenizer, self.trainer.state_dict(), state, value, prune=False
             )
         return {"path": str(path.relative_to(self.parts.config.run_dir)), "sha256": sha256}
 

@@ -56,8 +56,9 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
         note(f"the checkpoint of step {step} is left out and deleted: {error}")
         shutil.rmtree(checkpoints.path(step))
 
-    newest = checkpoints.newest_whole(committed, wanted, torn)
-    checkpoints.forget_after(committed)
+    newest = checkpoints.newest_whole(committed, wanted, torn=torn)
+    if checkpoints.folder.is_dir():
+        checkpoints.forget_after(committed)
     if newest is not None:
         note(f"resuming from {checkpoints.path(newest)}, with {committed - newest} committed steps after it")
     path = checkpoints.path(newest) if newest is not None else None

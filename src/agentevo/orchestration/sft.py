@@ -35,11 +35,10 @@ from agentevo.orchestration.run import (
     check_resume,
     prepare_folder,
     run_coroutine,
-    sampled_success,
     write_config,
 )
 from agentevo.orchestration.sft_data import BAD_ROWS, SFTData, check_sft_data, load_sft_data
-from agentevo.orchestration.training_run import stop_on_interrupt, write_summary
+from agentevo.orchestration.training_run import sampled_success, stop_on_interrupt, write_summary
 from agentevo.seeds import derive_seed
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.phases import phase
