@@ -8,11 +8,12 @@ import pytest
 
 from agentevo.agents import Outcome
 from agentevo.config import build_config
-from agentevo.errors import DeadlineExceededError, EnvironmentFailure, StoreError
+from agentevo.config.rollout import RolloutSection
+from agentevo.errors import DeadlineExceededError, EngineUnavailableError, EnvironmentFailure, StoreError
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import open_components
 from agentevo.rollout.sampler import Sampler
-from agentevo.store.store import open_store
+from agentevo.store.store import RetryPolicy, open_store
 from agentevo.training.trainer import Trainer
 from agentevo.types import Message, Task
 
@@ -48,20 +49,21 @@ def sample(tiny_policy, scripted_engine, tmp_path):
     """`sample(agent, says, **arguments)` -> trajectories, stored ones, engine, counts of the store."""
     loaded = tiny_policy()
     chat = ChatFormat(loaded.tokenizer)
-    config = build_config(
+    base = build_config(
         {"agent": {"timeout_s": 0.5}, "engine": {"timeout_s": 7}, "sampling": {"max_new_tokens": 9, "stop": ["zz"]}, "run": {"seed": 4}},
         needs_environment=False,
     )
 
-    def run(agent, says, **arguments):
+    def run(agent, says, *, store="store", rollout=None, **arguments):
+        config = base.model_copy(update={"rollout": RolloutSection(**(rollout or {}))})
         arguments = {"attempts": 2, "temperature": 0.8, "split": "train", "step": 3, "label": "train"} | arguments
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
 
         async def work():
-            async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}") as store:
-                found = await Sampler(config, engine, chat, agent, store, 256).sample(TASKS, **arguments)
-                stored = [one async for one in store.trajectories(step=arguments["step"])]
-                return found, stored, engine, await store.counts()
+            async with await open_store(f"sqlite:///{tmp_path / store}") as opened:
+                found = await Sampler(config, engine, chat, agent, opened, 256).sample(TASKS, **arguments)
+                stored = [one async for one in opened.trajectories(step=arguments["step"])]
+                return found, stored, engine, await opened.counts()
 
         return asyncio.run(work())
 
@@ -101,9 +103,9 @@ def test_seeds_follow_run_task_attempt_step_and_pass(sample):
     def seeds(**arguments):
         return {sampling.seed for _, sampling, _ in sample(Asker(), ["left"] * 8, **arguments)[2].requests}
 
-    assert seeds() == seeds()
+    assert seeds() == seeds(store="another")
     others = [seeds(step=4), seeds(label="greedy"), seeds(step=5, label="greedy")]
-    assert len(set().union(seeds(), *others)) == 32
+    assert len(set().union(seeds(store="third"), *others)) == 32
 
 
 def test_a_greedy_attempt_beside_each_group(sample):
@@ -177,12 +179,60 @@ def test_an_episode_that_hangs_is_ended_at_its_deadline(sample):
     assert found[2].duration_s > 0.4
 
 
-def test_the_same_pass_twice_changes_nothing_and_a_different_one_is_refused(sample):
+def test_a_group_that_is_in_the_store_is_read_and_not_sampled_again(sample, tmp_path):
+    before, *_ = sample(Asker(), ["left"] * 12, baseline=True)
+    found, stored, engine, _ = sample(Asker(), ["right"] * 12, baseline=True)
+    assert (found, engine.requests, len(stored)) == (before, [], 6)
+
+    async def lose_a_group():
+        async with await open_store(f"sqlite:///{tmp_path / 'store'}") as store:
+            await store.rewind(0)
+            await store.write_trajectories([t for t in before if t.task_id == "two"], split="train", step=3)
+
+    asyncio.run(lose_a_group())
+    found, stored, engine, _ = sample(Asker(), ["Up"] * 6, baseline=True)
+    assert found[3:] == before[3:], "what was written is what counts"
+    assert [t.turns[0].messages[-1].content for t in found[:3]] == ["Up"] * 3
+    assert len(engine.requests) == 6 and len(stored) == 6
+
+
+def test_a_larger_pass_over_groups_that_are_in_the_store_is_refused_where_it_differs(sample):
     sample(Asker(), ["left"] * 8)
-    _, stored, _, _ = sample(Asker(), ["left"] * 8)
-    assert len(stored) == 4
-    with pytest.raises(StoreError):
-        sample(Asker(), ["right"] * 8)
+    with pytest.raises(StoreError, match="other content"):
+        sample(Asker(), ["right"] * 12, attempts=3)
+
+
+def test_the_first_attempts_to_complete_are_enough(sample):
+    """Attempts 0 and 3 hang, 1 fails: of five begun, 2 and 4 complete, and the others are broken off with what they have said."""
+
+    def then(task, policy):
+        number = policy._name[-1]
+        if number == "1":
+            raise ValueError("no")
+        return asyncio.sleep(3600) if number in "03" else None
+
+    found, stored, _, _ = sample(Asker(then), ["left"] * 20, rollout={"extra_attempts": 3})
+    for place in (0, 5):
+        group = found[place : place + 5]
+        assert [t.status for t in group] == ["cancelled", "failed", "completed", "cancelled", "completed"]
+        assert {t.error for t in group if t.status == "cancelled"} == {"cut: 2 attempts of its group had completed"}
+        assert [len(t.turns) for t in group] == [2] * 5
+        assert {t.reward for t in group if t.status != "completed"} == {0.0}
+    assert {one.trajectory.status: one.state for one in stored} == {"completed": "ready", "failed": "failed", "cancelled": "failed"}
+    assert not any(
+        t.status == "cancelled" for t in sample(Asker(), ["left"] * 8, store="e", split="eval", rollout={"extra_attempts": 3})[0]
+    )
+
+
+def test_engines_that_can_not_be_reached_are_waited_for(sample, monkeypatch):
+    gone = EngineUnavailableError("no engine")
+    monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
+    found, _, engine, counts = sample(Asker(), [gone, gone, *["left"] * 12])
+    assert [t.status for t in found] == ["completed"] * 4
+    assert len(engine.requests) == 10, "the group in which it happened was begun again"
+    assert counts["trajectories/train/ready"] == 4
+    with pytest.raises(EngineUnavailableError, match=r"given up after 5 tries: \w+/train@3#\d: EngineUnavailableError: no engine"):
+        sample(Asker(), [gone] * 99, store="away")
 
 
 def test_on_policy_means_on_policy(tmp_path):

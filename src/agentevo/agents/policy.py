@@ -7,16 +7,18 @@ edited matches less, and its turn starts a new branch or root (types.Turn.parent
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from agentevo.errors import RequestTooLongError
+from agentevo.errors import EngineError, EngineUnavailableError, RequestTooLongError
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.seeds import derive_seed
-from agentevo.types import Message, SamplingParams, Turn
+from agentevo.types import Completion, Message, SamplingParams, Turn
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,21 @@ class Policy:
         self._turns: list[Turn] = []
         self._contexts: list[list[int]] = []  # per turn: every id up to and including its completion
         self._conversations: dict[tuple[Message, ...], int] = {}
+        self._pending: Counter[int] = Counter()  # version when it was asked for -> requests without an answer
+        self._closed = False
+        self.broken: BaseException | None = None
+        """The engine's first failure, whatever the agent made of it. A request that is too long is the agent's own."""
 
     @property
     def turns(self) -> list[Turn]:
         """Recorded so far, rewards not yet filled in."""
         return list(self._turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the weights behind any token so far, or behind the request that waits for the longest; None before the first."""
+        versions = [min(turn.versions) for turn in self._turns if turn.versions]
+        return min([*versions, *(version for version, count in self._pending.items() if count)], default=None)
 
     async def generate(self, messages: Sequence[Message]) -> Reply:
         """The policy's answer to a conversation that ends with someone else's message.
@@ -78,7 +90,7 @@ class Policy:
             self._sampling, seed=derive_seed(self._seed, "turn", self._num_calls), max_new_tokens=min(self._sampling.max_new_tokens, room)
         )
         self._num_calls += 1
-        completion = await self._engine.generate(prompt, sampling, session=self._name, deadline_s=self._timeout_s)
+        completion = await self._complete(prompt, sampling)
         text, index = self._chat.text(completion.ids), len(self._turns)
         self._turns.append(
             Turn(
@@ -99,8 +111,29 @@ class Policy:
         return Reply(text, completion.finish_reason == "stop", index)
 
     async def close(self) -> None:
-        """Frees the engine's memory of this attempt."""
+        """Frees the engine's memory of this attempt, which can ask for nothing more."""
+        self._closed = True
         await self._engine.release(self._name)
+
+    async def _complete(self, prompt: list[int], sampling: SamplingParams) -> Completion:
+        """The engine's answer; `broken` remembers what it fails with."""
+        if self._closed:
+            raise EngineError(f"the attempt {self._name} is over: its agent was broken off and can't ask for more")
+        version = self._engine.version
+        self._pending[version] += 1
+        try:
+            return await self._engine.generate(prompt, sampling, session=self._name, deadline_s=self._timeout_s)
+        except RequestTooLongError:
+            raise
+        except asyncio.CancelledError:
+            if self._engine.version < 0:
+                self.broken = self.broken or EngineUnavailableError("no engine answered until the attempt was broken off")
+            raise
+        except Exception as error:
+            self.broken = self.broken or error
+            raise
+        finally:
+            self._pending[version] -= 1
 
     def _longest_recorded(self, messages: Sequence[Message]) -> tuple[int | None, int]:
         """The recorded turn whose conversation is the longest beginning of `messages`, and that beginning's length."""

@@ -1,30 +1,32 @@
-"""The sampler: leases tasks, lets an agent attempt each of them several times, writes the trajectories to the store.
+"""The sampler: lets an agent attempt tasks several times each, and writes the trajectories to the store.
 
-Attempts of all groups run at once and share the engine's steps. Whatever goes wrong inside an attempt becomes a `failed` trajectory with
-the reason: it costs its own group one member and never the run.
+`sample` is one pass over given tasks, for evaluations and for training in turn with sampling; nothing is leased. `group` is what it and the
+service (service.py) make of a task. Attempts of all groups run at once and share the engine's steps. Whatever goes wrong inside an attempt
+becomes a `failed` trajectory with the reason: it costs its own group one member and never the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+import itertools
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
-import msgspec
-
-from agentevo.agents.agent import Agent, Outcome
+from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Policy
 from agentevo.config import RunConfig
+from agentevo.errors import EngineUnavailableError
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
+from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
 from agentevo.seeds import derive_seed
-from agentevo.store.store import Lease, Split, Store
+from agentevo.store.store import RETRIES, Split, Store
 from agentevo.types import SamplingParams, Task, Trajectory
+
+T = TypeVar("T")
 
 BASELINE = "baseline"
 """Label of the greedy attempt beside a group."""
-LEASE_MARGIN_S = 60.0
-"""A lease outlives the longest episode by this much: time to write it down."""
 
 
 def group_name(task_id: str, label: str, step: int) -> str:
@@ -38,7 +40,6 @@ class Sampler:
     def __init__(self, config: RunConfig, engine: Engine, chat: ChatFormat, agent: Agent, store: Store, context_length: int) -> None:
         self._config, self._engine, self._chat, self._agent, self._store = config, engine, chat, agent, store
         self._context_length = context_length
-        self._leases: dict[str, Lease] = {}  # by task; a resumed run finds tasks of later steps queued too, and keeps them for then
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The recipe's sampling parameters; filters don't matter to a greedy draw."""
@@ -59,28 +60,66 @@ class Sampler:
         """`attempts` trajectories of each task, in the order of tasks and attempts, written to the store as `split` of `step`.
 
         `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is part of ids and seeds. With `baseline`
-        each group is followed by a greedy attempt at its task, at the same time but in a group of its own (label BASELINE).
+        each group is followed by a greedy attempt at its task, at the same time but in a group of its own (label BASELINE). For training,
+        `rollout.extra_attempts` are begun besides. A group that the store has already is read and not sampled again.
+
+        An engine that can't be reached is waited for and the group begun again, as often as the store's RetryPolicy would; then
+        EngineUnavailableError.
         """
-        await self._store.add_tasks(tasks)
-        while (lease := await self._store.lease_task("sampler", lease_s=self._config.agent.timeout_s + LEASE_MARGIN_S)) is not None:
-            self._leases[lease.task.id] = lease
-        sampling, greedy = self.sampling(temperature), self.sampling(0.0)
+        await self._store.add_tasks(tasks, queue=False)
+        labels = (label, BASELINE) if baseline else (label,)
+        known = await self._known([group_name(task.id, name, step) for task in tasks for name in labels], split, step)
 
         async def group(task: Task) -> list[Trajectory]:
-            started = [self._attempt(task, k, sampling, group_name(task.id, label, step)) for k in range(attempts)]
-            started += [self._attempt(task, 0, greedy, group_name(task.id, BASELINE, step))] if baseline else []
-            members = await asyncio.gather(*started)
-            await self._store.write_trajectories(members, split=split, step=step, lease=self._leases.pop(task.id, None))
-            return members
+            found = [known.get(group_name(task.id, name, step), []) for name in labels]
+            if len(found[0]) >= attempts and all(found):
+                return list(itertools.chain(*found))
+            made = await self._until_reached(
+                task,
+                attempts=attempts,
+                extra=self._config.rollout.extra_attempts if split == "train" else 0,
+                temperature=temperature,
+                step=step,
+                label=label,
+                baseline=baseline,
+            )
+            await self._store.write_trajectories(made, split=split, step=step)
+            return made
 
-        groups = await asyncio.gather(*(group(task) for task in tasks))
-        return [trajectory for members in groups for trajectory in members]
+        groups = await _together([group(task) for task in tasks])
+        return list(itertools.chain(*groups))
 
-    async def _attempt(self, task: Task, attempt: int, sampling: SamplingParams, group_id: str) -> Trajectory:
-        """One attempt; the only place where an agent's failure is caught."""
-        name = f"{group_id}#{attempt}"
-        section = self._config.agent
-        policy = Policy(
+    def group(
+        self,
+        task: Task,
+        *,
+        attempts: int,
+        extra: int = 0,
+        temperature: float,
+        step: int,
+        label: str,
+        baseline: bool = False,
+        fatal: tuple[type[BaseException], ...] = (Exception,),
+        shown: Task | None = None,
+    ) -> Group:
+        """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of which the last to complete are broken off.
+
+        `fatal` are the failures of the engine that fail the whole group as an InfrastructureFailure; any other fails its attempt.
+        `shown` is the task as the agent gets it.
+        """
+        name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
+
+        def attempt(group_id: str, number: int, sampling: SamplingParams) -> Attempt:
+            own = f"{group_id}#{number}"
+            return Attempt(self._agent, shown or task, self._policy(own, sampling), name=own, limit_s=limit, fatal=fatal)
+
+        members = [attempt(name, number, self.sampling(temperature)) for number in range(attempts + extra)]
+        beside = group_name(task.id, BASELINE, step)
+        greedy = (beside, attempt(beside, 0, self.sampling(0.0))) if baseline else None
+        return Group(task.id, name, members, wanted=attempts, beside=greedy)
+
+    def _policy(self, name: str, sampling: SamplingParams) -> Policy:
+        return Policy(
             self._engine,
             self._chat,
             sampling,
@@ -89,31 +128,37 @@ class Sampler:
             context_length=self._context_length,
             timeout_s=self._config.engine.timeout_s,
         )
-        started, clock = time.time(), time.perf_counter()
-        outcome, error = Outcome(reward=0.0, success=False), None
-        try:
-            async with asyncio.timeout(section.timeout_s) as limit:
-                outcome = await self._agent.run(task, policy)
-        except Exception as broken:  # noqa: BLE001 (an agent is anybody's code: whatever it raises is recorded)
-            error = f"{type(broken).__name__}: {broken}"
-            if isinstance(broken, TimeoutError) and limit.expired():
-                error = f"the episode took longer than agent.timeout_s={section.timeout_s:g} s"
-        finally:
-            await policy.close()
-        turns = [msgspec.structs.replace(t, reward=outcome.turn_rewards.get(t.index, 0.0)) for t in policy.turns]
-        return Trajectory(
-            id=name,
-            task_id=task.id,
-            group_id=group_id,
-            attempt=attempt,
-            turns=turns,
-            reward=outcome.reward,
-            reward_parts=outcome.reward_parts,
-            success=outcome.success,
-            status="failed" if error else "completed",
-            error=error,
-            truncated=outcome.truncated,
-            metrics=outcome.metrics,
-            started_at=started,
-            duration_s=time.perf_counter() - clock,
-        )
+
+    async def _until_reached(self, task: Task, **arguments: Any) -> list[Trajectory]:
+        """Runs the group that `group(task, **arguments)` gives, again while no engine can be reached, a bounded number of times."""
+        failures = 0
+        while True:
+            try:
+                return await self.group(task, fatal=(EngineUnavailableError,), **arguments).run()
+            except InfrastructureFailure as error:
+                failures += 1
+                if failures == RETRIES.max_failures:
+                    raise EngineUnavailableError(f"given up after {failures} tries: {error}") from error
+            await asyncio.sleep(RETRIES.delay_s(failures))
+
+    async def _known(self, groups: Sequence[str], split: Split, step: int) -> dict[str, list[Trajectory]]:
+        """Of these groups those that are in the store with their tokens: id -> members in order. A group is written whole."""
+        wanted = set(groups)
+        there = {found.group_id for found in await self._store.summaries(split=split, step=step)} & wanted
+        known: dict[str, list[Trajectory]] = {}
+        for name in there:
+            stored = [one async for one in self._store.trajectories(group_id=name, split=split)]
+            if not any(one.tokens_deleted for one in stored):
+                known[name] = sorted((one.trajectory for one in stored), key=lambda trajectory: trajectory.attempt)
+        return known
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order; the first failure ends the others."""
+    running = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

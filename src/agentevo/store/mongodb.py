@@ -92,7 +92,7 @@ class MongoDBStore(Streaming):
             name = await asyncio.to_thread(lambda: parse_uri(url)["database"])
             if not name:
                 raise StoreError("the URL of a store in MongoDB names a database: write mongodb://HOST/DATABASE")
-            client: AsyncMongoClient[Document] = AsyncMongoClient(url, serverSelectionTimeoutMS=int(900 * timeout_s), w="majority")
+            client: AsyncMongoClient[Document] = AsyncMongoClient(url, serverSelectionTimeoutMS=int(400 * timeout_s), w="majority")
         except (PyMongoError, ValueError) as error:
             raise StoreError(f"not the URL of a MongoDB database: {error}; write mongodb://HOST/DATABASE") from error
         store = cls(client, name, timeout_s=timeout_s, retries=retries, clock=clock)

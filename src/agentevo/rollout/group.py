@@ -1,0 +1,144 @@
+"""A group under way: several attempts at one task, each an asyncio task that can be broken off without losing what it has recorded.
+
+What goes wrong inside an agent is data: the attempt becomes a `failed` trajectory with the reason. What goes wrong in the engine is not:
+`InfrastructureFailure` leaves the group, the other attempts are broken off, and nothing of it may be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from agentevo.agents.agent import Agent, Outcome
+from agentevo.agents.policy import Policy
+from agentevo.errors import AgentEvoError
+from agentevo.types import Status, Task, Trajectory
+
+LETTING_GO_S = 5.0
+"""How long an agent that was broken off may take to end. One that goes on is left alone, with a policy that answers no more."""
+
+
+class InfrastructureFailure(AgentEvoError):
+    """The engine failed an attempt: the group is worth nothing, its task can be tried again."""
+
+
+class Attempt:
+    """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may take; an engine's failure of a type in
+    `fatal` is an InfrastructureFailure, any other fails the attempt."""
+
+    def __init__(
+        self, agent: Agent, task: Task, policy: Policy, *, name: str, limit_s: float, fatal: tuple[type[BaseException], ...]
+    ) -> None:
+        self.name, self.policy = name, policy
+        self._agent, self._task = agent, task
+        self._limit_s, self._fatal = limit_s, fatal
+        self._playing: asyncio.Task[Outcome] | None = None
+        self._cut: str | None = None
+
+    def cut(self, reason: str) -> None:
+        """Breaks the attempt off: it ends as cancelled, with the turns until now. Too late for one that has ended."""
+        if self._cut is None and (self._playing is None or not self._playing.done()):
+            self._cut = reason
+            if self._playing is not None:
+                self._playing.cancel()
+
+    async def run(self, *, task_id: str, group_id: str, number: int) -> Trajectory:
+        """Plays until the agent, the time limit or `cut` ends it; the only place where an agent's failure is caught."""
+        started, clock = time.time(), time.perf_counter()
+        self._playing = asyncio.create_task(self._agent.run(self._task, self.policy))
+        if self._cut is not None:
+            self._playing.cancel()
+        try:
+            await asyncio.wait([self._playing], timeout=self._limit_s)
+            late = not self._playing.done() and self._cut is None
+        finally:
+            await self._let_go(self._playing)
+        outcome, status, error = self._ended(self._playing, late)
+        if self.policy.broken is not None and status != "cancelled" and isinstance(self.policy.broken, self._fatal):
+            broken = self.policy.broken
+            raise InfrastructureFailure(f"{self.name}: {type(broken).__name__}: {broken}") from broken
+        turns = [msgspec.structs.replace(t, reward=outcome.turn_rewards.get(t.index, 0.0)) for t in self.policy.turns]
+        return Trajectory(
+            id=self.name,
+            task_id=task_id,
+            group_id=group_id,
+            attempt=number,
+            turns=turns,
+            reward=outcome.reward,
+            reward_parts=outcome.reward_parts,
+            success=outcome.success,
+            status=status,
+            error=error,
+            truncated=outcome.truncated,
+            metrics=outcome.metrics,
+            started_at=started,
+            duration_s=time.perf_counter() - clock,
+        )
+
+    async def _let_go(self, playing: asyncio.Task[Outcome]) -> None:
+        """Ends the agent, if it has not, and frees the engine's memory of it."""
+        try:
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait([playing], timeout=LETTING_GO_S)
+        finally:
+            await self.policy.close()
+
+    def _ended(self, playing: asyncio.Task[Outcome], late: bool) -> tuple[Outcome, Status, str | None]:
+        nothing = Outcome(reward=0.0, success=False)
+        if self._cut is not None and (not playing.done() or playing.cancelled() or playing.exception() is not None):
+            return nothing, "cancelled", self._cut
+        if late:
+            return nothing, "failed", f"the episode took longer than agent.timeout_s={self._limit_s:g} s"
+        if playing.cancelled():
+            return nothing, "failed", "CancelledError: the agent cancelled itself"
+        error = playing.exception()
+        if error is None:
+            return playing.result(), "completed", None
+        if not isinstance(error, Exception):
+            raise error
+        return nothing, "failed", f"{type(error).__name__}: {error}"
+
+
+class Group:
+    """The attempts at one task that are compared with each other, and the greedy one beside them, which belongs to a group of its own."""
+
+    def __init__(self, task_id: str, group_id: str, members: Sequence[Attempt], *, wanted: int, beside: tuple[str, Attempt] | None) -> None:
+        """`wanted` completed members are enough. beside: (group id, attempt)."""
+        self.task_id, self.group_id, self.members, self.beside = task_id, group_id, list(members), beside
+        self._wanted = wanted
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
+
+    async def run(self) -> list[Trajectory]:
+        """All members in their order, then the one beside them. Raises InfrastructureFailure; cancelled or failing, it leaves nothing
+        running."""
+        runs = [asyncio.create_task(one.run(task_id=self.task_id, group_id=self.group_id, number=k)) for k, one in enumerate(self.members)]
+        members = set(runs)
+        if self.beside is not None:
+            runs.append(asyncio.create_task(self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)))
+        try:
+            pending = set(runs)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for failed in done:
+                    failed.result()
+                if len(self.members) > self._wanted and pending & members:
+                    completed = sum(run.done() and run.result().status == "completed" for run in members)
+                    if completed >= self._wanted:
+                        self.cut(f"cut: {completed} attempts of its group had completed")
+            return [run.result() for run in runs]
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    def cut(self, reason: str) -> None:
+        """Breaks off the members that are still playing."""
+        for member in self.members:
+            member.cut(reason)
