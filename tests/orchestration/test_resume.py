@@ -252,11 +252,12 @@ async def one_attempt(self, task, number, sampling, group):
         die()
     return found
 
-def half_a_file(state, path):
-    if where == "saving step 4" and "step-000004" in str(path):
-        path.write_bytes(b"half")
+def half_a_file(state, file):
+    if where == "saving step 4" and "step-000004" in str(file.name):
+        file.write(b"half")
+        file.flush()
         die()
-    save(state, path)
+    save(state, file)
 
 Sampler._attempt, torch.save = one_attempt, half_a_file
 train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=View("killed", plain=True, stream=open(os.devnull, "w")))

@@ -75,6 +75,27 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, small_config, quiet_vi
     assert_same(outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut"))
 
 
+def test_a_torn_checkpoint_is_passed_over(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    apart = [*SFT, "checkpoint.every=2", "checkpoint.keep_last=9"]
+    sft(small_config(tmp_path / "whole", *apart), view=quiet_view())
+    config = small_config(tmp_path / "cut", *apart)
+    with pytest.raises(KeyboardInterrupt):
+        sft(config, view=quiet_view(step=5))
+    folder = tmp_path / "cut" / "checkpoints"
+    for step in (4, 5):
+        weights = folder / f"step-{step:06d}" / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(bytes(content))
+    sft(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut"))
+    (folder / "step-000010" / "trainer.pt").write_bytes(b"")
+    for path in folder.glob("step-00000*"):
+        (path / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint to resume from: start again with run\.overwrite=true"):
+        sft(config, resume=True, view=quiet_view())
+
+
 def test_sft_then_rl_then_evaluation(tmp_path, small_config, quiet_view):
     """RAGEN's flow. A run's folder as model.name is its best checkpoint."""
     first = sft(small_config(tmp_path / "sft", *SFT), view=quiet_view())

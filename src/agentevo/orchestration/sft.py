@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError
+from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
 from agentevo.models.device_peak import device_peak
@@ -71,7 +72,7 @@ def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None
 
 async def _sft(config: RunConfig, checkpoints: Checkpoints, resume: bool, view: LiveView) -> None:
     folder = config.run_dir
-    checkpoint = checkpoints.find("last") if resume else None
+    checkpoint = _newest_whole(checkpoints, view) if resume else None
     with view, stop_on_interrupt(view) as asked:
         view.phase("loading", config.model.name)
         loaded = load_policy(config, checkpoint)
@@ -88,8 +89,8 @@ async def _sft(config: RunConfig, checkpoints: Checkpoints, resume: bool, view: 
         with log:
             async with _player(config, loaded) as parts:
                 run = SupervisedRun(config, loaded.model, loaded.tokenizer, parts, data, checkpoints, log, view, lambda: bool(asked))
-                if resume:
-                    await run.restore()
+                if checkpoint is not None:
+                    await run.restore(checkpoint)
                 await run.run()
                 write_summary(folder, run.summary())
         if config.tracking.report:
@@ -97,6 +98,14 @@ async def _sft(config: RunConfig, checkpoints: Checkpoints, resume: bool, view: 
             view.note(f"report: {report_from_run(folder, lambda token: str(loaded.tokenizer.decode([token])))}")
     if asked:
         raise KeyboardInterrupt
+
+
+def _newest_whole(checkpoints: Checkpoints, view: LiveView) -> Path:
+    """Raises CheckpointError if every checkpoint is torn."""
+    step = checkpoints.newest_whole(torn=lambda step, error: view.note(f"the checkpoint of step {step} is passed over: {error}"))
+    if step is None:
+        raise CheckpointError(f"{checkpoints.folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
+    return checkpoints.path(step)
 
 
 @asynccontextmanager
@@ -219,9 +228,8 @@ class SupervisedRun:
         with phase("checkpoint"):
             self.checkpoints.save(self.progress.step, self.model, self.tokenizer, self.trainer.state_dict(), state, value)
 
-    async def restore(self) -> None:
-        """Goes on from the last checkpoint, whose weights are loaded already."""
-        checkpoint = self.checkpoints.find("last")
+    async def restore(self, checkpoint: Path) -> None:
+        """Goes on from this checkpoint, whose weights are loaded already."""
         trainer_state, run_state = self.checkpoints.load(checkpoint)
         if run_state["planned_steps"] != len(self.batches):
             raise ConfigError(

@@ -33,7 +33,16 @@ class Learner(Protocol):
 
     def begin(self) -> None: ...
 
-    def prepare(self, trajectories: Sequence[Trajectory], baselines: Mapping[str, float] = ...) -> Made: ...
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        baselines: Mapping[str, float] = ...,
+        *,
+        version: int | None = None,
+        bound: int | None = None,
+        allow_newer: bool = False,
+    ) -> Made:
+        """With `version`, the number of committed steps: nothing older than `bound` is trained on; see `staleness.py`."""
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]: ...
 

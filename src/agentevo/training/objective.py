@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.aggregation import aggregation_weights
 from agentevo.algorithms.divergence import kl
+from agentevo.algorithms.loss_inputs import bounded_exp
 from agentevo.algorithms.losses import STATISTICS, batch_statistics, policy_loss_terms
 from agentevo.config import AlgorithmSection
 from agentevo.training.packing import PackedBatch
 from agentevo.training.parallel import gathered, num_ranks
 from agentevo.training.phases import phase
+from agentevo.training.staleness import AGE, age_sums
 from agentevo.types import Sample
 
 
@@ -87,6 +89,8 @@ class Objective:
             "trainer/logical_tokens": float(batch.num_logical),
             "trainer/trained_tokens": float(len(flat_logp)),
         }
+        if AGE in batch.columns:
+            metrics |= age_sums(self._off_policy(flat_logp, batch, found), batch.columns[AGE])
         if self.section.kl_in == "loss" and self.section.kl_coef > 0:
             distance = kl(self.section.kl, logp, batch.table(batch.columns["ref_logp"]), batch.mask)
             loss = loss + kl_coef * (token_weights * distance).sum()
@@ -94,6 +98,13 @@ class Objective:
         if entropy_coef > 0:
             loss = loss - entropy_coef * (weights.to(flat_entropy.device)[batch.samples] * flat_entropy).sum()
         return loss, metrics
+
+    def _off_policy(self, logp: torch.Tensor, batch: PackedBatch, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[M]: what the loss weighs each token by for having been sampled by another policy, caps included; where it does not, the ratio
+        of the policy to the one that sampled."""
+        if "rollout_is_mean" in found:
+            return found["rollout_is_mean"][batch.samples, batch.places]
+        return bounded_exp(logp.detach() - batch.rollout_logprobs)
 
     def _terms(
         self, logp: torch.Tensor, batch: PackedBatch, statistics: Mapping[str, float]

@@ -28,6 +28,7 @@ from agentevo.training.parallel import gathered
 from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
 from agentevo.training.phases import phase
 from agentevo.training.reference import Reference
+from agentevo.training.staleness import leave_out_stale
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
@@ -97,15 +98,33 @@ class PreferenceTrainer:
         if self.algorithm.needs_reference:
             self.reference = Reference(self.model, self.algorithm_section)
 
-    def prepare(self, trajectories: Sequence[Trajectory], baselines: Mapping[str, float] = MappingProxyType({})) -> PreparedPairs:
-        """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for others."""
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        baselines: Mapping[str, float] = MappingProxyType({}),
+        *,
+        version: int | None = None,
+        bound: int | None = None,
+        allow_newer: bool = False,
+    ) -> PreparedPairs:
+        """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for others.
+
+        version: committed steps so far; then an attempt with a token more than `bound` versions away from it is left out whole, because
+        the losses compare whole answers (see `leave_out_stale`).
+        """
+        if version is None and bound is not None:
+            raise ValueError(f"bound={bound} is counted from the trainer's version: give version=, the number of committed steps")
+        stale: dict[str, str] = {}
+        ages: dict[str, float] = {}
+        if version is not None:
+            trajectories, stale, ages = leave_out_stale(trajectories, trainer_version=version, bound=bound, allow_newer=allow_newer)
         if self.data is not None:
             pairs = self.data.of_step(self.steps + 1)
         else:
             pairs = make_pairs(trajectories, self.algorithm, self.algorithm_section, self.demonstrations)
         used = {answer.name for pair in pairs for answer in pair.answers}
         dropped = {t.id: "no-pair" for t in trajectories if t.id not in used}
-        return PreparedPairs(pairs, {"preference/num_pairs": float(len(pairs))}, dropped)
+        return PreparedPairs(pairs, {"preference/num_pairs": float(len(pairs)), **ages}, dropped | stale)
 
     def step(self, samples: Sequence[Pair]) -> dict[str, float]:
         """One update from a batch of pairs: `epochs` passes of `minibatches` optimizer steps; groups stay whole.

@@ -25,6 +25,7 @@ from agentevo.training.phases import phase
 from agentevo.training.preparation import Preparation, Prepared, Roles
 from agentevo.training.process_reward import ImplicitProcessReward
 from agentevo.training.reference import Reference
+from agentevo.training.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.token_rewards import TokenRewardModel
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
@@ -80,12 +81,29 @@ class Trainer:
         if "process_rewards" in needs:
             self.roles.process_reward = ImplicitProcessReward(self.model, self.process_section, self.section, self.memory)
 
-    def prepare(self, trajectories: Sequence[Trajectory], baselines: Mapping[str, float] = MappingProxyType({})) -> Prepared:
-        """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the algorithm compares with it."""
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        baselines: Mapping[str, float] = MappingProxyType({}),
+        *,
+        version: int | None = None,
+        bound: int | None = None,
+        allow_newer: bool = False,
+    ) -> Prepared:
+        """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the algorithm compares with it.
+
+        version: committed steps so far; then tokens more than `bound` versions away from it are not trained on, and the metrics tell all
+        tokens' ages (see `mask_stale`). A trajectory of which no token is left stays in its group's baseline, so it is not in `dropped`.
+        """
+        if version is None and bound is not None:
+            raise ValueError(f"bound={bound} is counted from the trainer's version: give version=, the number of committed steps")
         prepared = self.preparation(trajectories, self.roles, kl_coef=self.kl.coef, baselines=baselines, monte_carlo=self.pretraining)
         if "actor/reward_kl" in prepared.metrics:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
             self.kl.update(prepared.metrics["actor/reward_kl"], len(prepared.samples))
+        if version is not None:
+            prepared.samples, found = mask_stale(prepared.samples, trainer_version=version, bound=bound, allow_newer=allow_newer)
+            prepared.metrics |= found
         return prepared
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -100,7 +118,7 @@ class Trainer:
         self.steps += 1
         if self.roles.reference is not None:
             self.roles.reference.follow(self.model, self.steps)
-        return over_updates(updates) | first
+        return over_updates(of_first_update(updates)) | first
 
     def _update(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step over a minibatch, and one of the critic's."""
@@ -183,7 +201,9 @@ class Trainer:
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; what is a sum by nature stays one."""
     count, squares = sums.pop("count"), sums.pop("actor/rollout_is_squares", None)
+    of_age = effective_sizes(sums)
     found = {key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count) for key, value in sums.items()}
+    found |= of_age
     if squares is not None:
         total = sums["actor/rollout_is_mean"]
         found["actor/ess"] = total * total / (count * squares) if squares > 0 else 0.0
