@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from agentevo import __version__
+from agentevo import __version__, cli_audit
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -262,6 +262,9 @@ def report(run_dir: RunDir) -> None:
     from agentevo.run_folder import check_run_folder, token_texts
 
     print(report_from_run(check_run_folder(run_dir), token_texts(run_dir)))
+
+
+app.command()(cli_audit.audit)
 
 
 @app.command()

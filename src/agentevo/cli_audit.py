@@ -1,0 +1,65 @@
+"""The commands that look back on a run: `audit` and `replay`. Their place among the others is in cli.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentevo.errors import ConfigError
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/coins.")]
+
+STORE_TIMEOUT_S = 3600.0
+"""Of one call: a whole store is read."""
+
+
+def audit(
+    run_dir: RunDir,
+    token: Annotated[str, typer.Option(metavar="TRAJECTORY:TURN:POSITION", help="Follow one token instead, each counted from 0.")] = "",
+    dropped: Annotated[bool, typer.Option("--dropped", help="Also list each trajectory that was not trained on, with its reason.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+) -> None:
+    """Prove from the store that every committed step used what it says, once, and nothing too old. Exit code 1 if not."""
+    import msgspec
+
+    from agentevo.run_folder import run_store_url, use_store
+
+    url = run_store_url(run_dir)
+    if token:
+        from agentevo.orchestration.token_history import follow
+
+        trajectory, turn, position = _place(token)
+        history = use_store(url, lambda store: follow(store, run_dir, trajectory, turn, position), timeout_s=STORE_TIMEOUT_S)
+        print(msgspec.json.encode(history).decode()) if as_json else _print(history.lines())
+        return
+    from agentevo.orchestration.audit import audit as prove
+
+    found = use_store(url, lambda store: prove(store, run_dir), timeout_s=STORE_TIMEOUT_S)
+    if as_json:
+        print(msgspec.json.encode({**msgspec.to_builtins(found, str_keys=True), "ok": found.ok}).decode())
+    else:
+        _print(found.lines(dropped=dropped))
+        for violation in found.violations:
+            print(f"violation: {violation}", file=sys.stderr)
+        print("everything is as the records say" if found.ok else f"{len(found.violations)} violations")
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _place(token: str) -> tuple[str, int, int]:
+    """Of TRAJECTORY:TURN:POSITION."""
+    parts = token.rsplit(":", 2)
+    if len(parts) < 3 or not (parts[0] and parts[1].isdigit() and parts[2].isdigit()):
+        raise ConfigError(f"--token {token}: write TRAJECTORY:TURN:POSITION, such as train-3/train@1#0:0:2")
+    return parts[0], int(parts[1]), int(parts[2])
+
+
+def _print(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}".rstrip())
