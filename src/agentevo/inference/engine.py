@@ -6,11 +6,15 @@ An engine knows nothing of agents, rewards or text. It stamps every token with t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
 from agentevo.types import Completion, SamplingParams
+
+InFlight = Literal["continue", "finish"]
+"""What becomes of running requests when an engine gets new weights or goes to sleep: they go on afterwards from where they are, or end
+first."""
 
 
 class Engine(Protocol):
@@ -43,4 +47,20 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: generated and computed tokens, prefix hits, queue lengths, memory."""
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine that can give its memory back for a while."""
+
+    @property
+    def asleep(self) -> bool: ...
+
+    async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
+        """Computes nothing from now on; see TorchEngine.sleep."""
+        ...
+
+    def wake(self) -> None:
+        """Goes on."""
         ...

@@ -4,6 +4,9 @@ Each step computes the new tokens of every running sequence in one forward pass 
 token for those that are up to date, and lets finished ones go. Steps run on the event loop; agents wake between steps, so their next turns
 join the next step.
 
+New weights come in two phases: `verify` looks at all of them while requests go on (in any thread), `publish` swaps. Whatever fails or is
+cancelled before the swap leaves the old version serving. An engine that sleeps computes nothing and holds no key-value memory.
+
 Promises: a token's log-prob is that of the distribution it was drawn from; the same request (prompt, parameters, seed, weights) gives the
 same tokens in any company, up to float rounding; memory stays within `engine.kv_cache_tokens`.
 Not promised: bit-equal logits for different batch shapes (matrix libraries sum in another order).
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,8 +25,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
+from agentevo.inference.engine import InFlight
 from agentevo.inference.sampling import draw
 from agentevo.inference.scheduler import Request, Scheduler, Sequence
+from agentevo.inference.verified import VerifiedWeights, verify_weights
 from agentevo.models.adapters import adapter_names, use_adapter
 from agentevo.models.linear import drop_packed
 from agentevo.types import Completion, FinishReason, SamplingParams
@@ -50,14 +56,22 @@ class TorchEngine:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._version = 0
-        self._publishing = False
+        self.refused_publishes = 0
+        """Weights that did not come to serve: torn, unfit, too late. Whoever reads them for this engine adds what it refuses itself."""
+        self._held = False
+        """Nobody is admitted: weights are about to be swapped, or the engine is about to sleep."""
+        self._asleep_since: float | None = None
         self._pump: asyncio.Task[None] | None = None
-        self._generated = self._computed = self._steps = 0
-        self._busy_s = 0.0
+        self._generated = self._computed = self._steps = self._publishes = 0
+        self._busy_s = self._swap_s = self._asleep_s = 0.0
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def asleep(self) -> bool:
+        return self._asleep_since is not None
 
     async def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
@@ -69,55 +83,90 @@ class TorchEngine:
             raise EngineError("stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.scheduler.submit(Request(list(prompt_ids), sampling, future, session))
-        self._wake()
+        self._start_pump()
         try:
             async with asyncio.timeout(deadline_s):
                 return await future
         except TimeoutError:
+            state = f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting{', asleep' if self.asleep else ''}"
             raise DeadlineExceededError(
-                f"no completion within {deadline_s:g} s ({len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting): "
-                "raise engine.timeout_s or lower sampling.max_new_tokens"
+                f"no completion within {deadline_s:g} s ({state}): raise engine.timeout_s or lower sampling.max_new_tokens"
             ) from None
 
     async def release(self, session: str) -> None:
         """See Engine.release."""
         self.scheduler.release(session)
 
+    def verify(self, weights: Mapping[str, torch.Tensor]) -> VerifiedWeights:
+        """The first phase of `publish` alone, for another thread while requests go on. Raises EngineError, see `verify_weights`."""
+        try:
+            return verify_weights(self.model, weights)
+        except EngineError:
+            self.refused_publishes += 1
+            raise
+
     async def publish(
         self,
         version: int,
-        weights: Mapping[str, torch.Tensor] | None = None,
+        weights: Mapping[str, torch.Tensor] | VerifiedWeights | None = None,
         *,
         deadline_s: float = 60.0,
-        in_flight: str = "finish",
+        in_flight: InFlight = "finish",
         adapter: str | None = None,
     ) -> None:
         """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights (new ones wait); "continue" recomputes
         their context under the new weights and goes on, each token stamped with the version that emitted it. `adapter`: which of the
         model's adapters serves from now on."""
+        verified = weights if isinstance(weights, VerifiedWeights) or weights is None else self.verify(weights)
+        swapped = False
+        try:
+            self._check_publish(version, verified, adapter)
+            async with self._nobody_admitted("publish", in_flight, deadline_s):
+                self._check_publish(version, verified, adapter)  # another one may have come first
+                started = time.perf_counter()
+                if verified is not None:
+                    verified.swap_in()
+                if adapter is not None:
+                    use_adapter(self.model, adapter)
+                self._version = version
+                self.weights_changed()
+                self._publishes += 1
+                self._swap_s += time.perf_counter() - started
+                swapped = True
+        finally:
+            self.refused_publishes += not swapped
+
+    def _check_publish(self, version: int, weights: VerifiedWeights | None, adapter: str | None) -> None:
         if version <= self._version:
             raise EngineError(f"weights version {version} is not newer than {self._version}: versions only grow")
+        if weights is not None and weights.model is not self.model:
+            raise EngineError("weights refused, nothing changed: they were verified for another engine's model: verify them on this engine")
         if adapter is not None and adapter not in adapter_names(self.model):
             raise EngineError(
                 f"the model has no adapter {adapter!r} (it has: {', '.join(adapter_names(self.model)) or 'none'}): load it first"
             )
-        if weights is not None:
-            self._verify(weights)
-        if in_flight == "finish":
-            await self._drain(deadline_s)
-        try:
-            if weights is not None:
-                with torch.no_grad():
-                    own = dict(self.model.named_parameters())
-                    for name, tensor in weights.items():
-                        own[name].copy_(tensor)
-            if adapter is not None:
-                use_adapter(self.model, adapter)
-            self._version = version
+
+    async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
+        """Computes nothing from now on and gives the key-value memory back, until `wake`. `in_flight`: running requests end first, or are
+        queued again with what they have completed ("continue"). Requests that come meanwhile wait, each within its own deadline. Weights
+        may be published. Raises DeadlineExceededError, then awake as before, if requests do not end in time."""
+        if self.asleep:
+            return
+        async with self._nobody_admitted("sleep", in_flight, deadline_s):
+            if self._asleep_since is None:
+                self._asleep_since = time.monotonic()
             self.weights_changed()
-        finally:
-            self._publishing = False
-            self._wake()
+            if next(self.model.parameters()).device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Goes on after `sleep`; nothing happens to an engine that is awake."""
+        if self._asleep_since is None:
+            return
+        self._asleep_s += time.monotonic() - self._asleep_since
+        self._asleep_since = None
+        if self.scheduler.waiting:
+            self._start_pump()
 
     def set_version(self, version: int) -> None:
         """Numbers the weights as they are, for a resumed run; nothing may be running."""
@@ -145,38 +194,36 @@ class TorchEngine:
             "engine/running": len(scheduler.running),
             "engine/waiting": len(scheduler.waiting),
             "engine/kv_tokens": scheduler.memory_tokens(),
+            "engine/publishes": self._publishes,
+            "engine/refused_publishes": self.refused_publishes,
+            "engine/swap_s": self._swap_s,
+            "engine/asleep_s": self._asleep_s + (time.monotonic() - self._asleep_since if self._asleep_since is not None else 0.0),
         }
 
-    def _verify(self, weights: Mapping[str, torch.Tensor]) -> None:
-        own = dict(self.model.named_parameters())
-        unknown = sorted(set(weights) - set(own))
-        missing = sorted({name for name, parameter in own.items() if parameter.requires_grad} - set(weights))
-        if unknown or missing:
-            raise EngineError(
-                f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: publish the model's own parameter names"
-            )
-        for name, tensor in weights.items():
-            if tensor.shape != own[name].shape:
-                raise EngineError(
-                    f"weights refused, nothing changed: {name} has shape {tuple(tensor.shape)}, the engine {tuple(own[name].shape)}"
-                )
-            if not torch.isfinite(tensor).all():
-                raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
-
-    async def _drain(self, deadline_s: float) -> None:
-        """Waits until no request is running; new ones stay in the queue meanwhile."""
-        self._publishing = True
+    @asynccontextmanager
+    async def _nobody_admitted(self, what: str, in_flight: InFlight, deadline_s: float) -> AsyncIterator[None]:
+        """Queued requests wait while it is open. With "finish" it opens when no request is running any more; until then, failing or being
+        cancelled leaves all as it was. One at a time."""
+        holding = False
         try:
-            async with asyncio.timeout(deadline_s):
-                while self.scheduler.running:
-                    await asyncio.sleep(0)  # the steps run on this very loop, between two sleeps
-        except TimeoutError:
-            self._publishing = False
-            raise DeadlineExceededError(
-                f"publish: requests were still running after {deadline_s:g} s; the old weights go on serving"
-            ) from None
+            try:
+                async with asyncio.timeout(deadline_s):
+                    while self._held:
+                        await asyncio.sleep(0.001)
+                    holding = self._held = True
+                    while in_flight == "finish" and self.scheduler.running:
+                        await asyncio.sleep(0)  # the steps run on this very loop, between two sleeps
+            except TimeoutError:
+                raise DeadlineExceededError(
+                    f"{what}: requests were still running after {deadline_s:g} s; the old weights go on serving"
+                ) from None
+            yield
+        finally:
+            if holding:
+                self._held = False
+                self._start_pump()
 
-    def _wake(self) -> None:
+    def _start_pump(self) -> None:
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
@@ -187,7 +234,7 @@ class TorchEngine:
         try:
             while True:
                 scheduler.drop_abandoned()
-                if not self._publishing:
+                if not self._held and not self.asleep:
                     self._admit()
                 if not scheduler.running:
                     break

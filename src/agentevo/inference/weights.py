@@ -1,0 +1,151 @@
+"""Weights on their way from the trainer to engines in other processes: a folder that all of them see.
+
+    latest.json  version-000012/weights.safetensors  version-000012/manifest.json
+
+Invariants: a version's folder appears whole or not at all, and `latest.json` names a version only after that (files and folders are synced
+to the disk in this order). What a reader gets is what was written, by SHA-256, or an EngineError. One process writes, any number read.
+`latest` is what was written last: a trainer that went back to a checkpoint may name a lower version than before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+
+from agentevo.errors import EngineError
+from agentevo.models.folder import PARTIAL, atomic_folder
+
+WEIGHTS_FILE = "weights.safetensors"
+MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest.json"
+
+
+class Latest(msgspec.Struct, frozen=True):
+    """Contents of latest.json."""
+
+    version: int
+    sha256: str
+    """Of that version's weights file."""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Contents of a version's manifest.json."""
+
+    version: int
+    sha256: str
+    bytes: int
+    tensors: int
+    """How many."""
+
+
+class WeightsFolder:
+    """See the module. Blocking: reading and writing take as long as the disk does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, version: int) -> Path:
+        """Where that version is, or would be."""
+        return self.folder / f"version-{version:06d}"
+
+    def write(self, version: int, model: torch.nn.Module, *, keep: int) -> str:
+        """Publishes what `model` trains (its parameters that require a gradient, under their own names) and returns the SHA-256. Of
+        this and older versions, the newest `keep` stay. A full disk or a kill leaves what was there."""
+        trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(f".*{PARTIAL}"):  # of a writer that was killed; there is only one, and this is it
+            shutil.rmtree(leftover, ignore_errors=True)
+        with atomic_folder(self.path(version)) as staging:
+            save_file(trained, staging / WEIGHTS_FILE)
+            with (staging / WEIGHTS_FILE).open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            manifest = Manifest(version, sha256, (staging / WEIGHTS_FILE).stat().st_size, len(trained))
+            (staging / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+            for path in (staging / WEIGHTS_FILE, staging / MANIFEST_FILE, staging):
+                _sync(path)
+        _sync(self.folder)
+        self._name_latest(Latest(version, sha256))
+        for old in [one for one in self.versions() if one <= version][:-keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
+        return sha256
+
+    def latest(self) -> int | None:
+        """The version that was written last; None before the first."""
+        found = self.announced()
+        return None if found is None else found.version
+
+    def announced(self) -> Latest | None:
+        """`latest` with its checksum. Raises EngineError if latest.json is not what `write` makes."""
+        file = self.folder / LATEST_FILE
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Latest)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EngineError(f"{file} can't be read ({error}): it is written anew with the trainer's next version") from error
+
+    def versions(self) -> list[int]:
+        """Those at hand, oldest first, whether or not they are whole."""
+        found = (re.fullmatch(r"version-(\d+)", path.name) for path in self.folder.glob("version-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of a version, on the CPU. `sha256`: what they have to be (by default what their own manifest says).
+
+        Raises EngineError if the version is gone, or its bytes are not the ones that were written.
+        """
+        path = self.path(version)
+        try:
+            manifest = msgspec.json.decode((path / MANIFEST_FILE).read_bytes(), type=Manifest)
+            content = (path / WEIGHTS_FILE).read_bytes()
+        except FileNotFoundError as error:
+            at_hand = ", ".join(map(str, self.versions())) or "none"
+            raise EngineError(f"{path} is gone (versions at hand: {at_hand}): raise rollout.keep_versions to keep more") from error
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EngineError(f"{path} can't be read ({error}): the version is torn, and not served") from error
+        found, wanted = hashlib.sha256(content).hexdigest(), sha256 or manifest.sha256
+        if found != wanted or manifest.sha256 != wanted or manifest.version != version:
+            raise EngineError(
+                f"{path / WEIGHTS_FILE} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn or changed, not served"
+            )
+        try:
+            return load(content)
+        except SafetensorError as error:
+            raise EngineError(f"{path / WEIGHTS_FILE} is no safetensors file ({error})") from error
+
+    def state(self, version: int) -> tuple[tuple[int, int, int], ...]:
+        """Changes whenever a file of the version, or latest.json, is written anew: who was refused may try again then."""
+        found = []
+        for file in (self.folder / LATEST_FILE, self.path(version) / MANIFEST_FILE, self.path(version) / WEIGHTS_FILE):
+            try:
+                info = file.stat()
+            except FileNotFoundError:
+                found.append((0, 0, 0))
+            else:
+                found.append((info.st_ino, info.st_mtime_ns, info.st_size))
+        return tuple(found)
+
+    def _name_latest(self, latest: Latest) -> None:
+        staging = self.folder / f".{LATEST_FILE}{PARTIAL}"
+        staging.write_text(json.dumps(msgspec.to_builtins(latest)), encoding="utf-8")
+        _sync(staging)
+        os.replace(staging, self.folder / LATEST_FILE)
+        _sync(self.folder)
+
+
+def _sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
