@@ -4,6 +4,8 @@ answered; those of `tests/orchestration/test_serve.py` are real processes."""
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -11,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
+from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
@@ -280,3 +282,14 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
                 assert (state["version"], state["asleep"], state["name"]) == (3, False, "e1")
 
     asyncio.run(work())
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "httpx", None)
+        with pytest.raises(MissingExtraError, match=r"package 'httpx': pip install 'agentevo\[serve\]'"):
+            RemoteEngine(["http://127.0.0.1:9"])
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "agentevo.inference.server")
+    with pytest.raises(MissingExtraError, match=r"package 'fastapi': pip install 'agentevo\[serve\]'"):
+        importlib.import_module("agentevo.inference.server")

@@ -62,6 +62,15 @@ class Run:
 
         return [one.ids for one in asyncio.run(work())]
 
+    def logprobs(self, version: int, ids: list[int]) -> torch.Tensor:
+        """[len(ids)] of a completion of the prompt, by transformers' own attention in one pass."""
+        alone = copy.deepcopy(self.models[version])
+        alone.set_attn_implementation("sdpa")
+        whole = torch.tensor([PROMPT + ids])
+        with torch.no_grad():
+            logits = alone(input_ids=whole, use_cache=False).logits[0, len(PROMPT) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, whole[0, len(PROMPT) :, None])[:, 0]
+
     def client(self, **options) -> RemoteEngine:
         return RemoteEngine(EngineDirectory(self.folder / "engines"), poll_s=0.02, **options)
 
@@ -210,10 +219,7 @@ def test_new_weights_come_while_it_works(in_flight, small_config, tmp_path):
             assert one.versions == sorted(one.versions) and set(one.versions) == {0, 2}
             split = one.versions.index(2)
             for version, begin, end in ((0, 0, split), (2, split, 100)):
-                ids = torch.tensor([PROMPT + one.ids])
-                with torch.no_grad():
-                    logits = run.models[version](input_ids=ids, use_cache=False).logits[0, len(PROMPT) - 1 : -1]
-                wanted = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[begin:end, 0]
+                wanted = run.logprobs(version, one.ids)[begin:end]
                 assert torch.allclose(torch.tensor(one.logprobs[begin:end]), wanted, atol=1e-4), (params.seed, version)
 
 
