@@ -208,13 +208,16 @@ def test_an_engine_that_leaves_hands_its_requests_on(tmp_path):
 
     async def work():
         async with some(tmp_path, 1) as (engines, client):
-            await engines.start(2, version=5)
+            other = await engines.start(2)
             await client.refresh()
-            assert client.version == 3
             engines.by_name["e1"].says = [60.0]
             engines.by_name["e2"].says = [60.0]
             tasks = [asyncio.create_task(ask(client, f"s{i}")) for i in range(2)]
             await until(lambda: all(engine.running == 1 for engine in engines.by_name.values()))
+            other.version = 5
+            await client.refresh()
+            assert client.version == 3
+            assert [await ask(client) for _ in range(4)] == [2] * 4, "the newest version"
             before = client.stats()
             await engines.leave["e1"].aclose()
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=10)

@@ -6,12 +6,12 @@ import copy
 import errno
 import hashlib
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from engine_process import CONTEXT
 from safetensors.torch import load_file
+from weights_writer import write_and_die
 
 from agentevo.errors import EngineError
 from agentevo.inference import weights as weights_module
@@ -122,35 +122,15 @@ def test_a_full_disk_leaves_what_was_there(model, tmp_path, monkeypatch):
     assert folder.latest() == 1 and folder.read(1)
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-import torch
-from agentevo.inference import weights
-die_at, count = int(sys.argv[2]), 0
-def step(path, real=weights._sync):
-    global count
-    real(path)
-    count += 1
-    if count == die_at:
-        os.kill(os.getpid(), 9)
-folder, model = weights.WeightsFolder(Path(sys.argv[1])), torch.nn.Linear(3, 4)
-folder.write(1, model, keep=2)
-weights._sync = step
-for version in range(2, 9):
-    pid = os.fork()
-    if not pid:
-        die_at, count = version - 1, 0
-        folder.write(version, model, keep=2)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    print(version, os.WTERMSIG(status), folder.latest(), len(folder.read(folder.latest())), flush=True)
-"""
-
-
-def test_killed_at_any_moment_of_writing(tmp_path):
+def test_killed_at_any_moment_of_writing(model, tmp_path):
     """After each of the places where something reached the disk: weights, manifest, folder, its name, latest's new file, its name."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "0"], capture_output=True, text=True, timeout=120, check=False)
-    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert rows == [(2, 9, 1, 2), (3, 9, 1, 2), (4, 9, 1, 2), (5, 9, 1, 2), (6, 9, 1, 2), (7, 9, 7, 2), (8, 0, 8, 2)], done.stderr
+    folder = WeightsFolder(tmp_path)
+    folder.write(1, model, keep=2)
+    rows = []
+    for version in range(2, 9):
+        writer = CONTEXT.Process(target=write_and_die, args=(str(tmp_path), version, version - 1))
+        writer.start()
+        writer.join(60)
+        rows.append((writer.exitcode, folder.latest(), len(folder.read(folder.latest()))))
+    assert rows == [(-9, 1, 2)] * 5 + [(-9, 7, 2), (0, 8, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "version-000007", "version-000008"], "leftovers are gone"

@@ -152,6 +152,9 @@ def test_an_engine_that_ends_in_the_middle_costs_time_only(number, run, engines)
         engines.signal("a", number)
         found = await asyncio.gather(*tasks)
         await until(lambda: client.stats()["engine/engines"] == 1)
+        if number == signal.SIGSTOP:
+            engines.signal("a", signal.SIGCONT)  # it finds that nobody waits for its answers any more, and is there again
+            await until(lambda: client.stats()["engine/engines"] == 2 and client.stats()["engine/running"] == 0)
         await client.close()
         return found
 

@@ -1,6 +1,7 @@
 """Engines in other processes, as one engine.
 
-A conversation stays with the engine that holds its cache; a new one goes to the engine with the least to do. When an engine dies, hangs or
+A conversation stays with the engine that holds its cache; a new one goes to the engine with the least to do, of those that serve the newest
+version. When an engine dies, hangs or
 refuses, the same request (same ids, same seed) goes to another one within the same deadline: whatever the first has computed of it is lost,
 and nothing else, since engines keep no state that an answer depends on. Only when none is left until the deadline is the request given up
 (EngineUnavailableError). An engine is taken for dead when it has not answered for `max_age_s`; then requests that it holds are moved.
@@ -64,6 +65,10 @@ class _Known:
     def usable(self) -> bool:
         return self.state is not None and not self.suspect
 
+    @property
+    def version(self) -> int:
+        return self.state.version if self.state is not None else -1
+
     def load(self) -> int:
         """Requests that it has to do with: those that others had there at the last look, and ours."""
         stats = self.state.stats if self.state is not None else {}
@@ -92,7 +97,7 @@ class RemoteEngine:
     @property
     def version(self) -> int:
         """The smallest among the living engines; -1 when none is known."""
-        return min((one.state.version for one in self._known.values() if one.state is not None and one.usable), default=-1)
+        return min((one.version for one in self._known.values() if one.usable), default=-1)
 
     async def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
@@ -214,12 +219,13 @@ class RemoteEngine:
             self._counts[engine.url, state.pid] = {key: value for key, value in state.stats.items() if key not in GAUGES}
 
     def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
-        """The conversation's engine if it can be asked, else the one with the least to do."""
+        """The conversation's engine if it can be asked, else the one with the least to do among those of the newest version: an engine
+        that is late with new weights gets no more conversations whose tokens would be old."""
         home = self._homes.get(session) if session is not None else None
         if home is not None and home.usable and not home.gone.done() and home.url not in refused:
             return home
         able = [one for one in self._known.values() if one.usable and one.url not in refused]
-        return min(able, key=lambda one: (one.load(), len(one.homes), one.url), default=None)
+        return min(able, key=lambda one: (-one.version, one.load(), len(one.homes), one.url), default=None)
 
     def _move_home(self, session: str, engine: _Known) -> None:
         before = self._homes.get(session)
