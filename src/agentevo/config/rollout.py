@@ -47,7 +47,10 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
     """Values that can't hold together with those of other sections, as 'what: remedy'."""
     section, found = config.rollout, []
     apart = section.staleness > 0 or section.samplers > 0
-    if section.policy == "correct" and config.algorithm.importance == "none":
+    weighs = (
+        config.algorithm.importance != "none" or config.algorithm.name == "decoupled_ppo" or config.algorithm.policy_loss == "decoupled_ppo"
+    )
+    if section.policy == "correct" and not weighs:
         found.append(
             "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance is none: set "
             "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or rollout.policy=mask"

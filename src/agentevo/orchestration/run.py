@@ -208,8 +208,7 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
         raise ConfigError(f"{folder}: there is no run to resume: leave --resume out, or give its folder with run.dir")
     if command != "train" and not checkpoints.steps():  # `agentevo train` does what it has committed again
         raise CheckpointError(f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true")
-    last = checkpoints.find("last") if checkpoints.steps() else None
-    began = command if last is None else json.loads((last / "state.json").read_text(encoding="utf-8")).get("command", "train")
+    began = _began_with(checkpoints) or command
     if began != command:
         raise ConfigError(
             f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE --resume`, or give another run.dir"
@@ -223,6 +222,16 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
                 "or give another run.dir"
             )
     return changed
+
+
+def _began_with(checkpoints: Checkpoints) -> str | None:
+    """The command whose run this is, by the newest checkpoint that can be read; None if none can."""
+    for step in reversed(checkpoints.steps()):
+        try:
+            return str(json.loads((checkpoints.path(step) / "state.json").read_text(encoding="utf-8")).get("command", "train"))
+        except ValueError:
+            continue  # torn; whoever loads it says so
+    return None
 
 
 def prepare_folder(config: RunConfig) -> None:
