@@ -1,0 +1,112 @@
+"""Sampling beside training in one process: every policy, both ways of sharing; what the store says afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from agentevo.agents import EnvironmentAgent
+from agentevo.errors import ConfigError, EngineError
+from agentevo.observability.metrics import read_metrics
+from agentevo.orchestration.components import make_environment
+from agentevo.orchestration.run import Run, train
+from agentevo.rollout.tasks import environment_tasks
+from agentevo.run_folder import read_store
+
+PLAIN = ("cold_start.episodes=8", "evaluation.every=0", "algorithm.drop_zero_variance=false")
+WEIGHED = ("algorithm.importance=token_tis", "algorithm.old_logprobs=recomputed")
+
+
+def trained_on(folder):
+    """step -> [(trajectory id, versions of its tokens)], from the store alone."""
+
+    async def read(store):
+        found = {}
+        async for one in store.trajectories(state="committed"):
+            versions = [version for turn in one.trajectory.turns for version in turn.versions]
+            found.setdefault(one.trained_step, []).append((one.trajectory.id, versions))
+        return found
+
+    return read_store(folder, read)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sharing", "in_flight"),
+    [("wait", "turns", "continue"), ("wait", "overlap", "finish"), ("mask", "turns", "continue"), ("cancel", "overlap", "continue"),
+     ("correct", "turns", "finish")],
+)  # fmt: skip
+def test_every_policy_keeps_the_bound(policy, sharing, in_flight, tmp_path, small_config, quiet_view):
+    keys = [f"rollout.policy={policy}", f"rollout.sharing={sharing}", f"rollout.in_flight={in_flight}", "rollout.staleness=1"]
+    config = small_config(tmp_path / "run", *PLAIN, *keys, *(WEIGHED if policy == "correct" else ()))
+    run = train(config, view=quiet_view())
+    assert run.audit().violations == []
+    steps = trained_on(config.run_dir)
+    assert sorted(steps) == list(range(1, config.trainer.steps + 1))
+    names = Counter(name for found in steps.values() for name, _ in found)
+    assert set(names.values()) == {1}
+    ages = {step - 1 - version for step, found in steps.items() for _, versions in found for version in versions}
+    assert max(ages) <= 1 or policy in ("mask", "correct"), "those take tokens out, not attempts"
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "staleness/max" in row]
+    assert len(rows) == config.trainer.steps
+    assert max(row["staleness/max"] for row in rows) == 1, "the sampler was ahead of the trainer"
+    if policy == "wait":
+        of_its_own = {int(name.rpartition("@")[2].partition("#")[0]) == step for step, found in steps.items() for name, _ in found}
+        assert of_its_own == {True}
+
+
+def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
+    keys = (*PLAIN, "rollout.staleness=2", "checkpoint.every=3")
+    with pytest.raises(KeyboardInterrupt):
+        train(small_config(tmp_path / "run", *keys), view=quiet_view(step=1))
+    before = trained_on(tmp_path / "run")
+    run = train(small_config(tmp_path / "run", *keys), resume=True, view=quiet_view())
+    assert run.audit().violations == []
+    after = trained_on(tmp_path / "run")
+    assert before.items() <= after.items(), "what was committed stays"
+    names = {name for found in after.values() for name, _ in found}
+    whole = train(small_config(tmp_path / "whole", *keys), view=quiet_view())
+    assert names == {name for found in trained_on(whole.dir).values() for name, _ in found}
+
+
+def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_config, quiet_view):
+    """Tools are waited for while the trainer computes."""
+    config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=4")
+
+    async def slow(task, policy):
+        outcome = await EnvironmentAgent(lambda: make_environment(config), config.agent).run(task, policy)
+        await asyncio.sleep(0.05)
+        return outcome
+
+    groups = config.trainer.groups_per_step
+    tasks = environment_tasks("frozen_lake", 1, "train", 0, 2 * groups + 3)
+    run = train(config, agent=slow, tasks=tasks, view=quiet_view())
+    assert run.summary["steps"] == 4
+    assert run.audit().violations == []
+
+
+def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
+    for keys, message in [
+        (("rollout.staleness=1", "profile=true"), "profile follows one process"),
+        (("rollout.policy=correct",), "set algorithm.importance=token_tis"),
+        (("rollout.staleness=1", "algorithm.dynamic_sampling=3"), "rollout.policy=mask, or algorithm.dynamic_sampling=1"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            small_config(tmp_path / "run", *keys)
+    apart = small_config(tmp_path / "run", "rollout.samplers=1")
+    with pytest.raises(ConfigError, match=r"live in this process: set rollout\.samplers=0"):
+        train(apart, agent=lambda task, policy: 0.0, tasks=environment_tasks("frozen_lake", 1, "train", 0, 9), view=quiet_view())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sampler_that_breaks_ends_the_run(tmp_path, small_config, quiet_view, monkeypatch):
+    config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1")
+
+    async def broken(self, stop):
+        raise EngineError("the sampler's own defect")
+
+    monkeypatch.setattr("agentevo.rollout.service.SamplerService.run", broken)
+    with pytest.raises(EngineError, match="own defect"):
+        train(config, view=quiet_view())
+    assert Run(config).summary == {}
