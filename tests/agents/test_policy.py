@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
 from agentevo.agents import Policy
-from agentevo.errors import DeadlineExceededError, RequestTooLongError
+from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.training.samples import trajectory_rows
 from agentevo.types import Message, SamplingParams, Trajectory
@@ -209,3 +210,63 @@ def test_closing_frees_the_engines_memory_of_the_attempt(scripted):
     engine, policy = scripted([])
     run(policy.close())
     assert engine.released == ["a"]
+
+
+def test_the_engines_failure_is_remembered_whatever_the_agent_does(scripted):
+    async def swallow(policy, messages=(USER,)):
+        with contextlib.suppress(Exception):
+            await policy.generate(list(messages))
+
+    _, policy = scripted([RequestTooLongError("full"), "left", DeadlineExceededError("late"), EngineError("second")])
+    for expected in (None, None, "late", "late"):
+        run(swallow(policy))
+        assert (str(policy.broken) if policy.broken else None) == expected
+    _, small = scripted([], context_length=4)
+    run(swallow(small))
+    assert small.broken is None, "a full context is the agent's own"
+
+
+def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failure(scripted):
+    async def hang(*arguments, **more):
+        await asyncio.sleep(3600)
+
+    for version, broken in ((3, False), (-1, True)):
+        engine, policy = scripted([])
+        engine.version, engine.generate = version, hang
+        with pytest.raises(TimeoutError):
+            run(asyncio.wait_for(policy.generate([USER]), 0.02))
+        assert isinstance(policy.broken, EngineUnavailableError) == broken
+
+
+def test_the_oldest_version_counts_requests_under_way(scripted):
+    engine, policy = scripted(["left", "right"])
+    said = engine.generate
+    go = asyncio.Event()
+
+    async def slow(*arguments, **more):
+        await go.wait()
+        return await said(*arguments, **more)
+
+    async def talk():
+        engine.generate, engine.version = slow, 5
+        assert policy.oldest_version is None
+        asked = asyncio.create_task(policy.generate([USER]))
+        await asyncio.sleep(0)
+        engine.version = 8
+        assert policy.oldest_version == 5, "its first tokens may be drawn already"
+        go.set()
+        await asked
+        assert policy.oldest_version == 8, "they were not"
+        engine.version = 9
+        await policy.generate([OTHER])
+        assert policy.oldest_version == 8
+
+    run(talk())
+
+
+def test_a_closed_policy_answers_no_more(scripted):
+    engine, policy = scripted(["left"])
+    run(policy.close())
+    with pytest.raises(EngineError, match="the attempt a is over"):
+        run(policy.generate([USER]))
+    assert engine.requests == [] and policy.broken is None

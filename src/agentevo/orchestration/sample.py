@@ -126,10 +126,9 @@ async def _sample(
 async def _serve(service: SamplerService, engine: RemoteEngine, store: Store, steps: int, stop: Callable[[], bool], *, ends: bool) -> None:
     """Runs the service until `stop` or, where it `ends` by itself, the last step; whatever fails meanwhile is raised."""
     done: list[bool] = []
+    await engine.refresh()  # from here on it goes on looking
     serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
-    watching = [asyncio.create_task(_keep_looking(engine))]
-    if ends:
-        watching.append(asyncio.create_task(_until_done(store, steps, done)))
+    watching = [asyncio.create_task(_until_done(store, steps, done))] if ends else []
     try:
         while not serving.done() and not stop() and not done:
             finished, _ = await asyncio.wait([serving, *watching], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -142,13 +141,6 @@ async def _serve(service: SamplerService, engine: RemoteEngine, store: Store, st
         await asyncio.gather(serving, *watching, return_exceptions=True)
     if not serving.cancelled():
         serving.result()
-
-
-async def _keep_looking(engine: RemoteEngine) -> None:
-    """Engines come and go; the first are found before anything is asked of them."""
-    while True:
-        await engine.refresh()
-        await asyncio.sleep(1.0)
 
 
 async def _until_done(store: Store, steps: int, done: list[bool]) -> None:

@@ -1,0 +1,90 @@
+"""Several services on one store of each kind, and a database server that goes away under them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from servers import MongoDB, PostgreSQL, unused_name
+
+from agentevo.store.store import open_store
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(params=["sqlite", "postgresql", "mongodb"])
+def server(request, tmp_path):
+    """(URL of a store, the server or None)."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'store.sqlite'}", None
+        return
+    kind = {"postgresql": PostgreSQL, "mongodb": MongoDB}[request.param]
+    if reason := kind.why_not():
+        pytest.skip(reason)
+    found = PostgreSQL() if kind is PostgreSQL else MongoDB(tmp_path / "data")
+    if isinstance(found, PostgreSQL):
+        found.start()
+    yield found.url(unused_name()), found
+    found.delete() if isinstance(found, PostgreSQL) else found.stop()
+
+
+async def all_ready(url, services, count, meanwhile=None):
+    """Runs the services until so many trajectories are ready, and says who wrote what."""
+    stop: list[bool] = []
+    running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
+    if meanwhile is not None:
+        await meanwhile()
+    async with await open_store(url) as store:
+        async with asyncio.timeout(120):
+            while (await store.counts())["trajectories/train/ready"] < count:
+                for one in running:
+                    assert not one.done(), one.exception()
+                await asyncio.sleep(0.05)
+        stop.append(True)
+        await asyncio.gather(*running)
+        return await store.counts(), [one.trajectory async for one in store.trajectories()]
+
+
+def test_several_services_never_sample_a_group_twice(server, make_service, moving_engine):
+    url, _ = server
+
+    async def scenario():
+        engines = [moving_engine(version=5, seed=seed, pause_s=0.01) for seed in range(3)]
+        stores = [await open_store(url) for _ in engines]
+        services = [
+            make_service(engine, store, {"max_attempts": 4}, worker=f"w{i}")
+            for i, (engine, store) in enumerate(zip(engines, stores, strict=True))
+        ]
+        counts, found = await all_ready(url, services, 24)
+        for store in stores:
+            await store.close()
+        asked = Counter(session for engine in engines for session, _ in engine.begun)
+        assert asked == dict.fromkeys((t.id for t in found), 2), "each attempt in two turns, by one service"
+        assert counts["tasks/completed"] == 12 and len(found) == 24
+        assert sum(service.stats()["sampler/groups_written"] for service in services) == 12
+        assert sum(bool(engine.begun) for engine in engines) > 1
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_goes_away_and_comes_back(server, make_service, moving_engine):
+    url, database = server
+    if not isinstance(database, PostgreSQL):
+        pytest.skip("only PostgreSQL's server can be stopped and started in a test")
+
+    async def scenario():
+        async def restart():
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(database.stop, "immediate")
+            await asyncio.sleep(4.0)
+            await asyncio.to_thread(database.start)
+
+        async with await open_store(url, timeout_s=1.5) as store:
+            engine = moving_engine(version=30, pause_s=0.1)
+            service = make_service(engine, store, {"max_attempts": 4, "staleness": 2}, steps=30, patience_s=60.0)
+            counts, found = await all_ready(url, [service], 120, restart)
+        assert counts["tasks/completed"] == 60 and len({t.id for t in found}) == 120
+        assert counts["tasks/poison"] == counts["tasks/failed"] == 0
+
+    asyncio.run(scenario())
