@@ -279,13 +279,15 @@ def test_a_torn_checkpoint_is_found_and_its_file_named(run):
     assert "step-000002/model.safetensors is missing" in found
 
 
-def test_another_checkpoint_in_its_place_is_found(run):
+def test_another_checkpoint_in_its_place_is_told_from_the_record_s_own(run):
+    """A resume that found it torn does the step again and saves it anew: whole, with other times in it."""
     (run / "checkpoints" / "step-000002").rename(run / "old")
     write_checkpoint(run, 2)
-    assert violations(run) == []
+    assert audited(run).checkpoints == [2]
     change_record(run, 2, lambda record: record["checkpoint"].update(sha256="cd" * 32))
-    (found,) = violations(run)
-    assert found.startswith("step 2:") and "it is another one" in found
+    found = audited(run)
+    assert (found.ok, found.checkpoints, found.remade) == (True, [], [2])
+    assert "1 whole but not the record's own" in dict(found.lines())["checkpoints"]
 
 
 def test_a_checkpoint_that_contradicts_itself_is_found(run):
