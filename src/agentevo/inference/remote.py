@@ -177,7 +177,8 @@ class RemoteEngine:
         if looks:
             done, _ = await asyncio.wait(looks, timeout=within_s)
             for look in done:
-                look.result()
+                if not look.cancelled():  # its engine was forgotten by another look
+                    look.result()
         for one in list(self._known.values()):
             if time.monotonic() - one.heard > self._max_age_s or (one.url not in urls and one.suspect):
                 self._forget(one)

@@ -41,7 +41,8 @@ class Beginning:
 
 
 async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]) -> Beginning:
-    """Where to resume. What a kill has left of later steps is deleted: torn or unrecorded checkpoints, reservations."""
+    """Where to resume. What a kill has left of later steps is deleted: checkpoints that no commit followed, reservations. So every whole
+    checkpoint of a committed step is one of this run's own weights."""
 
     async def read(store: Store) -> list[StepRecord]:
         await store.release()
@@ -50,13 +51,12 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
     async with await open_store(config.store_url) as store:
         steps = await patiently(lambda: read(store), within_s=PATIENCE_S, what="reading the committed steps")
     committed = steps[-1].step if steps else 0
-    wanted = {one.step: one.record["checkpoint"]["sha256"] for one in steps if one.record.get("checkpoint")}
 
     def torn(step: int, error: CheckpointError) -> None:
         note(f"the checkpoint of step {step} is left out and deleted: {error}")
         shutil.rmtree(checkpoints.path(step))
 
-    newest = checkpoints.newest_whole(committed, wanted, torn=torn)
+    newest = checkpoints.newest_whole(committed, torn=torn)
     if checkpoints.folder.is_dir():
         checkpoints.forget_after(committed)
     if newest is not None:

@@ -214,6 +214,12 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
             f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE --resume`, or give another run.dir"
         )
     changed = changes(config)
+    was, now = changed.get("rollout.staleness", (0, 0))
+    if (was == 0) != (now == 0):
+        raise ConfigError(
+            f"{folder} was started with rollout.staleness={was!r}, and its tasks are queued for that: resume it with that, or give another "
+            "run.dir"
+        )
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
     for key, (was, now) in changed.items():
         if key in FIXED_KEYS or key.partition(".")[0] in fixed:

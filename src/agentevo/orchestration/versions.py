@@ -6,14 +6,14 @@ checkpoints/step-VERSION   weights/version-VERSION (published to engines)   the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, EngineError
+from agentevo.inference.weights import WeightsFolder
 from agentevo.models.linear import drop_packed
 from agentevo.models.load import LoadedModel
 from agentevo.orchestration.components import load_policy
@@ -32,7 +32,7 @@ class StoredVersions:
         self._config = config
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
         folder = config.run_dir / "weights"
-        self._published: Any = import_module("agentevo.inference.weights").WeightsFolder(folder) if folder.is_dir() else None
+        self._published = WeightsFolder(folder) if folder.is_dir() else None
 
     def at_hand(self) -> list[int]:
         """Versions, in order."""
