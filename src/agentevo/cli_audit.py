@@ -54,6 +54,7 @@ def replay(
     run_dir: RunDir,
     trajectory: Annotated[str, typer.Argument(metavar="[TRAJECTORY]", help="Its whole id.")] = "",
     sample: Annotated[int, typer.Option("--all", metavar="N", min=0, help="N training trajectories instead, drawn at random.")] = 0,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Train weights again, from the store, that no file holds any more.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Make a trajectory again from its seeds and the stored weights, and compare it token for token. Exit code 1 if it differs."""
@@ -67,7 +68,7 @@ def replay(
     from agentevo.orchestration.run import Run
 
     run = Run(config)
-    found = run.replays(sample) if sample else [run.replay(trajectory)]
+    found = run.replays(sample, rebuild=rebuild) if sample else [run.replay(trajectory, rebuild=rebuild)]
     for one in found:
         print(msgspec.json.encode(one).decode() if as_json else one.line())
     if not all(one.same for one in found):

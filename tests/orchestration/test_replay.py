@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,13 @@ import torch
 from agentevo.cli import main
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import CheckpointError, StoreError
+from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import open_components
 from agentevo.orchestration.redraw import EXACT, redraw, request_uniforms
 from agentevo.orchestration.replay import Replay, replay, versions_of
 from agentevo.orchestration.run import Run, run_coroutine, train, write_config
 from agentevo.orchestration.versions import PolicyAt, StoredVersions
+from agentevo.run_folder import run_config
 from agentevo.store import open_store
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, SamplingParams, Task, Trajectory, Turn
@@ -140,22 +141,26 @@ def test_tokens_of_one_turn_drawn_by_several_versions_come_again(mixed):
         assert found.replayed_reward == trajectory.reward
 
 
-def test_weights_may_come_from_anywhere(mixed):
-    """Given as tensors under the model's own names, as engines get them."""
-    trajectory = max(read(mixed).values(), key=lambda t: len(versions_of(t)))
-    asked: list[int] = []
-
-    def weights_of(version: int) -> Mapping[str, torch.Tensor]:
-        asked.append(version)
-        model = PolicyAt(mixed, StoredVersions(mixed).weights_of).load(version).model
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    assert replayed(mixed, trajectory.id, weights_of=weights_of).same
-    assert asked == versions_of(trajectory)
+def test_weights_that_are_gone_are_trained_again(run, tmp_path):
+    """From the checkpoint before them, or from the very beginning, cold start and all."""
+    for kept in (1, 0):
+        folder = tmp_path / f"kept-{kept}"
+        shutil.copytree(run.dir, folder)
+        for step in range(kept + 1, 5):
+            shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
+        if not kept:
+            shutil.rmtree(folder / "checkpoints")
+        left = Run(run_config(folder))
+        trajectory = next(t for t in left.trajectories(split="train", step=4) if t.turns)
+        with pytest.raises(CheckpointError, match="make them again with --rebuild"):
+            left.replay(trajectory.id)
+        found = left.replay(trajectory.id, rebuild=True)
+        assert found.same, found.line()
+        assert found.versions == [3]
 
 
 def test_weights_that_were_published_to_engines_are_found(mixed, tmp_path):
-    published = pytest.importorskip("agentevo.inference.weights").WeightsFolder(tmp_path / "run" / "weights")
+    published = WeightsFolder(tmp_path / "run" / "weights")
     config = mixed.model_copy(update={"run": mixed.run.model_copy(update={"dir": tmp_path / "run"})})
     config = config.model_copy(update={"store": config.store.model_copy(update={"url": mixed.store_url})})
     trajectory = max(read(mixed).values(), key=lambda t: len(versions_of(t)))

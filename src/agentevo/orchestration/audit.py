@@ -8,7 +8,6 @@ Not proven: metrics, and weights whose checkpoint is gone (`agentevo replay` dra
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,7 @@ import msgspec
 
 from agentevo.errors import CheckpointError, StoreError, TrainingError
 from agentevo.store.store import StepRecord, Store, StoredTrajectory
+from agentevo.training import manifest
 from agentevo.training.plan import SHOWN, Plan, trajectory_digest
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -109,7 +109,6 @@ async def audit(store: Store, folder: Path) -> Audit:
     for record in records:
         await _check_step(store, record, used, members, found)
         _check_checkpoint(record, folder, found)
-        _check_weights(record, folder, found)
     await _check_rest(store, {record.step for record in records}, found)
     await _account(store, found)
     return found
@@ -230,46 +229,11 @@ def _check_checkpoint(record: StepRecord, folder: Path, found: Audit) -> None:
         found.gone.append(record.step)
         return
     try:
-        sha256 = checkpoint_sha256(path)
+        sha256 = manifest.verify(path).sha256
     except CheckpointError as error:
         found.violations.append(Violation(str(error), step=record.step))
         return
     (found.checkpoints if sha256 == named["sha256"] else found.remade).append(record.step)
-
-
-def _check_weights(record: StepRecord, folder: Path, found: Audit) -> None:
-    """Weights that engines took (RUN/weights) must be those that the step published, where both are known."""
-    path = folder / "weights" / f"version-{record.step:06d}" / "weights.safetensors"
-    wanted = record.record.get("weights")
-    if wanted is None or not path.is_file():
-        return
-    if (sha256 := _file_sha256(path)) != wanted:
-        what = f"{path} has the sha256 {sha256[:SHOWN]}, the record names {str(wanted)[:SHOWN]}: engines took other weights"
-        found.violations.append(Violation(what, step=record.step))
-
-
-def checkpoint_sha256(path: Path) -> str:
-    """What `checkpoint.json` says of the checkpoint, after every file was hashed again. Raises CheckpointError naming what differs."""
-    file = path / "checkpoint.json"
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        claimed, files = str(content.pop("sha256")), dict(content["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} can't be read ({type(error).__name__}: {error})") from error
-    for name, digest in files.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path / name} is missing")
-        if (now := _file_sha256(path / name)) != digest:
-            raise CheckpointError(f"{path / name} has the sha256 {now[:SHOWN]}, {file.name} says {digest[:SHOWN]}")
-    sealed = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    if hashlib.sha256(sealed).hexdigest() != claimed:
-        raise CheckpointError(f"{file} does not agree with itself: it was changed")
-    return claimed
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 async def _check_rest(store: Store, steps: set[int], found: Audit) -> None:

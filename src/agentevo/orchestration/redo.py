@@ -22,7 +22,9 @@ from agentevo.orchestration.loop import Loop, Progress
 from agentevo.rollout.patience import patiently
 from agentevo.store.store import StepRecord, Store, open_store
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.learner import Learner
 from agentevo.training.plan import Plan
+from agentevo.types import Trajectory
 
 SAME = 1e-3
 """Relative difference of a gradient norm up to which a step that was done again is taken for the same."""
@@ -74,16 +76,20 @@ async def redo(loop: Loop, start: Beginning) -> None:
         await _redo_step(loop, step)
 
 
-async def _redo_step(loop: Loop, step: StepRecord) -> None:
+async def redo_step(trainer: Learner, store: Store, step: StepRecord) -> dict[str, float]:
+    """Trains on what the step was trained on; metrics. Raises TrainingError if the store no longer has that."""
     plan = Plan.of(step.step, step.record)
 
-    async def read() -> list[object]:
-        return [one.trajectory async for one in loop.parts.store.trajectories(trained_step=step.step)]
+    async def read() -> list[Trajectory]:
+        return [one.trajectory async for one in store.trajectories(trained_step=step.step)]
 
     stored = await patiently(read, within_s=PATIENCE_S, what=f"reading what step {step.step} trained on")
-    made = loop.trainer.prepare(plan.trained(stored), plan.baselines, version=step.step - 1, bound=plan.staleness)  # type: ignore[arg-type]
-    trained = loop.trainer.step(made.samples) if made.samples else {}
-    _compare(loop, step, trained)
+    made = trainer.prepare(plan.trained(stored), plan.baselines, version=step.step - 1, bound=plan.staleness)
+    return trainer.step(made.samples) if made.samples else {}
+
+
+async def _redo_step(loop: Loop, step: StepRecord) -> None:
+    _compare(loop, step, await redo_step(loop.trainer, loop.parts.store, step))
     loop.observe(step.step, {key: math.nan if value is None else value for key, value in step.record["metrics"].items()})
     loop.collector.load_state_dict(step.record["collector"])
     loop.progress = msgspec.convert(step.record["progress"], Progress)

@@ -22,6 +22,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import AgentFunction, FunctionAgent, make_environment
+from agentevo.orchestration.rebuild import rebuild
 from agentevo.orchestration.redraw import Difference, redraw
 from agentevo.orchestration.versions import PolicyAt, StoredVersions, WeightsOf
 from agentevo.seeds import derive_seed
@@ -136,20 +137,25 @@ async def replay(
     sample: int = 0,
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
-    weights_of: WeightsOf | None = None,
+    made_again: bool = False,
 ) -> list[Replay]:
     """Of one trajectory, or of `sample` training ones whose weights are at hand, drawn at random (by the run's seed).
 
-    `weights_of` finds a version's weights; by default what the run's folder holds. Raises StoreError for an unknown trajectory,
-    CheckpointError where the weights are gone.
+    Weights are those that the run's folder holds; with `made_again` also those that training makes again (rebuild.py). Raises StoreError
+    for an unknown trajectory, CheckpointError where the weights are gone.
     """
-    weights_of = weights_of if weights_of is not None else StoredVersions(config).weights_of
+    stored = StoredVersions(config)
+    weights_of: WeightsOf = stored.weights_of
     async with await open_store(config.store_url, create=False) as store:
         if trajectory_id is not None:
             chosen = [await store.trajectory(trajectory_id)]
         else:
-            chosen = await _sample(config, store, sample, weights_of)
+            chosen = await _sample(config, store, sample, None if made_again else weights_of)
         known = {t.task_id: await store.task(t.task_id) for t in chosen} if tasks is None else {task.id: task for task in tasks}
+    if made_again:
+        missing = {version for t in chosen for version in versions_of(t)} - set(stored.at_hand())
+        rebuilt = await rebuild(config, missing, agent=agent, tasks=tasks)
+        weights_of = lambda version: rebuilt[version] if version in rebuilt else stored.weights_of(version)  # noqa: E731
     found, chat, context = _draw_again(config, chosen, PolicyAt(config, weights_of))
     player = _player(config, agent)
     for trajectory in chosen:
@@ -161,8 +167,8 @@ async def replay(
     return [found[trajectory.id] for trajectory in chosen]
 
 
-async def _sample(config: RunConfig, store: Store, count: int, weights_of: WeightsOf) -> list[Trajectory]:
-    """Raises CheckpointError if no trajectory has all its weights at hand."""
+async def _sample(config: RunConfig, store: Store, count: int, weights_of: WeightsOf | None) -> list[Trajectory]:
+    """`weights_of` None: all can be had. Raises CheckpointError if no trajectory has all its weights at hand."""
     names = [one.id for one in await store.summaries(split="train") if one.num_completion_tokens]
     random.Random(derive_seed(config.run.seed, "replay")).shuffle(names)
     at_hand: dict[int, bool] = {}
@@ -174,7 +180,7 @@ async def _sample(config: RunConfig, store: Store, count: int, weights_of: Weigh
             trajectory = await store.trajectory(name)
         except StoreError:  # `store gc --dropped` has taken its tokens
             continue
-        if all(_has(version, weights_of, at_hand) for version in versions_of(trajectory)):
+        if weights_of is None or all(_has(version, weights_of, at_hand) for version in versions_of(trajectory)):
             chosen.append(trajectory)
     if names and not chosen:
         raise CheckpointError(

@@ -89,13 +89,16 @@ class Run:
 
         return read_store(self.dir, read)
 
-    def replay(self, trajectory_id: str) -> Replay:
-        """Makes a trajectory again from its seeds and the stored weights and compares it with the record (orchestration/replay.py)."""
-        return run_coroutine(replay(self.config, trajectory_id, agent=self._agent, tasks=self._tasks))[0]
+    def replay(self, trajectory_id: str, *, rebuild: bool = False) -> Replay:
+        """Makes a trajectory again from its seeds and the stored weights and compares it with the record (orchestration/replay.py).
 
-    def replays(self, count: int) -> list[Replay]:
-        """The same of so many training trajectories whose weights are still there, drawn at random by the run's seed."""
-        return run_coroutine(replay(self.config, sample=count, agent=self._agent, tasks=self._tasks))
+        `rebuild`: weights that no file holds any more are trained again from the store."""
+        return run_coroutine(replay(self.config, trajectory_id, made_again=rebuild, agent=self._agent, tasks=self._tasks))[0]
+
+    def replays(self, count: int, *, rebuild: bool = False) -> list[Replay]:
+        """The same of so many training trajectories, drawn at random by the run's seed; without `rebuild` of those whose weights are
+        still there."""
+        return run_coroutine(replay(self.config, sample=count, made_again=rebuild, agent=self._agent, tasks=self._tasks))
 
     def audit(self) -> Audit:
         """Proves from the store what each step was made from (orchestration/audit.py)."""

@@ -54,8 +54,8 @@ class StoredVersions:
             return {}
         known = ", ".join(map(str, self.at_hand())) or "none"
         raise CheckpointError(
-            f"{self._config.run_dir} no longer has the weights of version {version} (at hand: {known}): choose a trajectory of those, or "
-            "train with checkpoint.every=1 and a larger checkpoint.keep_last"
+            f"{self._config.run_dir} no longer has the weights of version {version} (at hand: {known}): make them again with "
+            "--rebuild, choose a trajectory of those, or train with checkpoint.every=1 and a larger checkpoint.keep_last"
         )
 
 
