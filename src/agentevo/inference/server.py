@@ -1,0 +1,194 @@
+"""An engine behind HTTP, for samplers in other processes (`remote.py` is the client).
+
+    POST /generate  {prompt_ids, sampling, session, deadline_s} -> Completion      POST /sleep  {in_flight, deadline_s} -> state
+    POST /release   {session}                                                      POST /wake -> state
+    GET  /state     {version, asleep, stats, name, pid}
+
+Bodies are JSON (`messages.py`). A client that hangs up cancels its request in the engine. Errors travel by name, so the client raises what
+the engine raised. Whoever reaches the port may use the engine: nothing here asks who it is, so it listens on 127.0.0.1 by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from agentevo.errors import ConfigError, EngineError, EngineUnavailableError, MissingExtraError
+from agentevo.inference.engine import Engine, SleepingEngine
+from agentevo.inference.messages import EngineState, GenerateRequest, ReleaseRequest, SleepRequest, status_and_answer
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
+except ModuleNotFoundError as missing:
+    raise MissingExtraError(f"an engine behind HTTP needs the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
+
+T = TypeVar("T")
+
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open: longer than clients keep one, or they would use it while it is being closed."""
+GRACE_S = 2
+"""For answers that are on their way when the server ends."""
+
+
+class EngineDoor:
+    """The HTTP application over one engine. `close` answers whoever still waits with EngineUnavailableError: they go to another engine."""
+
+    def __init__(self, engine: Engine, *, name: str) -> None:
+        self.engine, self.name = engine, name
+        self._closed = asyncio.Event()
+        self.app = FastAPI(title=f"AgentEvo engine {name}", openapi_url=None)
+        self.app.post("/generate")(self.generate)
+        self.app.post("/release")(self.release)
+        self.app.post("/sleep")(self.sleep)
+        self.app.post("/wake")(self.wake)
+        self.app.get("/state")(self.state)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    async def generate(self, request: Request) -> Response:
+        body = await request.body()
+
+        async def work() -> Any:
+            asked = msgspec.json.decode(body, type=GenerateRequest)
+            completion = self.engine.generate(asked.prompt_ids, asked.sampling, session=asked.session, deadline_s=asked.deadline_s)
+            return await self._while_wanted(request, completion)
+
+        return await _answer(work())
+
+    async def release(self, request: Request) -> Response:
+        body = await request.body()
+
+        async def work() -> None:
+            await self.engine.release(msgspec.json.decode(body, type=ReleaseRequest).session)
+
+        return await _answer(work())
+
+    async def sleep(self, request: Request) -> Response:
+        body = await request.body()
+
+        async def work() -> EngineState:
+            asked = msgspec.json.decode(body or b"{}", type=SleepRequest)
+            sleeper = self._sleeper()
+            await self._while_wanted(request, sleeper.sleep(in_flight=asked.in_flight, deadline_s=asked.deadline_s))
+            return self._state()
+
+        return await _answer(work())
+
+    async def wake(self) -> Response:
+        async def work() -> EngineState:
+            self._sleeper().wake()
+            return self._state()
+
+        return await _answer(work())
+
+    async def state(self) -> Response:
+        async def work() -> EngineState:
+            return self._state()
+
+        return await _answer(work())
+
+    def _state(self) -> EngineState:
+        asleep = isinstance(self.engine, SleepingEngine) and self.engine.asleep
+        return EngineState(version=self.engine.version, asleep=asleep, stats=self.engine.stats(), name=self.name, pid=os.getpid())
+
+    def _sleeper(self) -> SleepingEngine:
+        if not isinstance(self.engine, SleepingEngine):
+            raise EngineError(f"an engine of type {type(self.engine).__name__} can't sleep")
+        return self.engine
+
+    async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Cancels the work when the client has hung up, or the door is closed."""
+        task = asyncio.ensure_future(work)
+        gone, closed = asyncio.ensure_future(_hung_up(request)), asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineUnavailableError(f"engine {self.name} is going down: ask another one")
+            return task.result()
+        finally:
+            for one in (task, gone, closed):
+                one.cancel()
+            await asyncio.gather(task, gone, closed, return_exceptions=True)
+
+
+async def _hung_up(request: Request) -> None:
+    """Returns when the client closes the connection; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
+    """The one place where what an engine raises becomes an HTTP answer."""
+    try:
+        content, status = await work, 200
+    except msgspec.MsgspecError as error:
+        status, content = 400, status_and_answer(EngineError(f"the request's body is not what this server reads: {error}"))[1]
+    except EngineError as error:
+        status, content = status_and_answer(error)
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Bound and listening; port 0 takes a free one. Raises ConfigError where that can't be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.socket(family, kind, protocol)  # without the protocol asyncio does not see that it is TCP, and answers wait 40 ms
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(2048)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"can't listen on {host}:{port} ({error.strerror or error}): give another --host or --port") from error
+    return found
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where other processes reach it; a socket on all interfaces goes by the machine's name."""
+    host, port = listening.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the caller's
+
+
+@asynccontextmanager
+async def listening(door: EngineDoor, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves on the socket while the block runs, then closes the door. Raises EngineError if the server ends by itself."""
+    server = _Server(
+        uvicorn.Config(
+            door.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        while not server.started:
+            if task.done():
+                raise EngineError("the engine's HTTP server did not start") from task.exception()
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        door.close()
+        server.should_exit = True
+        await task
+        listener.close()
