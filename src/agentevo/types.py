@@ -143,7 +143,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """-1 where `loss_mask` is false."""
     advantages: list[float]
     columns: dict[str, list[float]] = {}
-    """What else the update needs to know, with one entry per *trained* token: `returns`, `values`, `old_logprobs`, ..."""
+    """What else the update needs to know, with one entry per *trained* token: `returns`, `values`, `old_logp`, `age`, ..."""
     temperature: float = 1.0
 
 

@@ -89,3 +89,13 @@ def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
     index.write_text('{"steps": [], "best": null}')
     with pytest.raises(ModelError, match="no whole checkpoint"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"steps": [3]}', '{"steps": 3, "best": null}', '{"best": {"step": null}}', '{"best": 1}']
+)
+def test_a_torn_list_of_checkpoints_is_said_to_be_torn(content, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"index\.json is torn|no whole checkpoint"):
+        resolve(str(tmp_path))

@@ -54,8 +54,14 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
 def best_checkpoint(run_folder: Path) -> Path:
     """The model of a run: its best checkpoint, or the last one if none was evaluated. Raises `ModelError` if there is none."""
     folder = run_folder / "checkpoints"
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    step = index["best"]["step"] if index["best"] is not None else max(index["steps"], default=None)
+    try:
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        step = index["best"]["step"] if index["best"] is not None else max(index["steps"], default=None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error!r}): give one of the checkpoints beside it, or resume the "
+            "run, which writes it anew"
+        ) from error
     path = folder / f"step-{step:06d}" if step is not None else folder
     if not (path / "config.json").is_file():
         raise ModelError(f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or give another model")
