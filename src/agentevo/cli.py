@@ -265,6 +265,7 @@ def report(run_dir: RunDir) -> None:
 
 
 app.command()(cli_audit.audit)
+app.command()(cli_audit.replay)
 
 
 @app.command()

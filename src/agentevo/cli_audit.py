@@ -50,6 +50,30 @@ def audit(
         raise typer.Exit(1)
 
 
+def replay(
+    run_dir: RunDir,
+    trajectory: Annotated[str, typer.Argument(metavar="[TRAJECTORY]", help="Its whole id.")] = "",
+    sample: Annotated[int, typer.Option("--all", metavar="N", min=0, help="N training trajectories instead, drawn at random.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Make a trajectory again from its seeds and the stored weights, and compare it token for token. Exit code 1 if it differs."""
+    if bool(trajectory) == (sample > 0):
+        raise ConfigError("replay: give the id of a trajectory, or --all N for N of them, drawn at random")
+    import msgspec
+
+    from agentevo.run_folder import run_config
+
+    config = run_config(run_dir)
+    from agentevo.orchestration.run import Run
+
+    run = Run(config)
+    found = run.replays(sample) if sample else [run.replay(trajectory)]
+    for one in found:
+        print(msgspec.json.encode(one).decode() if as_json else one.line())
+    if not all(one.same for one in found):
+        raise typer.Exit(1)
+
+
 def _place(token: str) -> tuple[str, int, int]:
     """Of TRAJECTORY:TURN:POSITION."""
     parts = token.rsplit(":", 2)

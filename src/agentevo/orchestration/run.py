@@ -20,6 +20,7 @@ from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView
+from agentevo.orchestration.audit import Audit, audit
 from agentevo.orchestration.children import Children
 from agentevo.orchestration.components import (
     AgentFunction,
@@ -30,6 +31,7 @@ from agentevo.orchestration.components import (
 )
 from agentevo.orchestration.evaluation import evaluate, reference_players
 from agentevo.orchestration.preference import check_preference
+from agentevo.orchestration.replay import Replay, replay
 from agentevo.orchestration.training_run import run_training
 from agentevo.rollout.task_source import TaskSource
 from agentevo.run_folder import read_store
@@ -85,6 +87,18 @@ class Run:
             return [stored.trajectory async for stored in store.trajectories(**filters)]
 
         return read_store(self.dir, read)
+
+    def replay(self, trajectory_id: str) -> Replay:
+        """Makes a trajectory again from its seeds and the stored weights and compares it with the record (orchestration/replay.py)."""
+        return run_coroutine(replay(self.config, trajectory_id, agent=self._agent, tasks=self._tasks))[0]
+
+    def replays(self, count: int) -> list[Replay]:
+        """The same of so many training trajectories whose weights are still there, drawn at random by the run's seed."""
+        return run_coroutine(replay(self.config, sample=count, agent=self._agent, tasks=self._tasks))
+
+    def audit(self) -> Audit:
+        """Proves from the store what each step was made from (orchestration/audit.py)."""
+        return read_store(self.dir, lambda store: audit(store, self.dir))
 
     async def _evaluate(self, path: Path, step: int, samples: int, view: LiveView | None) -> dict[str, float]:
         with _throwaway_store() as url:
