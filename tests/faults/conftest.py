@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fault_world  # noqa: F401 (registers its environment)
 import pytest
 from fault_lives import Component, Nursery
 
 from agentevo.config import RunConfig, build_config, to_yaml
 
 SMALL: dict[str, Any] = {
-    "environment": {"type": "bandit"},
+    "environment": {"type": "lottery"},
     "model": {"name": "tiny", "device": "cpu", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256}},
-    "agent": {"format": "plain", "max_turns": 1},
+    "agent": {"format": "plain", "max_turns": 2},
     "sampling": {"max_new_tokens": 4},
     "algorithm": {"drop_zero_variance": False},
     "trainer": {"steps": 20, "groups_per_step": 2, "group_size": 3, "learning_rate": 3e-3},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import inspect
-import itertools
 import mmap
 import multiprocessing
 import os
@@ -19,8 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from multiprocessing.connection import wait
@@ -38,6 +37,7 @@ PRELOADED = [
     "agentevo.training.trainer",
     "transformers.models.llama.modeling_llama",
     "fault_lives",
+    "fault_warm",
 ]
 _LOOP, _STORE = "agentevo.orchestration.loop:Loop.", "agentevo.store.sql:SQLStore."
 PHASES = {
@@ -73,6 +73,8 @@ PHASES_OF = {
 """Component -> phases in which it is to die."""
 PROGRESS = {"sample": "attempts written", "serve": "generate", "learn": "commit", "train": "commit"}
 """Component -> the phase whose first end shows that a life has come to something."""
+SELDOM = ("begin", "redo", "checkpoint", "prune", "weights written")
+"""Phases that most lives come to once at best."""
 INSIDE = 0.65
 """Share of deaths that wait in a phase; the others come from outside at any time."""
 
@@ -309,6 +311,8 @@ class Tally:
     kills: int = 0
     phases: Counter[str] = field(default_factory=Counter)
     """Phase -> kills while it ran; "-" for kills outside of all."""
+    aimed: Counter[str] = field(default_factory=Counter)
+    """Phase -> lives that were to end in it, whether or not they came to it."""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -321,7 +325,7 @@ def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: 
     """Kills the victim `kills` times, starting it again each time at once, unless the run ends before; then lets the run end, which its
     last member does by ending itself. Raises AssertionError if anybody ends in another way, or the run takes longer than `within_s`."""
     began, tally, last = time.monotonic(), Tally(), members[-1]
-    phases = itertools.cycle(rng.sample(PHASES_OF[victim.kind], len(PHASES_OF[victim.kind])))
+    phases = deque(rng.sample(PHASES_OF[victim.kind], len(PHASES_OF[victim.kind])))
     try:
         for member in members:
             if member is not victim:
@@ -347,13 +351,15 @@ def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: 
     return tally
 
 
-def _one_life(members: Sequence[Component], victim: Component, phases: Iterator[str], rng: random.Random, tally: Tally) -> bool:
-    """From the victim's birth to its violent end; False if the run has ended before."""
+def _one_life(members: Sequence[Component], victim: Component, phases: deque[str], rng: random.Random, tally: Tally) -> bool:
+    """From the victim's birth to its violent end; False if the run has ended before. The first of `phases` goes to the end once it was
+    hit, or often enough not come to."""
     last = members[-1]
     death, limit_s = None, rng.uniform(0.0, 2.5 * victim.progress_s)
     if rng.random() < INSIDE:
-        phase = next(phases)
-        death, limit_s = Death(phase, rng.randint(1, 3), rng.uniform(0.0, 1.2 * victim.took_s[phase])), 5.0 + 10.0 * victim.progress_s
+        phase = phases[0]
+        number = 1 if phase in SELDOM else rng.randint(1, 3)
+        death, limit_s = Death(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase])), 1.0 + 3.0 * victim.progress_s
     victim.start(death)
     ends = time.monotonic() + limit_s
     while victim.process.is_alive() and last.process.is_alive() and (left := ends - time.monotonic()) > 0:
@@ -367,8 +373,13 @@ def _one_life(members: Sequence[Component], victim: Component, phases: Iterator[
     if code == 0 and victim is last:
         return False
     assert code == -signal.SIGKILL, f"{victim.name} ended by itself with {code}:\n{victim.tail()}"
+    where = victim.marks.where()
     tally.kills += 1
-    tally.phases.update(victim.marks.where() or ["-"])
+    tally.phases.update(where or ["-"])
+    if death is not None:
+        tally.aimed[death.phase] += 1
+        if death.phase in where or tally.aimed[death.phase] % 3 == 0:
+            phases.rotate(-1)
     return True
 
 
