@@ -122,6 +122,7 @@ class Stream:
     async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
         """See Attempts.round. Raises StopAskedError."""
         if self._config.rollout.policy == "wait":
+            await patiently(lambda: self._store.add_tasks(tasks), within_s=PATIENCE_S, what="queueing tasks")  # samplers may come later
             await self._until(lambda: self._finished(step, tasks))
             return await self._read(step=step)
         if step != self._step:
