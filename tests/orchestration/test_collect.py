@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.config import build_config
+from agentevo.orchestration.attempts import InTurn
 from agentevo.orchestration.collect import Collector, next_round
 from agentevo.orchestration.components import open_components
 from agentevo.orchestration.run import train
@@ -18,29 +19,29 @@ from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task, Trajectory, Turn
 
 
-class ScriptedSampler:
+class ScriptedAttempts:
     """`rewards(task, step)` gives a group's rewards; None is a failed attempt. `greedy(task)` that of the attempt beside it."""
 
     def __init__(self, rewards, greedy=lambda task: 0.0) -> None:
         self._rewards, self._greedy = rewards, greedy
+        self.size, self.baseline = 0, False
         self.asked: list[list[str]] = []
 
-    async def sample(self, tasks, *, attempts, temperature, split, step, label, baseline):
-        assert (temperature, split, label) == (1.0, "train", "train")
+    async def round(self, step, tasks):
         self.asked.append([task.id for task in tasks])
         found = []
         for place, task in enumerate(tasks):
             rewards = self._rewards(place, step)
-            assert len(rewards) == attempts
+            assert len(rewards) == self.size
             found += [_attempt(task, f"{task.id}/train@{step}", k, reward) for k, reward in enumerate(rewards)]
-            if baseline:
+            if self.baseline:
                 found.append(_attempt(task, f"{task.id}/baseline@{step}", 0, self._greedy(place)))
         return found
 
 
 def _attempt(task: Task, group: str, number: int, reward: float | None) -> Trajectory:
-    size = 1 + number
-    turn = Turn(index=0, prompt_ids=[1], completion_ids=[2] * size, logprobs=[0.0] * size, versions=[0] * size, finish_reason="stop")
+    size, version = 1 + number, int(group.rpartition("@")[2]) - 1
+    turn = Turn(index=0, prompt_ids=[1], completion_ids=[2] * size, logprobs=[0.0] * size, versions=[version] * size, finish_reason="stop")
     return Trajectory(
         id=f"{group}#{number}",
         task_id=task.id,
@@ -64,6 +65,7 @@ def collector(sampler, algorithm, *, groups: int = 4, size: int = 2, given: int 
     }
     tree |= {} if given is not None else {"environment": {"type": "coins"}}
     config = build_config(tree, needs_environment=given is None)
+    sampler.size, sampler.baseline = size, "baseline_rewards" in config.algorithm.needs
     return Collector(config, sampler, TaskSource(config, None if given is None else [Task(id=f"t{n}") for n in range(given)]))
 
 
@@ -83,7 +85,7 @@ ALIKE, DIFFERENT = [1.0, 1.0], [1.0, 0.0]
 
 
 def test_without_dynamic_sampling_there_is_one_round():
-    sampler = ScriptedSampler(lambda place, step: DIFFERENT if place == 1 else ALIKE)
+    sampler = ScriptedAttempts(lambda place, step: DIFFERENT if place == 1 else ALIKE)
     for rounds in (0, 1):
         found = run(collector(sampler, {"dynamic_sampling": rounds}))
         assert sampler.asked.pop() == ["train-0", "train-1", "train-2", "train-3"]
@@ -95,7 +97,7 @@ def test_without_dynamic_sampling_there_is_one_round():
 
 def test_a_step_samples_until_its_batch_is_full():
     """Half of the groups of a round are informative (4 of 8 tasks, then as many more as are to be expected)."""
-    sampler = ScriptedSampler(lambda place, step: DIFFERENT if place % 2 else ALIKE)
+    sampler = ScriptedAttempts(lambda place, step: DIFFERENT if place % 2 else ALIKE)
     found = run(collector(sampler, {"dynamic_sampling": 9}))
     assert sampler.asked == [[f"train-{n}" for n in range(4)], ["train-1+0", "train-1+1", "train-1+2", "train-1+3"]]
     assert [t.task_id for t in found.kept] == [name for name in ("train-1", "train-3", "train-1+1", "train-1+3") for _ in range(2)]
@@ -106,7 +108,7 @@ def test_a_step_samples_until_its_batch_is_full():
 
 
 def test_what_is_too_much_is_surplus():
-    sampler = ScriptedSampler(lambda place, step: DIFFERENT if len(sampler.asked) > 1 or place == 0 else ALIKE)
+    sampler = ScriptedAttempts(lambda place, step: DIFFERENT if len(sampler.asked) > 1 or place == 0 else ALIKE)
     found = run(collector(sampler, {"dynamic_sampling": 9}))
     assert [len(asked) for asked in sampler.asked] == [4, 4], "3 missing of which a quarter is expected: no more than a whole round"
     assert reasons(found) == {"zero-variance": {"train-1", "train-2", "train-3"}, "surplus": {"train-1+3"}}
@@ -116,17 +118,17 @@ def test_what_is_too_much_is_surplus():
 
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_rounds_are_bounded_and_the_step_trains_on_what_there_is(rounds):
-    sampler = ScriptedSampler(lambda place, step: DIFFERENT if len(sampler.asked) == 1 and place == 0 else ALIKE)
+    sampler = ScriptedAttempts(lambda place, step: DIFFERENT if len(sampler.asked) == 1 and place == 0 else ALIKE)
     found = run(collector(sampler, {"dynamic_sampling": rounds}))
     assert len(sampler.asked) == found.metrics["rollout/rounds"] == rounds
     assert [t.task_id for t in found.kept] == ["train-0", "train-0"]
-    nothing = run(collector(ScriptedSampler(lambda place, step: ALIKE), {"dynamic_sampling": rounds}))
+    nothing = run(collector(ScriptedAttempts(lambda place, step: ALIKE), {"dynamic_sampling": rounds}))
     assert nothing.kept == []
     assert nothing.metrics["rollout/informative_share"] == 0
 
 
 def test_a_group_of_one_is_not_informative_and_is_counted():
-    sampler = ScriptedSampler(lambda place, step: [1.0, None] if place == 0 and len(sampler.asked) == 1 else DIFFERENT)
+    sampler = ScriptedAttempts(lambda place, step: [1.0, None] if place == 0 and len(sampler.asked) == 1 else DIFFERENT)
     found = run(collector(sampler, {"dynamic_sampling": 3}))
     assert reasons(found)["group-of-one"] == {"train-0"}
     assert reasons(found)["failed"] == {"train-0"}
@@ -149,13 +151,13 @@ def test_how_many_groups_come_next(wanted, informative, uninformative):
 
 
 def test_given_tasks_refill_until_they_are_used_up():
-    sampler = ScriptedSampler(lambda place, step: ALIKE)
+    sampler = ScriptedAttempts(lambda place, step: ALIKE)
     found = run(collector(sampler, {"dynamic_sampling": 50}, groups=3, given=12, held_out=2), step=2)
     asked = [name for names in sampler.asked for name in names]
     assert sorted(asked) == sorted(f"t{n}" for n in range(10)), "each once, none that is held out"
     assert [len(names) for names in sampler.asked] == [3, 3, 3, 1]
     assert found.metrics["rollout/rounds"] == 4
-    again = ScriptedSampler(lambda place, step: ALIKE)
+    again = ScriptedAttempts(lambda place, step: ALIKE)
     run(collector(again, {"dynamic_sampling": 50}, groups=3, given=12, held_out=2), step=2)
     assert again.asked == sampler.asked
     run(collector(again, {"dynamic_sampling": 50}, groups=3, given=12, held_out=2), step=3)
@@ -165,7 +167,7 @@ def test_given_tasks_refill_until_they_are_used_up():
 def test_groups_below_the_usual_spread():
     """Steps 1 and 2 record spreads with means 0.75 and 0.25 (times sqrt(1/2)); from step 3 on at least half of 0.5 is needed."""
     rewards = {1: [1.0, 0.5], 2: [0.5, 0.0], 3: [0.2, 0.3], 4: [0.2, 0.25]}
-    sampler = ScriptedSampler(lambda place, step: [rewards[step][place], 0.0])
+    sampler = ScriptedAttempts(lambda place, step: [rewards[step][place], 0.0])
     keys = {"rlpr_beta": 0.5, "rlpr_decay": 0.0, "rlpr_record_from": 1, "rlpr_start": 3}
     one = collector(sampler, keys, groups=2)
     assert "below-usual-spread" not in reasons(run(one, 1))
@@ -186,7 +188,7 @@ def test_groups_below_the_usual_spread():
 
 def test_a_full_batch_has_none_below_the_usual_spread():
     """Each further round is filtered too, and once only: the mean of step 2 is over its five groups."""
-    sampler = ScriptedSampler(lambda place, step: [0.8, 0.0] if step == 1 or len(sampler.asked) > 2 else [0.2 + place, 0.0])
+    sampler = ScriptedAttempts(lambda place, step: [0.8, 0.0] if step == 1 or len(sampler.asked) > 2 else [0.2 + place, 0.0])
     one = collector(sampler, {"rlpr_beta": 0.5, "rlpr_decay": 0.0, "rlpr_record_from": 1, "rlpr_start": 2, "dynamic_sampling": 5}, groups=2)
     run(one, 1)
     found = run(one, 2)
@@ -197,13 +199,13 @@ def test_a_full_batch_has_none_below_the_usual_spread():
 
 
 def test_without_rlpr_there_is_nothing_to_remember():
-    one = collector(ScriptedSampler(lambda place, step: DIFFERENT), {})
+    one = collector(ScriptedAttempts(lambda place, step: DIFFERENT), {})
     assert one.state_dict() == {}
     one.load_state_dict({"rlpr": {"step": 3}})  # switched off since
 
 
 def test_each_group_of_remax_has_its_greedy_attempt():
-    sampler = ScriptedSampler(lambda place, step: [1.0, 0.5], lambda place: [0.25, None, 0.75][place])
+    sampler = ScriptedAttempts(lambda place, step: [1.0, 0.5], lambda place: [0.25, None, 0.75][place])
     found = run(collector(sampler, {"name": "remax"}, groups=3))
     assert found.baselines == {"train-0": 0.25, "train-2": 0.75}
     assert {t.task_id for t in found.kept} == {"train-0", "train-2"}
@@ -217,14 +219,14 @@ def test_each_group_of_remax_has_its_greedy_attempt():
 
 
 def test_others_have_no_greedy_attempt():
-    found = run(collector(ScriptedSampler(lambda place, step: DIFFERENT), {}))
+    found = run(collector(ScriptedAttempts(lambda place, step: DIFFERENT), {}))
     assert found.baselines == {}
     assert "rollout/baseline_reward" not in found.metrics
 
 
 def test_the_length_changes_rewards_after_the_filters():
     """Members have 1 and 2 tokens of at most 4. Equal rewards stay equal to the filter, though shaping would tell them apart."""
-    sampler = ScriptedSampler(lambda place, step: ALIKE if place == 0 else DIFFERENT, lambda place: 0.5)
+    sampler = ScriptedAttempts(lambda place, step: ALIKE if place == 0 else DIFFERENT, lambda place: 0.5)
     found = run(collector(sampler, {"length_shaping": "linear", "length_weight": 0.1}, groups=2))
     assert reasons(found) == {"zero-variance": {"train-0"}}
     assert [t.reward for t in found.kept] == pytest.approx([0.9, -0.2])
@@ -244,7 +246,7 @@ def test_the_length_changes_rewards_after_the_filters():
 
 
 def test_a_small_share_of_the_groups():
-    sampler = ScriptedSampler(lambda place, step: [place / 4, 0.0])
+    sampler = ScriptedAttempts(lambda place, step: [place / 4, 0.0])
     found = run(collector(sampler, {"name": "starpo_s"}))
     assert {t.task_id for t in found.kept} == {"train-3"}
     assert reasons(found) == {"small-spread": {"train-0", "train-1", "train-2"}}
@@ -304,7 +306,7 @@ def test_greedy_attempts_of_a_real_policy(tmp_path, small_config):
 
     async def work(name: str):
         async with open_components(config, store_url=f"sqlite:///{tmp_path / name}") as parts:
-            found = await Collector(config, parts.sampler, parts.tasks).collect(1)
+            found = await Collector(config, InTurn(parts), parts.tasks).collect(1)
             return found, [one async for one in parts.store.trajectories()], await parts.store.counts()
 
     found, stored, counts = asyncio.run(work("one.sqlite"))

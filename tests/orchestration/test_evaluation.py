@@ -43,7 +43,7 @@ def parts_of(**sections) -> SimpleNamespace:
 
 def test_greedy_and_sampled():
     parts = parts_of(evaluation={"temperature": 0.6})
-    found = asyncio.run(evaluate(parts, 7, samples=2, players=Baselines(random=0.25, optimal=None)))
+    found, tokens = asyncio.run(evaluate(parts, 7, samples=2, players=Baselines(random=0.25, optimal=None)))
     assert [(one["label"], one["attempts"], one["temperature"], one["split"], one["step"]) for one in parts.sampler.asked] == [
         ("greedy", 1, 0.0, "eval", 7),
         ("sampled", 2, 0.6, "eval", 7),
@@ -55,11 +55,12 @@ def test_greedy_and_sampled():
     assert found["val-core/coins/random"] == 0.25
     assert "val-core/coins/optimal" not in found
     assert headline(found) == 0.25
+    assert tokens == 0, "these attempts have no turns"
 
 
 def test_greedy_only():
     parts = parts_of()
-    found = asyncio.run(evaluate(parts, 0, samples=0, players=None))
+    found, _ = asyncio.run(evaluate(parts, 0, samples=0, players=None))
     assert len(parts.sampler.asked) == 1
     assert not [key for key in found if "sampled" in key or key.endswith("/random")]
 

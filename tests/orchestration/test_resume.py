@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import yaml
 
 from agentevo.agents import Outcome
 from agentevo.config import build_config, load_config, to_yaml
-from agentevo.errors import CheckpointError, ConfigError
+from agentevo.errors import ConfigError, TrainingError
 from agentevo.observability import LiveView
 from agentevo.orchestration.run import changes, train
 from agentevo.types import Message, Task
@@ -212,17 +214,41 @@ def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, asse
     assert sum("actor/grad_norm" in row for row in one["metrics"]) == 4
 
 
-def test_a_stop_during_the_cold_start_leaves_nothing_to_resume(tmp_path, small_config, quiet_view):
+def test_a_stop_during_the_cold_start_starts_again(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
     config = small_config(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(phase=("cold start", "2/")))
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint to resume from: start again with run\.overwrite=true"):
-        train(config, resume=True, view=quiet_view())
     with pytest.raises(ConfigError, match="holds a run already"):
         train(config, view=quiet_view())
-    again = small_config(tmp_path / "run", "run.overwrite=true", "trainer.steps=0", "cold_start.episodes=0")
-    train(again, view=quiet_view())
-    assert json.loads((config.run_dir / "summary.json").read_text())["steps"] == 0
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), whole)
+
+
+@pytest.mark.parametrize("torn", ["newest", "all"])
+def test_torn_checkpoints_cost_time_only(torn, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+    """What was committed after the newest whole checkpoint is done again from the store: not one token is sampled for it."""
+    config = small_config(tmp_path / "run", "checkpoint.keep_last=3")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, view=quiet_view(step=3))
+    found = sorted((config.run_dir / "checkpoints").glob("step-*"))
+    assert [path.name for path in found] == ["step-000002", "step-000003"]
+    for path in found if torn == "all" else found[-1:]:
+        weights = path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-7])
+    resumed = quiet_view()
+    train(config, resume=True, view=resumed)
+    assert_same(outcome_of(config.run_dir), whole)
+
+
+def test_a_plan_that_no_longer_fits_the_store_is_not_done_again(tmp_path, small_config, quiet_view):
+    config = small_config(tmp_path / "run", "checkpoint.every=0", "evaluation.every=0")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, view=quiet_view(step=1))
+    shutil.rmtree(config.run_dir / "checkpoints")
+    with sqlite3.connect(config.run_dir / "store.sqlite") as store:
+        store.execute("UPDATE trajectories SET reward = reward + 1 WHERE trained_step = 1")
+    with pytest.raises(TrainingError, match="are not those that were trained on"):
+        train(config, resume=True, view=quiet_view())
 
 
 KILLED = """
@@ -230,11 +256,11 @@ import os, signal, sys
 import torch
 from agentevo.config import load_config
 from agentevo.observability import LiveView
-from agentevo.observability import LiveView
-from agentevo.orchestration.run import changes, train
-from agentevo.rollout.sampler import Sampler
+from agentevo.orchestration.run import train
+from agentevo.rollout.group import Attempt
 
 where = sys.argv[2]
+attempt, save = Attempt.run, torch.save
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -244,11 +270,9 @@ class View(LiveView):
         if f"{name} {detail}" == where:
             die()
 
-attempt, save = Sampler._attempt, torch.save
-
-async def one_attempt(self, task, number, sampling, group):
-    found = await attempt(self, task, number, sampling, group)
-    if where == "second attempt of step 3" and group.endswith("train@3") and number == 1:
+async def one_attempt(self, *, task_id, group_id, number):
+    found = await attempt(self, task_id=task_id, group_id=group_id, number=number)
+    if where == "second attempt of step 3" and group_id.endswith("train@3") and number == 1:
         die()
     return found
 
@@ -259,7 +283,7 @@ def half_a_file(state, file):
         die()
     save(state, file)
 
-Sampler._attempt, torch.save = one_attempt, half_a_file
+Attempt.run, torch.save = one_attempt, half_a_file
 train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=View("killed", plain=True, stream=open(os.devnull, "w")))
 """
 

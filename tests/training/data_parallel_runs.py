@@ -15,6 +15,7 @@ from agentevo.config import AlgorithmSection, CriticSection, SFTSection, Trainer
 from agentevo.models.attention import prepare
 from agentevo.training.optimization import Optimization
 from agentevo.training.passes import backward_through_sums, micro_batches, token_tables
+from agentevo.training.staleness import mask_stale
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
@@ -56,8 +57,14 @@ def samples_of(num_groups: int, size: int = 4) -> list[Sample]:
     return found
 
 
-def reinforced(algorithm: AlgorithmSection, num_groups: int = 4, size: int = 4, critic: CriticSection | None = None):
+def reinforced(
+    algorithm: AlgorithmSection, num_groups: int = 4, size: int = 4, critic: CriticSection | None = None, bound: int | None = None
+):
+    """bound: tokens are of versions 0 to 4, the trainer is at 4."""
     model, samples = model_of(1), samples_of(num_groups, size)
+    if bound is not None:
+        aged = [msgspec.structs.replace(s, versions=[place % 5 if m else -1 for place, m in enumerate(s.loss_mask)]) for s in samples]
+        samples, _ = mask_stale(aged, trainer_version=4, bound=bound)
     trainer = Trainer(model, SECTION, algorithm, critic=critic)
     trainer.begin()
     reference = trainer.roles.reference
@@ -95,6 +102,7 @@ RUNS = {
     "grpo": lambda: reinforced(AlgorithmSection(kl_coef=0.2, entropy_coef=0.01)),
     "ppo": lambda: reinforced(AlgorithmSection(name="ppo"), critic=CriticSection(learning_rate=1e-3)),
     "ppo-shared": lambda: reinforced(AlgorithmSection(name="ppo"), critic=CriticSection(trunk="shared", learning_rate=1e-3)),
+    "stale tokens": lambda: reinforced(AlgorithmSection(), bound=2),
     "clip-cov": lambda: reinforced(AlgorithmSection(policy_loss="clip_cov")),
     "more ranks than samples": lambda: reinforced(AlgorithmSection(), num_groups=1, size=1),
     "sft": supervised,

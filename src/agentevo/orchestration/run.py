@@ -32,6 +32,7 @@ from agentevo.orchestration.components import (
 from agentevo.orchestration.evaluation import evaluate, reference_players
 from agentevo.orchestration.preference import check_preference
 from agentevo.orchestration.replay import Replay, replay
+from agentevo.orchestration.shared_store import prepare_store
 from agentevo.orchestration.training_run import run_training
 from agentevo.rollout.task_source import TaskSource
 from agentevo.run_folder import read_store
@@ -225,8 +226,9 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
 
 
 def prepare_folder(config: RunConfig) -> None:
-    """Leaves no folder, or an empty one. Refuses to mix two runs."""
+    """Leaves no folder, or an empty one, and an empty store. Refuses to mix two runs."""
     check_folder(config)
+    prepare_store(config)
     if (config.run_dir / "config.yaml").is_file():
         shutil.rmtree(config.run_dir)
 

@@ -109,6 +109,11 @@ async def delete_orphans(connection: AsyncConnection) -> int:
     return (await connection.execute(delete(tokens).where(~owner))).rowcount
 
 
+async def clear(connection: AsyncConnection) -> int:
+    counts = [(await connection.execute(delete(table))).rowcount for table in (tokens, trajectories, tasks, steps)]
+    return sum(counts[1:])
+
+
 async def read_steps(connection: AsyncConnection, *, last_only: bool) -> list[StepRecord]:
     query = select(steps).order_by(steps.c.step.desc()).limit(1) if last_only else select(steps).order_by(steps.c.step)
     return [decode_step(row._mapping) for row in await connection.execute(query)]

@@ -324,6 +324,11 @@ class Rows:
             deleted += (await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)).deleted_count
         return deleted
 
+    async def clear(self) -> int:
+        await self.tokens.delete_many({}, session=self.session)
+        facts = (self.trajectories, self.tasks, self.steps)
+        return sum([(await collection.delete_many({}, session=self.session)).deleted_count for collection in facts])
+
 
 def _appended(found: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
     event = TaskEvent(kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)

@@ -392,6 +392,9 @@ class MongoDBStore(Streaming):
         done = await self._run("gc", work, turn=True)
         return done | {"bytes": before - await self.size_bytes()}
 
+    async def clear(self) -> int:
+        return await self._run("clear", lambda rows: rows.clear(), turn=True)
+
 
 stores.register("mongodb")(MongoDBStore.open)
 stores.register("mongodb+srv")(MongoDBStore.open)

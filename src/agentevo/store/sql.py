@@ -243,3 +243,6 @@ class SQLStore(Streaming):
         async with self._deadline("gc"):
             await self._vacuum()
         return done | {"bytes": before - await self.size_bytes()}
+
+    async def clear(self) -> int:
+        return await self._run("clear", ledger.clear, write=True, lock="alone")

@@ -15,7 +15,7 @@ the split `train` can be reserved. (3) Every call happens whole or not at all, a
 caller that got `DeadlineExceededError` or `StoreUnavailableError` may simply call again (`lease_task` then leaves a lease behind, to run
 out). (4) What is read back equals what was written, except that log-probs are rounded to float32.
 
-`rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost.
+`rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost. `clear` takes away all of them.
 
 Leases are timed by a clock that all holders share and that nobody sets (clock.py). No lease has more time left than its own length, and
 no task waits for longer than RetryPolicy's longest delay, whatever a clock has jumped to.
@@ -299,6 +299,10 @@ class Store(Protocol):
         With `dropped` the turns of dropped trajectories are deleted too (`tokens`). Then the space is given back to the disk (`bytes`:
         how much less). Returns these numbers.
         """
+
+    async def clear(self) -> int:
+        """Takes away all tasks, trajectories and steps, for a run that replaces another; returns how many. Nobody else may be at work: a
+        worker with an old lease could not be told from one of the new run."""
 
 
 class StoreOpener(Protocol):

@@ -1,0 +1,36 @@
+"""A store that lies outside of the run's folder (`store.url`) holds one run, as the folder does."""
+
+from __future__ import annotations
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.run_folder import is_run_folder, run_store_url, use_store
+from agentevo.store.store import Store
+
+CLEAR_TIMEOUT_S = 600.0
+
+
+def prepare_store(config: RunConfig) -> None:
+    """Leaves an empty store to a new run. With run.overwrite the run that is in the folder loses what it has in the store too.
+
+    Raises ConfigError, and leaves all as it was, for a store that another run has filled: nobody said that it may go.
+    """
+    url = config.store.url
+    if url is None:  # in the folder, and goes with it
+        return
+    overwritten = config.run.overwrite and is_run_folder(config.run_dir) and run_store_url(config.run_dir) == url
+
+    async def work(store: Store) -> None:
+        counts = await store.counts()
+        rows = {kind: sum(n for name, n in counts.items() if name.startswith(kind)) for kind in ("tasks", "trajectories", "steps")}
+        if not any(rows.values()):
+            return
+        if not overwritten:
+            held = ", ".join(f"{count} {kind}" for kind, count in rows.items() if count)
+            raise ConfigError(
+                f"store.url: the store holds {held} of another run: give another file, ?schema=NAME or database, resume that run with "
+                "--resume, or delete it by run.overwrite=true with its own run.dir"
+            )
+        await store.clear()
+
+    use_store(url, work, create=True, timeout_s=CLEAR_TIMEOUT_S)
