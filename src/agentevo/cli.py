@@ -163,6 +163,25 @@ def learn(recipe: Recipe, overrides: Overrides = None) -> None:
     run_learner(config, view=LiveView(config.run.name))
 
 
+@app.command()
+def sample(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    name: Annotated[str, typer.Option(help="What to call it in the store. Default: of the machine and process.")] = "",
+    engine: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="An engine to use; again for more. Default: RUN/engines/.")
+    ] = None,
+    parent: Annotated[int, typer.Option(hidden=True, help="End when this process is no longer the parent.")] = 0,
+) -> None:
+    """A sampler alone: plays the tasks that `agentevo learn` of the same recipe trains on, with the engines of `agentevo serve`."""
+    from agentevo.config import load_config
+
+    config = load_config(recipe, overrides or [])
+    from agentevo.orchestration.sample import sample as run_sampler
+
+    run_sampler(config, name=name or None, engines=engine or (), parent=parent or None)
+
+
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if resume and sweep.overwrite:
         raise ConfigError("--resume goes on with the sweep in the folder and run.overwrite deletes it: give only one of the two")

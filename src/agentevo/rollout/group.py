@@ -7,6 +7,7 @@ What goes wrong inside an agent is data: the attempt becomes a `failed` trajecto
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 
@@ -97,10 +98,20 @@ class Attempt:
             return nothing, "failed", "CancelledError: the agent cancelled itself"
         error = playing.exception()
         if error is None:
-            return playing.result(), "completed", None
+            return _checked(playing.result())
         if not isinstance(error, Exception):
             raise error
         return nothing, "failed", f"{type(error).__name__}: {error}"
+
+
+def _checked(outcome: Outcome) -> tuple[Outcome, Status, str | None]:
+    """An outcome that is no number can't be stored, averaged or trained on."""
+    numbers = {"reward": outcome.reward, **outcome.reward_parts, **outcome.metrics}
+    numbers |= {f"reward of turn {turn}": reward for turn, reward in outcome.turn_rewards.items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            return Outcome(reward=0.0, success=False), "failed", f"the agent's {name} is {value}"
+    return outcome, "completed", None
 
 
 class Group:

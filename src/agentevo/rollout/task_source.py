@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from msgspec.structs import replace
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
@@ -25,6 +26,14 @@ class TaskSource:
         self._held_out = max(1, min(config.evaluation.tasks, len(self._given) // 5)) if self._given is not None else config.evaluation.tasks
         if self._given is not None and len(self._given) < 2:
             raise ConfigError(f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and one held out")
+        self._by_id = {task.id: task for task in self._given or ()}
+        repeated = next(
+            (name for name in self._by_id if name.rpartition("~")[0] in self._by_id and name.rpartition("~")[2].isdigit()), None
+        )
+        if repeated is not None:
+            raise ConfigError(
+                f"tasks: the id {repeated!r} is what a repetition of {repeated.rpartition('~')[0]!r} is called: give it another"
+            )
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
         if self._config.environment is None:
@@ -39,8 +48,23 @@ class TaskSource:
             return self._environment("train", (step - 1) * count, count)
         pool = self._given[: -self._held_out]
         count = min(count, len(pool))
-        round_, place = divmod(step - 1, len(pool) // count)
+        round_, place = divmod(step - 1, len(pool) // count)  # `queued` counts rounds likewise
         return [pool[index] for index in self._shuffled("order", round_, len(pool))[place * count : (place + 1) * count]]
+
+    def queued(self, step: int) -> list[Task]:
+        """Tasks of step `step` as samplers queue them: `metadata["step"]` says for which step, and a given task that a later round repeats
+        is a task of its own there, ID~ROUND."""
+        tasks, round_ = self.train(step), 0
+        if self._given is not None:
+            pool = len(self._given) - self._held_out
+            round_ = (step - 1) // (pool // len(tasks))
+        return [replace(task, id=f"{task.id}~{round_}" if round_ else task.id, metadata=task.metadata | {"step": step}) for task in tasks]
+
+    def as_given(self, task: Task) -> Task:
+        """A queued task as the agent knows it."""
+        if self._given is None:
+            return replace(task, metadata={key: value for key, value in task.metadata.items() if key != "step"})
+        return self._by_id.get(task.id) or self._by_id.get(task.id.rpartition("~")[0]) or task
 
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch, always the same ones: endless new ones of an environment; of given tasks

@@ -1,0 +1,171 @@
+"""`agentevo sample`: a sampler of a run as a process of its own.
+
+It needs no weights: conversations are encoded with the recipe's tokenizer, tokens come from the engines that announce themselves in
+RUN/engines/ (or that are given by URL), tasks and trajectories go through the run's store. It may start before any of them, and waits for
+them. Asked to stop (SIGTERM, Ctrl-C, the end of its parent) it gives its tasks back; killed, its leases run out and others do them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from agentevo.agents import Agent, EnvironmentAgent
+from agentevo.config import RunConfig
+from agentevo.errors import ModelError
+from agentevo.models.chat import ChatFormat
+from agentevo.models.resolve import fetch
+from agentevo.orchestration.components import AgentFunction, FunctionAgent, load_policy, make_environment
+from agentevo.rollout.patience import patiently
+from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.service import PATIENCE_S, SamplerService
+from agentevo.rollout.task_source import TaskSource
+from agentevo.store.store import Store, open_store
+from agentevo.types import Task
+
+if TYPE_CHECKING:
+    from agentevo.inference.remote import RemoteEngine
+
+LOOK_S = 0.05
+"""How often to look whether to stop."""
+DONE_S = 2.0
+"""How often to look whether the run has come to its last step."""
+GRACE_S = 2.0
+"""For the service to see that it is to stop; then it is cancelled, wherever it waits."""
+
+
+def sample(
+    config: RunConfig,
+    *,
+    name: str | None = None,
+    engines: Sequence[str] = (),
+    parent: int | None = None,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> None:
+    """Samples until it is asked to stop, or the run's last step is committed; blocks.
+
+    `engines` are URLs, else those are used that the run's folder knows. `parent` is a process with which it ends, and before which it does
+    not. Raises ConfigError before anything is created.
+    """
+    from agentevo.orchestration.run_identity import ensure_run_folder
+    from agentevo.orchestration.stopping import asked_to_stop
+
+    name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
+    note = note if note is not None else _to_stderr
+    if agent is None:
+        make_environment(config).close()
+    source = TaskSource(config, tasks)
+    player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
+    with asked_to_stop(parent) as stop:
+        chat, context_length = conversation(config)
+        ensure_run_folder(config)
+        asyncio.run(_sample(config, name, engines, player, source, chat, context_length, stop, ends=parent is None, note=note))
+
+
+def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
+    """How the recipe's model speaks, and the length of its context in tokens; without reading its weights."""
+    if config.model.name == "tiny":  # made on the spot, tokenizer and all
+        loaded = load_policy(config)
+        return ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None)), config.model.tiny.context_length
+    folder = fetch(config.model.name, None)
+    try:
+        tokenizer, shape = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+        saved = (folder / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(folder) if saved else GenerationConfig.from_model_config(shape)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model {config.model.name!r}: tokenizer and configuration in {folder} can't be read ({reason})") from error
+    return ChatFormat(tokenizer, generation), int(getattr(shape, "max_position_embeddings", 1 << 30))
+
+
+def _to_stderr(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+async def _sample(
+    config: RunConfig,
+    name: str,
+    urls: Sequence[str],
+    player: Agent,
+    source: TaskSource,
+    chat: ChatFormat,
+    context_length: int,
+    stop: Callable[[], bool],
+    *,
+    ends: bool,
+    note: Callable[[str], None],
+) -> None:
+    from agentevo.inference.directory import EngineDirectory
+    from agentevo.inference.remote import RemoteEngine
+
+    opening = asyncio.create_task(patiently(lambda: open_store(config.store_url), within_s=PATIENCE_S, what="opening the store"))
+    if not await _unless(stop, opening):
+        return
+    engine = RemoteEngine(list(urls) or EngineDirectory(config.run_dir / "engines"), poll_s=config.rollout.poll_s)
+    try:
+        async with opening.result() as store:
+            sampler = Sampler(config, engine, chat, player, store, context_length)
+            service = SamplerService(config, sampler, engine, store, source, worker=name)
+            note(f"{name}: sampling for {config.run_dir}")
+            await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
+            written = service.stats()["sampler/groups_written"]
+            note(f"{name}: stopped after {written:g} groups" + ("" if stop() else f": the run has made its {config.trainer.steps} steps"))
+    finally:
+        await engine.close()
+
+
+async def _serve(service: SamplerService, engine: RemoteEngine, store: Store, steps: int, stop: Callable[[], bool], *, ends: bool) -> None:
+    """Runs the service until `stop` or, where it `ends` by itself, the last step; whatever fails meanwhile is raised."""
+    done: list[bool] = []
+    serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
+    watching = [asyncio.create_task(_keep_looking(engine))]
+    if ends:
+        watching.append(asyncio.create_task(_until_done(store, steps, done)))
+    try:
+        while not serving.done() and not stop() and not done:
+            finished, _ = await asyncio.wait([serving, *watching], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                task.result()
+        await asyncio.wait([serving], timeout=GRACE_S)
+    finally:
+        for task in (serving, *watching):
+            task.cancel()
+        await asyncio.gather(serving, *watching, return_exceptions=True)
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _keep_looking(engine: RemoteEngine) -> None:
+    """Engines come and go; the first are found before anything is asked of them."""
+    while True:
+        await engine.refresh()
+        await asyncio.sleep(1.0)
+
+
+async def _until_done(store: Store, steps: int, done: list[bool]) -> None:
+    while True:
+        last = await patiently(store.last_step, within_s=PATIENCE_S, what="last_step")
+        if last is not None and last.step >= steps:
+            done.append(True)
+            return
+        await asyncio.sleep(DONE_S)
+
+
+async def _unless(stop: Callable[[], bool], waited_for: asyncio.Task[Store]) -> bool:
+    """Waits for it; False, with it cancelled, if `stop` came first."""
+    while not waited_for.done():
+        if stop():
+            waited_for.cancel()
+            await asyncio.gather(waited_for, return_exceptions=True)
+            return False
+        await asyncio.wait([waited_for], timeout=LOOK_S)
+    return True

@@ -1,0 +1,659 @@
+"""The sampler's service: what is admitted when, whose group is written, and what becomes of everything that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    RequestTooLongError,
+    StoreError,
+    StoreUnavailableError,
+)
+from agentevo.rollout import service as service_module
+from agentevo.store.store import RetryPolicy, open_store
+from agentevo.types import Task, Trajectory
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def url(tmp_path) -> str:
+    return f"sqlite:///{tmp_path / 'store.sqlite'}"
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(*services):
+    """Runs them; a failure of one is raised at the end. `stop` is a list to fill."""
+    stop: list[bool] = []
+    running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
+    try:
+        yield stop
+    finally:
+        stop.append(True)
+        await asyncio.gather(*running)
+
+
+def num_groups(store, count: int):
+    async def there() -> bool:
+        return len({s.group_id for s in await store.summaries(split="train")}) >= count
+
+    return there
+
+
+def oldest(trajectory: Trajectory) -> int:
+    return min(version for turn in trajectory.turns for version in turn.versions)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, moving_engine):
+    """Two services whose engines learn of new weights at different times, a trainer that takes its time: at every step every token is
+    within the bound, every step gets the groups of its own tasks, each once, and some are sampled ahead."""
+    rng = random.Random(seed)
+    eta, steps = rng.choice([0, 1, 2, 4]), 5
+    ages: list[int] = []
+
+    async def follow(engine, versions, stop):
+        while not stop:
+            await asyncio.sleep(rng.random() * 0.03)
+            engine.version = versions[-1]
+
+    async def scenario():
+        engines = [moving_engine(seed=seed + i, pause_s=0.01) for i in range(2)]
+        async with await open_store(url) as store, await open_store(url) as other:
+            services = [
+                make_service(engine, one, {"staleness": eta}, steps=steps, worker=f"w{i}")
+                for i, (engine, one) in enumerate(zip(engines, (store, other), strict=True))
+            ]
+            versions, over = [0], []
+            following = [asyncio.create_task(follow(engine, versions, over)) for engine in engines]
+            async with serving(*services):
+                for step in range(1, steps + 1):
+
+                    async def whole(step=step):
+                        return len(await store.summaries(step=step, split="train")) == 4
+
+                    await until(whole)
+                    await asyncio.sleep(rng.random() * 0.05)
+                    trained = [one.trajectory async for one in store.trajectories(step=step, state="ready")]
+                    assert len(trained) == 4
+                    ages.extend(step - 1 - oldest(one) for one in trained)
+                    await store.reserve([one.id for one in trained], step)
+                    await store.commit_step(step, {})
+                    versions.append(step)
+            over.append(True)
+            await asyncio.gather(*following)
+            for engine in engines:
+                for session, version in engine.begun:
+                    step = int(session.rpartition("@")[2].partition("#")[0])
+                    assert step <= min(version + 1 + eta, steps), "started too early"
+            counts = await store.counts()
+            assert counts["tasks/completed"] == 2 * steps == sum(n for key, n in counts.items() if key.startswith("tasks/"))
+            assert counts["trajectories/train/committed"] == 4 * steps == sum(n for key, n in counts.items() if "train/" in key)
+            sampled = Counter(session for engine in engines for session, _ in engine.begun)
+            assert set(sampled.values()) == {2}, "each attempt was made once, in two turns"
+            assert [task.task.metadata["step"] for task in [one async for one in store.tasks()]] == sorted(list(range(1, steps + 1)) * 2)
+
+    asyncio.run(scenario())
+    assert max(ages) <= eta and min(ages) >= 0
+    assert eta == 0 or max(ages) > 0, "nothing was sampled ahead"
+
+
+def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, moving_engine):
+    """An engine that says 3 and draws under 0, as one that comes back may."""
+
+    class Liar(moving_engine):
+        async def generate(self, *arguments, **more):
+            completion = await super().generate(*arguments, **more)
+            if len(self.begun) <= 8:
+                completion.versions[:] = [0] * 3
+            return completion
+
+    async def scenario():
+        engine = Liar(version=3)
+        async with await open_store(url, retries=RetryPolicy(first_delay_s=0.02)) as store:
+            for step in (1, 2, 3):
+                await store.commit_step(step, {})
+            async with serving(make_service(engine, store, {"staleness": 1}, steps=4)):
+                await until(num_groups(store, 2))
+            assert {oldest(one.trajectory) async for one in store.trajectories()} == {3}
+            stored = [one async for one in store.tasks()]
+            assert {one.task.metadata["step"] for one in stored} == {4}
+            errors = [event.error for one in stored for event in one.history]
+            assert errors and all("drew a token under version 0, too old for step 4 with rollout.staleness=1" in e for e in errors)
+
+    asyncio.run(scenario())
+
+
+def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine):
+    """Of two services that look at the same time both may add one: 4, or 5."""
+
+    async def scenario():
+        async with await open_store(url) as store:
+            rollout = {"staleness": 1, "policy": "mask"}
+            async with serving(*(make_service(moving_engine(seed=i), store, rollout, worker=str(i)) for i in range(2))):
+
+                async def settled():
+                    async def there():
+                        return (await store.counts())["trajectories/train/ready"] in (8, 10)
+
+                    await until(there)
+                    await asyncio.sleep(0.1)
+                    assert await there() and await store.outstanding("train") in (4, 5)
+
+                await settled()
+                for step in range(1, 5):
+                    groups = await store.ready_groups("train", size=2, limit=2)
+                    ids = [one.trajectory.id for name in groups async for one in store.trajectories(group_id=name)]
+                    await store.reserve(ids, step)
+                    await asyncio.sleep(0.05)
+                    assert await store.outstanding("train") in (4, 5), "reserved is not yet trained on"
+                    await store.commit_step(step, {})
+                    await settled()
+            names = [one.task.id async for one in store.tasks()]
+            assert len(names) == len(set(names)) and len(names) in (12, 13)
+            assert sum("~1" in name for name in names) == 6, "the second round of the six tasks"
+
+    asyncio.run(scenario())
+
+
+def test_room_for_dynamic_sampling(url, make_service, moving_engine):
+    """Three rounds may take three steps' worth of groups before any is let go of."""
+
+    async def scenario():
+        tree = {"algorithm": {"name": "dapo", "dynamic_sampling": 3}}
+        async with await open_store(url) as store, serving(make_service(moving_engine(), store, {"policy": "mask"}, tree=tree)):
+            await until(num_groups(store, 6))
+            await asyncio.sleep(0.1)
+            assert await store.outstanding("train") == 6
+
+    asyncio.run(scenario())
+
+
+def test_no_more_attempts_than_there_is_room_for(url, make_service, moving_engine):
+    async def scenario():
+        engine = moving_engine(pause_s=0.01)
+        rollout = {"staleness": 4, "max_attempts": 5, "extra_attempts": 0}
+        async with await open_store(url) as store:
+            service = make_service(engine, store, rollout)
+            async with serving(service):
+                await until(num_groups(store, 10))
+            assert engine.most_running == 4, "two groups of two fit into five"
+            assert service.stats()["sampler/groups_written"] == 10
+
+    asyncio.run(scenario())
+
+
+def test_the_agent_sees_the_task_as_it_was_given(url, make_service, moving_engine, two_turns):
+    async def scenario():
+        agent = two_turns()
+        async with await open_store(url) as store:
+            async with serving(make_service(moving_engine(version=9), store, {"staleness": 1}, agent=agent)):
+                await until(num_groups(store, 12))
+            assert {task.id for task in agent.seen} == {f"t{i}" for i in range(6)}
+            assert all(task == Task(id=task.id, query=f"q{task.id[1:]}") for task in agent.seen)
+            assert {s.task_id.partition("~")[2] for s in await store.summaries()} == {"", "1"}
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(url, make_service, moving_engine, two_turns):
+    """The first service hangs in its tool and its heartbeats don't come through; another takes over and writes; then the first wakes up."""
+
+    async def scenario():
+        hold = asyncio.Event()
+        slow = moving_engine()
+        async with await open_store(url) as store, await open_store(url) as other:
+            lates = two_turns(lambda task, policy: hold.wait())
+            first = make_service(slow, store, {"lease_s": 0.15}, agent=lates, steps=1, worker="first")
+            renew, lease_tasks = store.renew, store.lease_tasks
+
+            async def away(*arguments, **more):
+                raise StoreUnavailableError("the network is gone")
+
+            async def once(*arguments, **more):
+                store.lease_tasks = away
+                return await lease_tasks(*arguments, **more)
+
+            store.renew, store.lease_tasks = away, once
+            second = make_service(moving_engine(), other, {"lease_s": 0.15}, steps=1, worker="second")
+            async with serving(first):
+
+                async def taken():
+                    return len(slow.begun) >= 4
+
+                await until(taken)
+                async with serving(second):
+                    await until(num_groups(other, 2))
+                written = [one async for one in other.trajectories()]
+                hold.set()
+
+                async def given_up():
+                    return first.stats()["sampler/groups_running"] == 0
+
+                await until(given_up)
+                store.renew, store.lease_tasks = renew, lease_tasks
+            assert first.stats()["sampler/leases_lost"] == 2 and first.stats()["sampler/groups_written"] == 0
+            assert [one async for one in other.trajectories()] == written and len(written) == 4
+            assert {one.fencing_id for one in [t async for t in other.tasks()]} == {2}
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(url, make_service, moving_engine, two_turns):
+    """The database is away for longer than the leases; then the service itself is the one that takes them over."""
+
+    async def scenario():
+        hold = asyncio.Event()
+        engine = moving_engine()
+        async with await open_store(url) as store:
+            service = make_service(engine, store, {"lease_s": 0.15}, agent=two_turns(lambda *_: hold.wait()), steps=1)
+
+            async def away(lease):
+                raise StoreUnavailableError("the network is gone")
+
+            store.renew = away
+            async with serving(service):
+
+                async def leased_again():
+                    return {one.fencing_id for one in [t async for t in store.tasks()]} == {3}
+
+                await until(leased_again)
+                hold.set()
+                await until(num_groups(store, 2))
+            assert len(engine.begun) == 8, "nothing was begun again"
+            assert service.stats()["sampler/leases_lost"] == 0 and service.stats()["sampler/groups_written"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(url, make_service, moving_engine, two_turns):
+    async def scenario():
+        hold = asyncio.Event()
+        async with await open_store(url) as store:
+            agent = two_turns(lambda task, policy: hold.wait())
+            service = make_service(moving_engine(), store, {"lease_s": 0.3}, agent=agent, steps=1)
+            async with serving(service):
+                await asyncio.sleep(1.0)
+                assert await store.lease_task("thief", lease_s=60) is None, "renewed every third of its length"
+                async with await open_store(url) as other:
+                    clock = type("Ahead", (), {"now": lambda self: _later(other_now())})()
+                    other_now = other._clock.now
+                    other._clock = clock
+                    stolen = await other.lease_tasks("thief", lease_s=60, limit=1)
+                assert len(stolen) == 1
+
+                async def gone():
+                    return service.stats()["sampler/groups_running"] == 1
+
+                await until(gone)
+                assert service.stats()["sampler/leases_lost"] == 1
+                hold.set()
+                await until(num_groups(store, 1))
+            assert {s.task_id for s in await store.summaries()}.isdisjoint({stolen[0].task.id})
+
+    asyncio.run(scenario())
+
+
+def _later(now):
+    return now._replace(steady=now.steady + 3600)
+
+
+def test_infrastructure_is_retried_and_set_aside_at_the_bound(url, make_service, moving_engine):
+    async def scenario():
+        retries = RetryPolicy(max_failures=3, first_delay_s=0.01)
+        engine = moving_engine(fails=[DeadlineExceededError("late"), EngineError("a step failed")])
+        async with await open_store(url, retries=retries) as store:
+            service = make_service(engine, store, steps=1)
+            async with serving(service):
+                await until(num_groups(store, 2))
+            assert service.stats()["sampler/tasks_retried"] in (1, 2), "two failures, of one group or of two"
+            assert {s.status for s in await store.summaries()} == {"completed"}, "an engine's failure is nobody's failed attempt"
+
+    asyncio.run(scenario())
+
+
+def test_a_task_whose_engine_always_fails_becomes_poison(url, make_service, moving_engine, two_turns):
+    async def scenario():
+        async with await open_store(url, retries=RetryPolicy(max_failures=3, first_delay_s=0.01)) as store:
+            engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
+            service = make_service(engine, store, steps=1)
+            async with serving(service):
+
+                async def poisoned():
+                    return (await store.counts())["tasks/poison"] == 2
+
+                await until(poisoned)
+            assert await store.summaries() == []
+            assert service.stats()["sampler/tasks_poisoned"] == 2
+            stored = [one async for one in store.tasks()]
+            assert all("EngineError: the engine's step failed: boom" in str(one.error) and one.num_failures == 3 for one in stored)
+
+    asyncio.run(scenario())
+
+
+def test_what_an_agent_swallows_is_still_the_engines_failure(url, make_service, moving_engine):
+    class Swallower:
+        async def run(self, task, policy):
+            from agentevo.agents import Outcome
+            from agentevo.types import Message
+
+            try:
+                await policy.generate([Message("user", "left")])
+            except EngineError:
+                return Outcome(reward=0.0, success=False)
+            return Outcome(reward=1.0, success=True)
+
+    async def scenario():
+        async with await open_store(url, retries=RetryPolicy(first_delay_s=0.01)) as store:
+            engine = moving_engine(fails=[EngineError("gone"), RequestTooLongError("too long")])
+            async with serving(make_service(engine, store, steps=1, agent=Swallower())):
+                await until(num_groups(store, 2))
+            rewards = sorted(s.reward for s in await store.summaries())
+            assert rewards in ([0.0, 1.0, 1.0, 1.0], [1.0] * 4), (
+                "a request that is too long is the agent's own, and may be cut with its group"
+            )
+            assert {s.status for s in await store.summaries()} == {"completed"}
+            assert sum(one.num_failures for one in [t async for t in store.tasks()]) == 1
+
+    asyncio.run(scenario())
+
+
+def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, moving_engine):
+    async def scenario():
+        engine = moving_engine(fails=[EngineUnavailableError("none left")] * 3)
+        async with await open_store(url) as store:
+            service = make_service(engine, store, {"staleness": 1}, steps=2)
+            engine.version = -1
+            async with serving(service):
+                await asyncio.sleep(0.1)
+                assert engine.begun == [] and (await store.counts())["tasks/queued"] == 0, "nothing is known of the weights"
+                engine.version = 0
+                await until(num_groups(store, 4))
+            assert service.stats()["sampler/unreached"] >= 1
+            assert [one.num_failures for one in [t async for t in store.tasks()]] == [0] * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(url, make_service, moving_engine, monkeypatch):
+    monkeypatch.setattr(service_module, "MAX_UNREACHED", 2)
+
+    async def scenario():
+        async with await open_store(url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)) as store:
+            engine = moving_engine(fails=[EngineUnavailableError("none left")] * 1000)
+            async with serving(make_service(engine, store, steps=1)):
+
+                async def poisoned():
+                    return (await store.counts())["tasks/poison"] == 2
+
+                await until(poisoned)
+
+    asyncio.run(scenario())
+
+
+def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
+    def between(task, policy):
+        if policy._name.endswith("#1"):
+            raise ValueError("no such move")
+
+    async def scenario():
+        async with await open_store(url) as store:
+            async with serving(make_service(moving_engine(), store, steps=1, agent=two_turns(between))):
+                await until(num_groups(store, 2))
+            found = await store.summaries()
+            assert sorted((s.attempt, s.status, s.state, s.error) for s in found) == [
+                *[(0, "completed", "ready", None)] * 2,
+                *[(1, "failed", "failed", "ValueError: no such move")] * 2,
+            ]
+
+    asyncio.run(scenario())
+
+
+def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_turns):
+    """Attempt 0 hangs after its first turn, at version 0; the trainer goes on to version 2, with a bound of 1."""
+
+    async def scenario():
+        hold = asyncio.Event()
+        engine = moving_engine()
+        agent = two_turns(lambda task, policy: hold.wait() if policy._name.endswith("#0") and "@1" in policy._name else None)
+        async with await open_store(url) as store:
+            service = make_service(engine, store, {"policy": "cancel", "staleness": 1}, agent=agent)
+            async with serving(service):
+                await until(num_groups(store, 2))
+                engine.version = 1
+                await asyncio.sleep(0.1)
+                assert await store.summaries(status="cancelled") == [], "one version behind is within the bound"
+                engine.version = 2
+                await until(num_groups(store, 4))
+            broken = [one async for one in store.trajectories(status="cancelled")]
+            assert {one.trajectory.attempt for one in broken} == {0} and len(broken) == 2
+            for one in broken:
+                assert one.trajectory.error == "cancelled: token of version 0, trainer at 2, rollout.staleness=1"
+                assert (one.state, len(one.trajectory.turns), one.trajectory.reward) == ("failed", 1, 0.0)
+            assert service.stats()["sampler/attempts_cancelled"] == 2
+            assert service.stats()["sampler/cancelled_tokens"] == 6
+            assert len(await store.ready_groups("train", size=2, limit=9)) == 4, "what they began with is whole all the same"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("policy", ["wait", "mask", "correct"])
+def test_only_cancel_cancels_by_age(policy, url, make_service, moving_engine, two_turns):
+    async def scenario():
+        hold = asyncio.Event()
+        engine = moving_engine()
+        tree = {"algorithm": {"importance": "token_tis", "old_logprobs": "recomputed"}} if policy == "correct" else {}
+        async with await open_store(url) as store:
+            rollout = {"policy": policy, "staleness": 1}
+            async with serving(make_service(engine, store, rollout, agent=two_turns(lambda *_: hold.wait()), steps=2, tree=tree)):
+
+                async def begun():
+                    return len(engine.begun) >= 8
+
+                await until(begun)
+                await asyncio.sleep(0.05)
+                engine.version = 9
+                await asyncio.sleep(0.1)
+                hold.set()
+                await until(num_groups(store, 4))
+            assert {s.status for s in await store.summaries()} == {"completed"}
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, two_turns):
+    async def scenario():
+        hold = asyncio.Event()
+        engine = moving_engine()
+        async with await open_store(url) as store:
+            service = make_service(engine, store, agent=two_turns(lambda *_: hold.wait()), steps=1)
+            async with serving(service):
+
+                async def begun():
+                    return len(engine.begun) == 4
+
+                await until(begun)
+            stored = [one async for one in store.tasks()]
+            assert [(one.state, one.num_failures, one.num_expiries, one.history) for one in stored] == [("queued", 0, 0, [])] * 2
+            assert service.stats()["sampler/tasks_returned"] == 2 and service.stats()["sampler/groups_running"] == 0
+            assert await store.summaries() == []
+            async with serving(make_service(moving_engine(), store, steps=1)):
+                await until(num_groups(store, 2))
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_is_cancelled_stops_as_cleanly(url, make_service, moving_engine, two_turns):
+    async def scenario():
+        hold = asyncio.Event()
+        engine = moving_engine()
+        async with await open_store(url) as store:
+            service = make_service(engine, store, agent=two_turns(lambda *_: hold.wait()), steps=1)
+            running = asyncio.create_task(service.run(lambda: False))
+
+            async def begun():
+                return len(engine.begun) == 4
+
+            await until(begun)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert (await store.counts())["tasks/queued"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engine):
+    """Every other call of the store fails, before or after it has happened: all groups are written once."""
+
+    async def scenario():
+        rng = random.Random(3)
+        async with await open_store(url) as store:
+
+            def shaky(name):
+                call = getattr(store, name)
+
+                async def tried(*arguments, **more):
+                    if rng.random() < 0.25:
+                        raise StoreUnavailableError("connection refused")
+                    done = await call(*arguments, **more)
+                    if rng.random() < 0.25 and name != "lease_tasks":
+                        raise DeadlineExceededError("the answer was lost")
+                    return done
+
+                setattr(store, name, tried)
+
+            names = ("add_tasks", "outstanding", "lease_tasks", "renew", "write_trajectories", "summaries", "last_step")
+            for name in names:
+                shaky(name)
+            service = make_service(moving_engine(version=9), store, {"staleness": 1}, steps=6)
+            async with serving(service), await open_store(url) as other:
+                await until(num_groups(other, 12))
+            async with await open_store(url) as other:
+                assert (await other.counts())["trajectories/train/ready"] == 24
+                assert (await other.counts())["tasks/completed"] == 12
+            assert service.stats()["sampler/groups_written"] == 12 and service.stats()["sampler/leases_lost"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_database_that_stays_away_ends_the_service(url, make_service, moving_engine):
+    async def scenario():
+        async with await open_store(url) as store:
+            service = make_service(moving_engine(), store, {"policy": "mask"}, patience_s=0.2)
+
+            async def away(split):
+                raise StoreUnavailableError("connection refused")
+
+            store.outstanding = away
+            with pytest.raises(StoreUnavailableError, match=r"outstanding: given up after 0.2 s: connection refused"):
+                await service.run(lambda: False)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, moving_engine):
+    async def scenario():
+        async with await open_store(url) as store:
+            async with serving(make_service(moving_engine(), store, steps=1)):
+                await until(num_groups(store, 2))
+            again = [
+                Task(id=f"{one.task.id}", metadata=one.task.metadata, query=one.task.query) for one in [t async for t in store.tasks()]
+            ]
+            written = [one async for one in store.trajectories()]
+        second = url.replace("store.sqlite", "second.sqlite")
+        async with await open_store(second) as store:
+            await store.add_tasks(again)
+            await store.write_trajectories([one.trajectory for one in written], split="train", step=1)
+            engine = moving_engine()
+            service = make_service(engine, store, steps=1)
+            async with serving(service):
+
+                async def completed():
+                    return (await store.counts())["tasks/completed"] == 2
+
+                await until(completed)
+            assert engine.begun == [] and service.stats()["sampler/groups_known"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside(url, make_service, moving_engine, two_turns):
+    def between(task, policy):
+        if "/train@" in policy._name and task.id in ("t0", "t1", "t2"):
+            raise ValueError("no")
+
+    async def scenario():
+        tree = {"algorithm": {"name": "remax"}}
+        async with await open_store(url) as store:
+            async with serving(make_service(moving_engine(version=2), store, steps=3, agent=two_turns(between), tree=tree)):
+                await until(num_groups(store, 12))
+            beside = {s.task_id: s for s in await store.summaries() if "/baseline@" in s.group_id}
+            for name, summary in beside.items():
+                useless = name in ("t0", "t1", "t2")
+                assert summary.state == ("failed" if useless else "ready")
+                assert summary.error == ("cut: no attempt of its group completed" if useless else None)
+            assert await store.outstanding("train") == 3, "of the three whose attempts completed"
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_engine):
+    class NaN:
+        async def run(self, task, policy):
+            from agentevo.agents import Outcome
+            from agentevo.types import Message
+
+            await policy.generate([Message("user", "left")])
+            return Outcome(reward=float("nan") if policy._name.endswith("#0") else 1.0, success=False)
+
+    async def scenario():
+        async with await open_store(url) as store:
+            async with serving(make_service(moving_engine(), store, steps=1, agent=NaN())):
+                await until(num_groups(store, 2))
+            assert {(s.attempt, s.status, s.error) for s in await store.summaries()} == {
+                (0, "failed", "the agent's reward is nan"),
+                (1, "completed", None),
+            }
+
+    asyncio.run(scenario())
+
+
+def test_what_the_store_refuses_fails_the_task_with_the_reason(url, make_service, moving_engine):
+    class Partial:
+        async def run(self, task, policy):
+            from agentevo.agents import Outcome
+            from agentevo.types import Message
+
+            await policy.generate([Message("user", "left")])
+            return Outcome(reward=1.0, success=True, metrics={"reward_parts/odd": 1.0})
+
+    async def scenario():
+        async with await open_store(url) as store:
+            service = make_service(moving_engine(), store, steps=1, agent=Partial())
+            async with serving(service):
+
+                async def failed():
+                    return (await store.counts())["tasks/failed"] == 2
+
+                await until(failed)
+            assert all("a name that parts of the reward have" in str(one.error) for one in [t async for t in store.tasks()])
+            with pytest.raises(StoreError):
+                await store.trajectory("t0/train@1#0")
+
+    asyncio.run(scenario())
