@@ -182,6 +182,24 @@ def sample(
     run_sampler(config, name=name or None, engines=engine or (), parent=parent or None)
 
 
+@app.command()
+def serve(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: all, for samplers on other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 0,
+    name: Annotated[str, typer.Option(help="What to call it in RUN/engines/. Default: of the machine and process.")] = "",
+    parent: Annotated[int, typer.Option(hidden=True, help="End when this process is no longer the parent.")] = 0,
+) -> None:
+    """An engine alone: generates for `agentevo sample` of the same recipe, under the newest weights of its trainer (`agentevo learn`)."""
+    from agentevo.config import load_config
+
+    config = load_config(recipe, overrides or [])
+    from agentevo.orchestration.serve import serve as run_engine
+
+    run_engine(config, host=host, port=port, name=name or None, parent=parent or None)
+
+
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if resume and sweep.overwrite:
         raise ConfigError("--resume goes on with the sweep in the folder and run.overwrite deletes it: give only one of the two")

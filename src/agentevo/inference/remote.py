@@ -151,8 +151,13 @@ class RemoteEngine:
                 found[key] = found.get(key, 0.0) + value
         return found
 
-    async def refresh(self, *, within_s: float = CONNECT_S) -> None:
-        """Looks at every engine now: who lives, at which version, with how much to do. Who answers later is heard later."""
+    async def refresh(self) -> None:
+        """Looks at every engine now: who lives, at which version, with how much to do. Goes on looking in the background."""
+        self._watch()
+        await self._look(CONNECT_S)
+
+    async def _look(self, within_s: float) -> None:
+        """Who answers later than `within_s` is heard later."""
         if isinstance(self._engines, EngineDirectory):
             urls = [one.url for one in await asyncio.to_thread(self._engines.living, self._max_age_s)]
         else:
@@ -165,7 +170,9 @@ class RemoteEngine:
                 one.look = asyncio.ensure_future(self._look_at(one))
         looks = [one.look for one in self._known.values() if one.look is not None]
         if looks:
-            await asyncio.wait(looks, timeout=within_s)
+            done, _ = await asyncio.wait(looks, timeout=within_s)
+            for look in done:
+                look.result()
         for one in list(self._known.values()):
             if time.monotonic() - one.heard > self._max_age_s or (one.url not in urls and one.suspect):
                 self._forget(one)
@@ -188,7 +195,7 @@ class RemoteEngine:
 
     async def _look_for_ever(self) -> None:
         while True:
-            await self.refresh(within_s=self._poll_s)
+            await self._look(self._poll_s)
             await asyncio.sleep(self._poll_s)
 
     async def _look_at(self, engine: _Known) -> None:

@@ -128,7 +128,7 @@ class WeightsFolder:
         for file in (self.folder / LATEST_FILE, self.path(version) / MANIFEST_FILE, self.path(version) / WEIGHTS_FILE):
             try:
                 info = file.stat()
-            except FileNotFoundError:
+            except OSError:
                 found.append((0, 0, 0))
             else:
                 found.append((info.st_ino, info.st_mtime_ns, info.st_size))

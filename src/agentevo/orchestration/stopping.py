@@ -1,0 +1,29 @@
+"""How a service of a run (engine, sampler) is asked to end: by SIGTERM or Ctrl-C, or by the death of the process that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether to end. A second Ctrl-C interrupts at once. `parent`: the process id that should be ours'
+    parent's; once it is not, nobody is there to ask. Signals are heard in the main thread only."""
+    asked: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if number == signal.SIGINT and asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    hears = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)} if hears else {}
+    try:
+        yield lambda: bool(asked) or (parent is not None and os.getppid() != parent)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

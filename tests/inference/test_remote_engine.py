@@ -1,0 +1,295 @@
+"""Several engines behind HTTP as one: who is asked, and what happens when they refuse, hang, leave or come. The engines say which of them
+answered; those of `tests/orchestration/test_serve.py` are real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+import msgspec
+import pytest
+
+from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
+from agentevo.inference.directory import Announcement, EngineDirectory
+from agentevo.inference.remote import RemoteEngine
+from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
+from agentevo.types import Completion, SamplingParams
+
+PARAMS = SamplingParams(temperature=0.7, max_new_tokens=5, stop_strings=("x",), seed=2**60 + 3)
+
+
+class FakeEngine:
+    """Answers with its number; an exception in `says` is raised, a float is how long the next answer takes."""
+
+    def __init__(self, number: int, version: int = 3) -> None:
+        self.number, self.version = number, version
+        self.says: list[BaseException | float] = []
+        self.asked: list[tuple[list[int], SamplingParams, str | None, float]] = []
+        self.released: list[str] = []
+        self.running = self.cancelled = 0
+
+    async def generate(self, prompt_ids, sampling, *, session=None, deadline_s):
+        self.asked.append((prompt_ids, sampling, session, deadline_s))
+        said = self.says.pop(0) if self.says else 0.0
+        if isinstance(said, BaseException):
+            raise said
+        self.running += 1
+        try:
+            await asyncio.sleep(said)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        return Completion(ids=[self.number], logprobs=[-0.1 - 1e-9], versions=[self.version], finish_reason="stop")
+
+    async def release(self, session):
+        self.released.append(session)
+
+    async def publish(self, version, weights, *, deadline_s):
+        raise AssertionError
+
+    def stats(self):
+        return {"engine/running": self.running, "engine/generated_tokens": 10 * self.number + len(self.asked)}
+
+
+class Engines:
+    """Fake engines on real ports, announced in a directory."""
+
+    def __init__(self, folder, stack: AsyncExitStack) -> None:
+        self.directory, self._stack = EngineDirectory(folder), stack
+        self.by_name: dict[str, FakeEngine] = {}
+        self.leave: dict[str, AsyncExitStack] = {}
+
+    async def start(self, number: int, version: int = 3, *, port: int = 0) -> FakeEngine:
+        engine, name = FakeEngine(number, version), f"e{number}"
+        door, listener = EngineDoor(engine, name=name), open_socket("127.0.0.1", port)
+        announcement = Announcement(url=url_of(listener), name=name, pid=number, started_at=1.0)
+        own = self.leave[name] = await self._stack.enter_async_context(AsyncExitStack())
+        await own.enter_async_context(listening(door, listener))
+        await own.enter_async_context(self.directory.announced(announcement, every_s=0.05))
+        self.by_name[name] = engine
+        return engine
+
+
+@asynccontextmanager
+async def some(folder, *numbers: int, max_age_s: float = 15.0):
+    """(engines, client) with engines of these numbers, all seen."""
+    async with AsyncExitStack() as stack:
+        engines = Engines(folder, stack)
+        for number in numbers:
+            await engines.start(number)
+        client = RemoteEngine(EngineDirectory(folder), poll_s=0.02, max_age_s=max_age_s)
+        stack.push_async_callback(client.close)
+        await client.refresh()
+        yield engines, client
+
+
+async def ask(client: RemoteEngine, session: str | None = None, deadline_s: float = 20.0) -> int:
+    return (await client.generate([1, 2, 3], PARAMS, session=session, deadline_s=deadline_s)).ids[0]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_request_and_its_answer_travel_whole(tmp_path):
+    async def work():
+        async with AsyncExitStack() as stack:
+            engine = await Engines(tmp_path, stack).start(7)
+            client = RemoteEngine([one.url for one in EngineDirectory(tmp_path).living(5.0)], poll_s=0.02)
+            stack.push_async_callback(client.close)
+            assert client.version == -1, "nobody has been looked at"
+            found = await client.generate([5, 6], PARAMS, session="a", deadline_s=20)
+            assert found == Completion(ids=[7], logprobs=[-0.1 - 1e-9], versions=[3], finish_reason="stop")
+            ((ids, params, session, deadline_s),) = engine.asked
+            assert (ids, params, session) == ([5, 6], PARAMS, "a")
+            assert 19 < deadline_s < 20, "what is left of it"
+            assert client.version == 3
+            await client.release("a")
+            await client.release("never heard of")
+            assert engine.released == ["a"]
+            with pytest.raises(EngineError, match="WeightsFolder"):
+                await client.publish(1, None, deadline_s=1)
+
+    asyncio.run(work())
+
+
+def test_conversations_stay_where_their_cache_is_and_new_ones_go_where_there_is_least_to_do(tmp_path):
+    async def work():
+        async with some(tmp_path, 1, 2, 3) as (_engines, client):
+            homes = await asyncio.gather(*(ask(client, f"s{i}") for i in range(6)))
+            assert sorted(homes) == [1, 1, 2, 2, 3, 3]
+            for _ in range(3):
+                assert await asyncio.gather(*(ask(client, f"s{i}") for i in range(6))) == homes
+            assert [await ask(client, f"s{i}") for i in range(6)] == homes
+
+    asyncio.run(work())
+
+
+def test_the_load_that_others_make_counts(tmp_path):
+    async def work():
+        async with some(tmp_path, 1, 2) as (engines, client):
+            other = RemoteEngine(engines.directory, poll_s=0.02)
+            await other.refresh()
+            one, two = sorted(await asyncio.gather(*(ask(client, f"x{i}") for i in range(2))))
+            assert (one, two) == (1, 2)
+            homes = {await ask(other, name): name for name in ("p", "q", "r")}
+            busy = next(iter(homes))
+            for engine in engines.by_name.values():
+                engine.says = [1.0, 1.0, 1.0] if engine.number == busy else []
+            waiting = [asyncio.create_task(ask(other, homes[busy])) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            await client.refresh()
+            assert {await ask(client) for _ in range(4)} == {1, 2} - {busy}
+            await asyncio.gather(*waiting)
+            await other.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("error", [RequestTooLongError("1030 tokens are too many"), DeadlineExceededError("too late")], ids=repr)
+def test_what_no_other_engine_can_do_better_is_raised_as_it_was(error, tmp_path):
+    async def work():
+        async with some(tmp_path, 1, 2) as (engines, client):
+            for engine in engines.by_name.values():
+                engine.says = [error]
+            with pytest.raises(type(error), match=str(error)) as raised:
+                await ask(client)
+            assert type(raised.value) is type(error)
+            assert sum(len(engine.asked) for engine in engines.by_name.values()) == 1
+
+    asyncio.run(work())
+
+
+def test_who_refuses_is_passed_over_and_when_all_do_it_is_said(tmp_path):
+    async def work():
+        async with some(tmp_path, 1, 2) as (engines, client):
+            home = await ask(client, "a")
+            engines.by_name[f"e{home}"].says = [EngineError("the engine's step failed: out of memory")]
+            assert await ask(client, "a") == 3 - home
+            assert await ask(client, "a") == 3 - home, "it lives there now"
+            for engine in engines.by_name.values():
+                engine.says = [EngineError("the engine's step failed: out of memory")]
+            with pytest.raises(EngineError, match="out of memory") as raised:
+                await ask(client)
+            assert type(raised.value) is EngineError
+
+    asyncio.run(work())
+
+
+def test_who_hangs_up_is_cancelled_in_the_engine(tmp_path):
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engine = engines.by_name["e1"]
+            engine.says = [60.0, 60.0]
+            task = asyncio.create_task(ask(client))
+            await until(lambda: engine.running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: engine.cancelled == 1)
+            with pytest.raises(DeadlineExceededError, match=r"no completion within 0\.\d+ s"):
+                await ask(client, deadline_s=0.3)
+            await until(lambda: engine.cancelled == 2)
+            assert await ask(client) == 1
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_leaves_hands_its_requests_on(tmp_path):
+    """They are answered by another one at once, and its conversations go on there; a lower version of it holds nobody back any more."""
+
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            await engines.start(2, version=5)
+            await client.refresh()
+            assert client.version == 3
+            engines.by_name["e1"].says = [60.0]
+            engines.by_name["e2"].says = [60.0]
+            tasks = [asyncio.create_task(ask(client, f"s{i}")) for i in range(2)]
+            await until(lambda: all(engine.running == 1 for engine in engines.by_name.values()))
+            before = client.stats()
+            await engines.leave["e1"].aclose()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+            assert [task.result() for task in done] == [2]
+            await client.refresh()
+            assert client.version == 5
+            stats = client.stats()
+            assert (before["engine/engines"], stats["engine/engines"]) == (2, 1)
+            assert stats["engine/generated_tokens"] >= before["engine/generated_tokens"] >= 30, "what it has counted stays counted"
+            assert stats["engine/running"] == 1
+
+    asyncio.run(work())
+
+
+def test_without_engines_a_request_waits_for_one_until_its_deadline(tmp_path):
+    async def work():
+        async with some(tmp_path / "engines") as (engines, client):
+            started = time.monotonic()
+            with pytest.raises(EngineUnavailableError, match=rf"within 0\.3 s \(0 known; none was found\): .*{tmp_path}/engines"):
+                await ask(client, deadline_s=0.3)
+            assert 0.29 < time.monotonic() - started < 5
+            assert client.version == -1
+            waiting = asyncio.create_task(ask(client, "a"))
+            await asyncio.sleep(0.1)
+            await engines.start(4, version=0)
+            assert await waiting == 4
+            assert client.version == 0
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_was_killed_is_replaced_by_one_that_comes_later(tmp_path):
+    """Its announcement is still there, and nobody listens."""
+
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            assert await ask(client, "a") == 1
+            dead = Announcement(url="http://127.0.0.1:9", name="dead", pid=9, started_at=1.0)
+            engines.directory.announce(dead)
+            await engines.leave["e1"].aclose()
+            waiting = asyncio.create_task(ask(client, "a"))
+            await asyncio.sleep(0.2)
+            assert not waiting.done() and client.version == -1
+            await engines.start(2)
+            assert await waiting == 2
+
+    asyncio.run(work())
+
+
+def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
+    async def work():
+        async with some(tmp_path, 1) as (engines, _client):
+            (announcement,) = engines.directory.living(5.0)
+            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
+                for path, body, status in (
+                    ("/generate", b"{}", 400),
+                    ("/generate", b"no json", 400),
+                    ("/sleep", b"", 500),
+                    ("/wake", b"", 500),
+                ):
+                    answer = await http.post(path, content=body)
+                    assert answer.status_code == status
+                    assert msgspec.json.decode(answer.content)["error"] == "EngineError"
+                state = (await http.get("/state")).json()
+                assert (state["version"], state["asleep"], state["name"]) == (3, False, "e1")
+
+    asyncio.run(work())
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "httpx", None)
+        with pytest.raises(MissingExtraError, match=r"package 'httpx': pip install 'agentevo\[serve\]'"):
+            RemoteEngine(["http://127.0.0.1:9"])
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "agentevo.inference.server")
+    with pytest.raises(MissingExtraError, match=r"package 'fastapi': pip install 'agentevo\[serve\]'"):
+        importlib.import_module("agentevo.inference.server")
