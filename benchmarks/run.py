@@ -25,6 +25,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # everybody on the CPU
 import torch
 
 import peers
+import store
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
 from algorithms import share_of_forward
@@ -40,7 +41,7 @@ from train_step import against_trl as train_against_trl
 from train_step import against_trl_in_memory
 from turns import flatness
 
-GROUPS = ("algorithms", "logprobs", "turns", "generate", "prefix", "prefix_merging", "train", "train_memory", "sft", "grpo")
+GROUPS = ("algorithms", "logprobs", "turns", "generate", "prefix", "prefix_merging", "train", "train_memory", "sft", "store", "grpo")
 
 
 class Bench:
@@ -162,6 +163,16 @@ def run_sft(bench: Bench, scratch: Path) -> None:
             bench.add("sft", lambda: against_transformers(ours, running[0], bench.repeats))
 
 
+def run_store(bench: Bench) -> None:
+    results, flatness_figures = store.over_backends(list(store.BACKENDS), list(store.ROWS), bench.repeats)
+    for figure in flatness_figures:
+        bench.add(figure.name, lambda figure=figure: [figure])  # type: ignore[misc]
+    for start in store.PEERS:
+        with bench.started(start) as running:
+            for peer in running:
+                bench.add(f"store_vs_{peer.name}", lambda peer=peer: store.against(peer, results, bench.repeats))  # type: ignore[misc]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Speed against peers, as ratios in one run.")
     parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas")
@@ -199,6 +210,8 @@ def main() -> int:
             bench.add("train_memory", lambda: against_trl_in_memory(bench.folder, bench.loaded.model, Path(scratch), threads))
         if "sft" in only:
             run_sft(bench, Path(scratch))
+        if "store" in only:
+            run_store(bench)
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
     if args.save or only == set(GROUPS):

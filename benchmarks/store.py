@@ -39,6 +39,7 @@ TURNS, TOKENS, GROUP = 8, 4096, 8
 GROUPS = 16
 """Groups in one timed round."""
 BACKENDS = ("sqlite", "postgresql", "mongodb")
+ROWS = (1_000, 10_000, 100_000)
 OPERATIONS = ("lease", "write", "ready", "read", "reserve", "commit")
 
 
@@ -169,13 +170,37 @@ def servers(backends: list[str]) -> Iterator[dict[str, Callable[[], str]]]:
         yield urls
 
 
-def against(peer: peers.Peer, ours: dict[str, float], repeats: int) -> list[Figure]:
-    """The peer's rates, from rounds like ours, and the ratio of whole cycles."""
+def over_backends(backends: list[str], rows: list[int], repeats: int) -> tuple[dict[str, list[dict[str, Any]]], list[Figure]]:
+    """For each backend that can be had here its rates by size (the table on stderr), and how flat they are."""
+    results: dict[str, list[dict[str, Any]]] = {}
+    figures = []
+    print("trajectories/s (the median call in ms)", file=sys.stderr)
+    with servers(backends) as urls:
+        for name, make in urls.items():
+            sizes = [size for size in rows if size <= 100_000 or name != "mongodb"]
+            results[name] = asyncio.run(measure(make(), sizes, repeats))
+            for one in results[name]:
+                columns = "".join(f"{op} {one['per_s'][op]:8,.0f} ({one['median_ms'][op]:6.1f})  " for op in OPERATIONS)
+                print(f"  {name:11}{one['rows']:>9,} rows  {columns}", file=sys.stderr, flush=True)
+            small, large = results[name][0], results[name][-1]
+            if small is not large:
+                shares = {op: small["median_ms"][op] / large["median_ms"][op] for op in OPERATIONS}
+                raw = {"medians": shares, "unit": "of the speed", "sizes": results[name]}
+                meaning = f"time of the operation that slowed down most at {small['rows']:,} rows over that at {large['rows']:,}"
+                figures.append(Figure(f"store_flatness_{name}", min(shares.values()), meaning, raw))
+    return results, figures
+
+
+PEERS = (peers.transfer_queue, peers.agent_lightning)
+
+
+def against(peer: peers.Peer, results: dict[str, list[dict[str, Any]]], repeats: int) -> list[Figure]:
+    """The peer's rates, from rounds like ours, and the ratio of whole cycles: ours on SQLite, at the smallest size."""
+    ours: dict[str, float] = results["sqlite"][0]["per_s"]
     found = []
     for mode in peer.description["modes"]:
-        rounds = [peer.ask({"mode": mode, "groups": GROUPS, "group": GROUP, "turns": TURNS, "tokens": TOKENS}) for _ in range(repeats + 1)][
-            1:
-        ]
+        question = {"mode": mode, "groups": GROUPS, "group": GROUP, "turns": TURNS, "tokens": TOKENS}
+        rounds = [peer.ask(question) for _ in range(repeats + 1)][1:]
         theirs = {name: statistics.median(answer[name] for answer in rounds) for name in ("lease", "write", "read")}
         raw = {"medians": {"ours": ours, "theirs": theirs}, "unit": "trajectories/s", "rounds": rounds}
         found.append(Figure(f"store_vs_{mode}", cycle(ours) / cycle(theirs), f"lease, write and read on SQLite over {mode}", raw))
@@ -186,7 +211,7 @@ def against(peer: peers.Peer, ours: dict[str, float], repeats: int) -> list[Figu
 def main() -> int:
     parser = argparse.ArgumentParser(description="What the store costs, against peers and as it fills up.")
     parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--rows", default="1000,10000,100000", help="trajectories in the store while it is timed")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="trajectories in the store while it is timed")
     parser.add_argument("--million", action="store_true", help="10^6 rows as well (SQLite and PostgreSQL; takes long)")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--repeats", type=int, default=3, help="timed rounds, after one that warms up")
@@ -195,31 +220,16 @@ def main() -> int:
     backends = args.backends.split(",")
     if set(backends) - set(BACKENDS):
         parser.error(f"--backends takes some of {', '.join(BACKENDS)}")
-    before, figures, failures, described = machine(), [], {}, {}
-    results: dict[str, list[dict[str, Any]]] = {}
-    print("trajectories/s (the median call in ms)", file=sys.stderr)
-    with servers(backends) as urls:
-        for name, make in urls.items():
-            sizes = [size for size in rows if size <= 100_000 or name != "mongodb"]
-            results[name] = asyncio.run(measure(make(), sizes, args.repeats))
-            for one in results[name]:
-                columns = "".join(f"{op} {one['per_s'][op]:8,.0f} ({one['median_ms'][op]:6.1f})  " for op in OPERATIONS)
-                print(f"  {name:11}{one['rows']:>9,} rows  {columns}", file=sys.stderr, flush=True)
-            small, large = results[name][0], results[name][-1]
-            if small is not large:
-                shares = {op: small["median_ms"][op] / large["median_ms"][op] for op in OPERATIONS}
-                raw = {"medians": shares, "unit": "of the speed", "sizes": results[name]}
-                meaning = f"time of the operation that slowed down most at {small['rows']:,} rows over that at {large['rows']:,}"
-                figures.append(Figure(f"store_flatness_{name}", min(shares.values()), meaning, raw))
-        if "sqlite" in results and not args.no_peers:
-            for start in (peers.transfer_queue, peers.agent_lightning):
-                try:
-                    with start() as peer:
-                        described[peer.name] = {**peer.description, "command": peer.command}
-                        figures += against(peer, results["sqlite"][0]["per_s"], args.repeats)
-                except peers.PeerError as error:
-                    failures[start.__name__] = str(error)
-                    print(f"failed {start.__name__}: {error}", file=sys.stderr, flush=True)
+    before, failures, described = machine(), {}, {}
+    results, figures = over_backends(backends, rows, args.repeats)
+    for start in PEERS if "sqlite" in results and not args.no_peers else ():
+        try:
+            with start() as peer:
+                described[peer.name] = {**peer.description, "command": peer.command}
+                figures += against(peer, results, args.repeats)
+        except peers.PeerError as error:
+            failures[start.__name__] = str(error)
+            print(f"failed {start.__name__}: {error}", file=sys.stderr, flush=True)
     for figure in figures:
         print(figure.line(), flush=True)
     if set(results) == set(BACKENDS) and not args.no_peers:

@@ -298,11 +298,13 @@ def test_a_checkpoint_that_contradicts_itself_is_found(run):
 def test_published_weights_are_those_of_the_record(run):
     folder = run / "weights" / "version-000002"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text('{"version": 2, "sha256": "aa"}')
+    (folder / "weights.safetensors").write_bytes(b"numbers")
+    assert violations(run) == [], "this record says nothing of them"
+    change_record(run, 2, lambda record: record.update(weights=hashlib.sha256(b"numbers").hexdigest()))
     assert violations(run) == []
-    change_record(run, 2, lambda record: record.update(weights="bb"))
+    (folder / "weights.safetensors").write_bytes(b"others")
     (found,) = violations(run)
-    assert found.startswith("step 2:") and "the record names bb" in found
+    assert found.startswith("step 2:") and "engines took other weights" in found
 
 
 def test_stale_tokens_are_masked_or_a_violation(tmp_path):

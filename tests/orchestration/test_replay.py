@@ -153,6 +153,33 @@ def test_weights_may_come_from_anywhere(mixed):
     assert asked == versions_of(trajectory)
 
 
+def test_weights_that_were_published_to_engines_are_found(mixed, tmp_path):
+    published = pytest.importorskip("agentevo.inference.weights").WeightsFolder(tmp_path / "run" / "weights")
+    config = mixed.model_copy(update={"run": mixed.run.model_copy(update={"dir": tmp_path / "run"})})
+    config = config.model_copy(update={"store": config.store.model_copy(update={"url": mixed.store_url})})
+    trajectory = max(read(mixed).values(), key=lambda t: len(versions_of(t)))
+    for version in [one for one in versions_of(trajectory) if one]:
+        published.write(version, PolicyAt(mixed, StoredVersions(mixed).weights_of).load(version).model, keep=99)
+    versions = StoredVersions(config)
+    assert versions.at_hand() == sorted({0, *versions_of(trajectory)})
+    assert all(not isinstance(versions.weights_of(version), Path) for version in versions_of(trajectory))
+    assert replayed(config, trajectory.id).same
+    last = max(versions_of(trajectory))
+    (published.path(last) / "weights.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="torn"):
+        replayed(config, trajectory.id)
+
+
+def test_a_whole_run_is_proven_from_its_store(run):
+    found = run.audit()
+    plans = [violation for violation in found.violations if "has no plan" in violation.what]
+    assert len(plans) in (0, 4), "all of its records have one, or none"
+    assert len(found.violations) == len(plans)
+    if not plans:
+        assert found.trained == len(run.trajectories(state="committed"))
+        assert set(found.ages) <= {0}
+
+
 def victim(config: RunConfig) -> tuple[Trajectory, Turn, int]:
     """A trajectory with a turn of two versions, that turn, and a position in its middle."""
     for trajectory in read(config).values():

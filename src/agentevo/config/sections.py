@@ -25,7 +25,8 @@ class RunSection(Section):
     seed: int = 0
     """Changes every random choice of the run: weights of a tiny policy, tasks, sampling, order."""
     overwrite: bool = False
-    """Delete an existing run in the folder first. Without it an existing run is refused, unless it is resumed."""
+    """Delete an existing run in the folder first, with what it has in a store outside of it (`store.url`). Without it an existing run is
+    refused, unless it is resumed."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for tensor work. Default: PyTorch's own choice."""
 

@@ -239,13 +239,13 @@ def _check_checkpoint(record: StepRecord, folder: Path, found: Audit) -> None:
 
 def _check_weights(record: StepRecord, folder: Path, found: Audit) -> None:
     """Weights that engines took (RUN/weights) must be those that the step published, where both are known."""
-    path = folder / "weights" / f"version-{record.step:06d}" / "manifest.json"
+    path = folder / "weights" / f"version-{record.step:06d}" / "weights.safetensors"
     wanted = record.record.get("weights")
     if wanted is None or not path.is_file():
         return
-    sha256 = json.loads(path.read_text(encoding="utf-8")).get("sha256")
-    if sha256 != wanted:
-        found.violations.append(Violation(f"{path} has the sha256 {sha256}, the record names {wanted}", step=record.step))
+    if (sha256 := _file_sha256(path)) != wanted:
+        what = f"{path} has the sha256 {sha256[:SHOWN]}, the record names {str(wanted)[:SHOWN]}: engines took other weights"
+        found.violations.append(Violation(what, step=record.step))
 
 
 def checkpoint_sha256(path: Path) -> str:

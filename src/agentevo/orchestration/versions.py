@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from agentevo.config import RunConfig
-from agentevo.errors import CheckpointError
+from agentevo.errors import CheckpointError, EngineError
 from agentevo.models.linear import drop_packed
 from agentevo.models.load import LoadedModel
 from agentevo.orchestration.components import load_policy
@@ -45,7 +45,10 @@ class StoredVersions:
         if version in self._checkpoints.steps():
             return self._checkpoints.path(version)
         if self._published is not None and version in self._published.versions():
-            found: Mapping[str, torch.Tensor] = self._published.read(version)
+            try:
+                found: Mapping[str, torch.Tensor] = self._published.read(version)
+            except EngineError as error:
+                raise CheckpointError(str(error)) from error
             return found
         if version in self.at_hand():
             return {}
