@@ -147,7 +147,9 @@ def compare(scratch: Path, latency: str, arms: Sequence[tuple[int, str]], seeds:
         raw |= {"success": {"sync": success[0, "wait"], "async": success[staleness, policy]}}
         raw |= {"runs": {"sync": found[0, "wait"], "async": found[staleness, policy]}}
         name = f"async_{latency}_vs_sync" if headline else f"async_{latency}_{staleness}_{policy}"
-        meaning = f"wall seconds of {RECIPE['trainer']['steps']} steps, in turn and with staleness {staleness} ({policy}), {latency} latencies"
+        meaning = (
+            f"wall seconds of {RECIPE['trainer']['steps']} steps, in turn and with staleness {staleness} ({policy}), {latency} latencies"
+        )
         figures.append(Figure(name, walls[0, "wait"] / walls[staleness, policy], meaning, raw))
     return figures
 
@@ -173,7 +175,9 @@ def main() -> int:
                 continue
         for figure in found:
             print(figure.line(), flush=True)
-            print(f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} s, success {figure.raw['success']}", file=sys.stderr, flush=True)
+            print(
+                f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} s, success {figure.raw['success']}", file=sys.stderr, flush=True
+            )
     if given.save:
         print(write_results(figures, failures, {}, before, "asynchronous"))
     return 1 if failures else 0

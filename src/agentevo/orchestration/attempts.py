@@ -24,7 +24,7 @@ from agentevo.orchestration.components import Components
 from agentevo.rollout.patience import patiently
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
-from agentevo.store.store import Store
+from agentevo.store.store import Store, TaskState
 from agentevo.training.twin import load_weights, trained_parameters, weights_of
 from agentevo.types import Task, Trajectory
 
@@ -32,7 +32,8 @@ T = TypeVar("T")
 
 PATIENCE_S = 600.0
 """How long a database may be away before a trainer gives up."""
-UNFINISHED = ("poison", "failed")
+GIVEN_UP: tuple[TaskState, ...] = ("poison", "failed")
+"""States of tasks that will never have a group."""
 
 
 class StopAskedError(AgentEvoError):
@@ -122,7 +123,6 @@ class Stream:
     async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
         """See Attempts.round. Raises StopAskedError."""
         if self._config.rollout.policy == "wait":
-            await patiently(lambda: self._store.add_tasks(tasks), within_s=PATIENCE_S, what="queueing tasks")  # samplers may come later
             await self._until(lambda: self._finished(step, tasks))
             return await self._read(step=step)
         if step != self._step:
@@ -150,10 +150,11 @@ class Stream:
     async def _finished(self, step: int, tasks: Sequence[Task]) -> bool:
         """Whether every task of the step has its group, or never will."""
         there = {summary.group_id for summary in await self._store.summaries(split="train", step=step)}
-        for task in tasks:
-            if group_name(task.id, "train", step) not in there and (await self._store.stored_task(task.id)).state not in UNFINISHED:
-                return False
-        return True
+        missing = {task.id for task in tasks if group_name(task.id, "train", step) not in there}
+        if not missing:
+            return True
+        given_up = {stored.task.id for state in GIVEN_UP async for stored in self._store.tasks(state=state)}
+        return missing <= given_up
 
     async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Asks every `rollout.poll_s` until the answer is not empty or false."""
