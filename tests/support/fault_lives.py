@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from multiprocessing.connection import wait
@@ -257,6 +257,13 @@ class Nursery:
         process = self._context.Process(target=live, args=(birth,), name=birth.name)
         process.start()
         return process
+
+    def run(self, target: Callable[..., None], *arguments: Any) -> int:
+        """A function in a process of its own; its exit code."""
+        process = self._context.Process(target=target, args=arguments)
+        process.start()
+        process.join()
+        return int(process.exitcode or 0)
 
 
 def _nothing() -> None:
