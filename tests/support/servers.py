@@ -5,11 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 MONGODB_PROGRAM = """
 import sys, time
@@ -49,6 +52,13 @@ class PostgreSQL:
         """`durable` as a server is by default; tests need not wait for the disk."""
         options = f"-k {self.folder} -c listen_addresses='' -c max_connections=100" + ("" if durable else " -c fsync=off")
         self._call("pg_ctl", "start", "--wait", "--silent", f"--options={options}", f"--log={self.folder / 'log'}")
+
+    def kill(self) -> None:
+        """SIGKILL to its first process; the others see that it is gone, and end."""
+        first = int((self.data / "postmaster.pid").read_text().split()[0])
+        others = [child.pid for child in psutil.Process(first).children()]
+        os.kill(first, signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(pid) for pid in [first, *others] if psutil.pid_exists(pid)], timeout=30)
 
     def delete(self) -> None:
         self.stop()

@@ -21,7 +21,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import AgentEvoError, EngineError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import Components
-from agentevo.rollout.patience import patiently
+from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
 from agentevo.store.store import Store, TaskState
@@ -30,8 +30,6 @@ from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
 
-PATIENCE_S = 600.0
-"""How long a database may be away before a trainer gives up."""
 GIVEN_UP: tuple[TaskState, ...] = ("poison", "failed")
 """States of tasks that will never have a group."""
 

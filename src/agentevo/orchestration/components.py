@@ -24,6 +24,7 @@ from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model
+from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import world_seed
@@ -116,6 +117,11 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
 
 
+async def opened(url: str) -> Store:
+    """The store at `url`; waits for a database that is away."""
+    return await patiently(lambda: open_store(url), within_s=PATIENCE_S, what="opening the store")
+
+
 @asynccontextmanager
 async def open_components(
     config: RunConfig,
@@ -134,7 +140,7 @@ async def open_components(
     chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
     engine = TorchEngine(twin_of(model) if own_weights else model, loaded.tokenizer, config.engine)
     player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
-    async with await open_store(store_url or config.store_url) as store:
+    async with await opened(store_url or config.store_url) as store:
         context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
         yield Components(
             config=config,

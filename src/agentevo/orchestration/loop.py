@@ -18,13 +18,13 @@ import msgspec
 
 from agentevo.models.device_peak import device_peak
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
-from agentevo.orchestration.attempts import PATIENCE_S, Attempts, StopAskedError
+from agentevo.orchestration.attempts import Attempts, StopAskedError
 from agentevo.orchestration.collect import Collected, Collector
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import evaluate, headline
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.step_metrics import drop_metrics, performance_metrics
-from agentevo.rollout.patience import patiently
+from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import BASELINE
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner, Made

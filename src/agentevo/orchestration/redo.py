@@ -17,10 +17,10 @@ import msgspec
 
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.orchestration.attempts import PATIENCE_S
+from agentevo.orchestration.components import opened
 from agentevo.orchestration.loop import Loop, Progress
-from agentevo.rollout.patience import patiently
-from agentevo.store.store import StepRecord, Store, open_store
+from agentevo.rollout.patience import PATIENCE_S, patiently
+from agentevo.store.store import StepRecord, Store
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
 from agentevo.training.plan import Plan
@@ -50,7 +50,7 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
         await store.release()
         return await store.steps()
 
-    async with await open_store(config.store_url) as store:
+    async with await opened(config.store_url) as store:
         steps = await patiently(lambda: read(store), within_s=PATIENCE_S, what="reading the committed steps")
     committed = steps[-1].step if steps else 0
 

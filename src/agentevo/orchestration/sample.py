@@ -23,9 +23,9 @@ from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
 from agentevo.models.resolve import fetch
 from agentevo.orchestration.components import AgentFunction, FunctionAgent, load_policy, make_environment
-from agentevo.rollout.patience import patiently
+from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.service import PATIENCE_S, SamplerService
+from agentevo.rollout.service import SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.store import Store, open_store
 from agentevo.types import Task

@@ -11,6 +11,8 @@ from agentevo.errors import DeadlineExceededError, StoreUnavailableError
 
 T = TypeVar("T")
 
+PATIENCE_S = 600.0
+"""How long a run's processes wait for a database that is away before they give up."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from agentevo.agents.agent import Agent
@@ -19,6 +19,7 @@ from agentevo.errors import EngineUnavailableError
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
+from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.seeds import derive_seed
 from agentevo.store.store import RETRIES, Split, Store
 from agentevo.types import SamplingParams, Task, Trajectory
@@ -66,9 +67,10 @@ class Sampler:
         An engine that can't be reached is waited for and the group begun again, as often as the store's RetryPolicy would; then
         EngineUnavailableError.
         """
-        await self._store.add_tasks(tasks, queue=False)
+        await _patiently(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
-        known = await self._known([group_name(task.id, name, step) for task in tasks for name in labels], split, step)
+        names = [group_name(task.id, name, step) for task in tasks for name in labels]
+        known = await _patiently(lambda: self._known(names, split, step), "looking for known groups")
 
         async def group(task: Task) -> list[Trajectory]:
             found = [known.get(group_name(task.id, name, step), []) for name in labels]
@@ -83,7 +85,7 @@ class Sampler:
                 label=label,
                 baseline=baseline,
             )
-            await self._store.write_trajectories(made, split=split, step=step)
+            await _patiently(lambda: self._store.write_trajectories(made, split=split, step=step), "write_trajectories")
             return made
 
         groups = await _together([group(task) for task in tasks])
@@ -151,6 +153,10 @@ class Sampler:
             if not any(one.tokens_deleted for one in stored):
                 known[name] = sorted((one.trajectory for one in stored), key=lambda trajectory: trajectory.attempt)
         return known
+
+
+async def _patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
+    return await patiently(call, within_s=PATIENCE_S, what=what)
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -29,7 +29,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, StoreError, StoreUnavailableError
 from agentevo.inference.engine import Engine
 from agentevo.rollout.group import Group, InfrastructureFailure
-from agentevo.rollout.patience import patiently
+from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.store import Lease, Store
@@ -37,8 +37,6 @@ from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
 
-PATIENCE_S = 600.0
-"""How long a service waits for a database that is away before it gives up."""
 STOPPING_S = 10.0
 """For a clean stop: to write what is complete, and to give back the other tasks. What takes longer is left to the leases' end."""
 MAX_UNREACHED = 20

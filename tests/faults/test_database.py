@@ -1,0 +1,134 @@
+"""The database goes away, locks up or loses its connections while samplers and trainer work: they wait, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from fault_checks import check, expected_ids
+from fault_hooks import SHORT_S
+from fault_lives import Component, Nursery
+from servers import PostgreSQL, unused_name
+
+from agentevo.config import RunConfig
+
+Small = Callable[..., RunConfig]
+Members = Callable[..., list[Component]]
+
+APART = ("serve", "sample", "learn")
+LIMIT_S = 150.0
+
+
+@contextmanager
+def meanwhile(disturb: Callable[[], None], *, every_s: tuple[float, float], seed: int) -> Iterator[list[int]]:
+    """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each."""
+    done, over, rng, errors = [], threading.Event(), random.Random(seed), []
+
+    def work() -> None:
+        while not over.wait(rng.uniform(*every_s)):
+            try:
+                disturb()
+            except BaseException as error:
+                errors.append(error)
+                raise
+            done.append(len(done))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield done
+    finally:
+        over.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def finish(parts: list[Component]) -> None:
+    """Starts them, and waits until the last one has ended the run."""
+    ends = time.monotonic() + LIMIT_S
+    for part in parts:
+        part.start()
+    while parts[-1].process.is_alive():
+        shown = "\n".join(f"--- {part.name}: in {part.marks.where()}\n{part.tail(15)}" for part in parts)
+        assert time.monotonic() < ends, f"the run does not end:\n{shown}"
+        parts[-1].process.join(0.5)
+    assert [part.bury() if part is parts[-1] else part.end() for part in parts] == [0] * len(parts), "\n".join(map(Component.tail, parts))
+
+
+def killed_while_it_writes(path: str) -> None:
+    """Takes the write lock, changes every row, and dies."""
+    connection = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute("UPDATE tasks SET state = 'poison'")
+    connection.execute("DELETE FROM trajectories")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sqlite_whose_writers_are_killed(small: Small, members: Members, nursery: Nursery) -> None:
+    config = small("trainer.steps=30")
+    path = config.run_dir / "store.sqlite"
+
+    def disturb() -> None:
+        if path.exists() and sqlite3.connect(path).execute("SELECT count(*) FROM sqlite_master WHERE name = 'tasks'").fetchone()[0]:
+            assert nursery.run(killed_while_it_writes, str(path)) == -signal.SIGKILL
+
+    with meanwhile(disturb, every_s=(0.02, 0.2), seed=1) as deaths:
+        finish(members(config, "train"))
+    assert len(deaths) >= 10
+    assert check(config).trained == expected_ids(config)
+
+
+def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, members: Members) -> None:
+    config = small("trainer.steps=12")
+    path = config.run_dir / "store.sqlite"
+
+    def disturb() -> None:
+        if not path.exists():
+            return
+        connection = sqlite3.connect(path, timeout=60.0, isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        time.sleep(3 * SHORT_S)
+        connection.execute("ROLLBACK")
+        connection.close()
+
+    with meanwhile(disturb, every_s=(0.3, 0.8), seed=2) as locks:
+        finish(members(config, *APART, before="fault_hooks:short_store_deadline"))
+    assert len(locks) >= 2
+    assert check(config).trained == expected_ids(config)
+
+
+@pytest.fixture
+def postgresql() -> Iterator[PostgreSQL]:
+    if reason := PostgreSQL.why_not():
+        pytest.skip(reason)
+    server = PostgreSQL()
+    server.start()
+    yield server
+    server.delete()
+
+
+def test_postgresql_that_is_restarted(small: Small, members: Members, postgresql: PostgreSQL, kills: int) -> None:
+    """By the order to stop at once, and by SIGKILL to its first process; each time it is away for a moment."""
+    config = small(f"trainer.steps={12 + kills // 2}", f"store.url={postgresql.url(unused_name())}")
+    rng = random.Random(3)
+
+    def disturb() -> None:
+        if rng.random() < 0.5:
+            postgresql.stop("immediate")
+        else:
+            postgresql.kill()
+        time.sleep(rng.uniform(0.0, 0.5))
+        postgresql.start()
+
+    with meanwhile(disturb, every_s=(0.1, 1.0), seed=3) as restarts:
+        finish(members(config, *APART))
+    assert len(restarts) >= 5
+    assert check(config).trained == expected_ids(config)

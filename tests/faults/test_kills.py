@@ -1,0 +1,87 @@
+"""Each part of a run is killed again and again, at moments that reach all it does: what was trained on in the end is what an unbroken run
+trains on, each attempt once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from fault_checks import Account, account, check, expected_ids, final_weights
+from fault_lives import PHASES_OF, Component, Tally, attack
+
+from agentevo.config import RunConfig
+
+Small = Callable[..., RunConfig]
+Members = Callable[..., list[Component]]
+
+LIMIT_S = 60.0
+"""Longest time of a run, beside 3 s for each kill."""
+
+
+def killed(make: Members, config: RunConfig, kinds: tuple[str, ...], victim: str, kills: int, *, seed: int) -> tuple[Tally, Account]:
+    """A run whose part `victim` is killed, and what it has come to."""
+    members = make(config, *kinds)
+    one = next(member for member in members if member.kind == victim)
+    tally = attack(members, one, kills=kills, rng=random.Random(seed), within_s=LIMIT_S + 3.0 * kills)
+    print(f"{victim}: {tally}")
+    return tally, check(config)
+
+
+def steps(kills: int, per_kill: float) -> str:
+    return f"trainer.steps={int(20 + per_kill * kills)}"
+
+
+APART = ("serve", "sample", "learn")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("victim", "kinds", "per_kill"), [("sample", APART, 2), ("serve", APART, 2), ("learn", APART, 2), ("train", ("train",), 2)]
+)
+def test_a_part_that_is_killed(victim: str, kinds: tuple[str, ...], per_kill: float, kills: int, small: Small, members: Members) -> None:
+    config = small(steps(kills, per_kill))
+    tally, found = killed(members, config, kinds, victim, kills, seed=1)
+    assert tally.kills == kills, f"the run ended too early: {tally}"
+    assert set(PHASES_OF[victim]) <= set(tally.phases), "some phases were never hit"
+    assert found.trained == expected_ids(config)
+    assert max(found.ages) <= 2
+    assert {task.state for task in found.tasks.values()} == {"completed"}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", ["mask", "cancel"])
+def test_policies_that_take_what_is_ready(policy: str, kills: int, small: Small, members: Members) -> None:
+    """What they train on depends on the moment; the bound and the ledger do not."""
+    config = small(steps(kills // 5, 2), f"rollout.policy={policy}")
+    for victim in ("train",):
+        tally, _ = killed(members, config, ("train",), victim, kills // 5, seed=2)
+        assert tally.kills == kills // 5, f"the run ended too early: {tally}"
+
+
+@pytest.mark.timeout(3600)
+def test_in_turn_the_tokens_are_the_same_too(kills: int, small: Small, members: Members) -> None:
+    """Staleness 0 in one process: same tokens as an unbroken run, log-probs and weights up to rounding (a step that was begun twice is
+    computed in other batches)."""
+    killed_config, whole_config = (
+        small(steps(kills // 2, 1), "rollout.staleness=0"),
+        small(steps(kills // 2, 1), "rollout.staleness=0", name="whole"),
+    )
+    tally, broken = killed(members, killed_config, ("train",), "train", kills // 2, seed=3)
+    (alone,) = members(whole_config, "train")
+    alone.start()
+    assert alone.bury() == 0, alone.tail()
+    whole = account(whole_config)
+    assert tally.kills == kills // 2
+    assert [step.record["plan"]["ids"] for step in broken.steps] == [step.record["plan"]["ids"] for step in whole.steps]
+    assert broken.trajectories.keys() == whole.trajectories.keys()
+    for name, one in whole.trajectories.items():
+        other = broken.trajectories[name].trajectory
+        assert other.reward == one.trajectory.reward
+        for was, now in zip(one.trajectory.turns, other.turns, strict=True):
+            assert (now.prompt_ids, now.completion_ids, now.versions) == (was.prompt_ids, was.completion_ids, was.versions)
+            assert now.logprobs == pytest.approx(was.logprobs, abs=1e-4)
+    weights = final_weights(killed_config)
+    for name, tensor in final_weights(whole_config).items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0.0)

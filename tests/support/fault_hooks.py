@@ -1,0 +1,77 @@
+"""Faults that are put into a life before it begins (`Birth.before`). What they need beside the birth is in the environment of no one: files
+beside the life's log, written by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from fault_lives import Birth
+
+SHORT_S = 0.5
+LATE_EVERY = 7
+HOUR_S = 3600.0
+
+
+def short_store_deadline(birth: Birth) -> None:
+    """Calls of the store are late after half a second."""
+    from agentevo.orchestration import components, sample
+    from agentevo.store.store import open_store
+
+    components.open_store = sample.open_store = partial(open_store, timeout_s=SHORT_S)  # type: ignore[attr-defined]
+
+
+def wall_clock_jumps(birth: Birth) -> None:
+    """`time.time` is set to another hour some twenty times a second, forward and back."""
+    true, shift, rng = time.time, [0.0], random.Random(birth.name)
+
+    def jump() -> None:
+        while True:
+            time.sleep(0.05)
+            shift[0] = rng.uniform(-12, 12) * HOUR_S
+
+    threading.Thread(target=jump, daemon=True).start()
+    time.time = lambda: true() + shift[0]
+
+
+def steady_clock_jumps(birth: Birth) -> None:
+    """The clock of leases is off by what the file `clock` says, for all processes alike: a server whose clock was set, or a reboot."""
+    from agentevo.store import clock, sqlite
+
+    place = birth.log.parent / "clock"
+
+    class Shifted(clock.MachineClock):
+        def now(self) -> clock.Now:
+            now = super().now()
+            return clock.Now(now.wall, now.steady + float(place.read_text()))
+
+    sqlite.MachineClock = Shifted  # type: ignore[misc]
+
+
+def set_clock(folder: Path, seconds: float) -> None:
+    """For `steady_clock_jumps`."""
+    staging = folder / "clock.new"
+    staging.write_text(repr(seconds))
+    os.replace(staging, folder / "clock")
+
+
+def late_answers(birth: Birth) -> None:
+    """Every seventh completion takes longer than anybody waits."""
+    from agentevo.inference.torch_engine import TorchEngine
+
+    generate, count = TorchEngine.generate, [0]
+
+    @wraps(generate)
+    async def late(self: TorchEngine, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] % LATE_EVERY == 0:
+            await asyncio.sleep(60.0)
+        return await generate(self, *args, **kwargs)
+
+    TorchEngine.generate = late  # type: ignore[method-assign]

@@ -1,0 +1,48 @@
+"""A world for runs that are killed: two quick turns, and every answer pays something else, so that every step has a gradient."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import ClassVar, Literal
+
+from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.episode import EpisodicEnvironment, Outcome
+from agentevo.types import Baselines
+
+WORDS = ("red", "green", "blue", "black", "white", "brown", "left", "right", "up", "down")
+
+
+class LotteryConfig(EnvironmentConfig):
+    """Two draws."""
+
+    type: Literal["lottery"] = "lottery"
+    max_actions: int = 2
+
+
+@environments.register("lottery")
+class LotteryEnvironment(EpisodicEnvironment):
+    """Pays what the checksum of seed and answer says."""
+
+    Config: ClassVar[type[EnvironmentConfig]] = LotteryConfig
+    instructions = "Say words."
+
+    def start(self, seed: int) -> None:
+        self._seed, self._said = seed, WORDS[seed % len(WORDS)]
+
+    def observe(self) -> str:
+        return f"The last word was {self._said}."
+
+    def act(self, action: str) -> Outcome:
+        drawn = zlib.crc32(f"{self._seed}/{action}".encode())
+        self._said = WORDS[drawn % len(WORDS)]
+        return Outcome(reward=drawn % 101 / 100, success=drawn % 2 == 0)
+
+    def random_action(self, rng: random.Random) -> str:
+        return rng.choice(WORDS)
+
+    def optimal_action(self) -> str | None:
+        return None
+
+    def baselines(self, max_actions: int | None = None) -> Baselines:
+        return Baselines(random=0.5, optimal=1.0)
