@@ -318,6 +318,19 @@ class Component:
         return "\n".join(text[-lines:])
 
 
+def finish(parts: Sequence[Component], *, within_s: float = 150.0) -> None:
+    """Starts them, and waits until the last one has ended the run; then ends the others. Raises AssertionError if one fails."""
+    ends = time.monotonic() + within_s
+    for part in parts:
+        part.start()
+    while parts[-1].process.is_alive():
+        assert time.monotonic() < ends, _stuck(parts, Tally())
+        wait([parts[-1].process.sentinel], timeout=1.0)
+    for part in reversed(parts):
+        code = part.bury() if part is parts[-1] else part.end()
+        assert code == 0, f"{part.name} ended with {code}:\n{part.tail()}"
+
+
 @dataclass
 class Tally:
     """What an attack has done."""
