@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -25,10 +26,10 @@ STEPS = 10
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MB."""
+    """A file system of 64 MB: SQLite's log alone may take 16."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -76,12 +77,12 @@ def assert_equal(found: Account, config: RunConfig, whole: RunConfig) -> None:
 def test_no_room_for_a_checkpoint(small: Small, members: Members, small_disk: Path, whole: RunConfig) -> None:
     config = small(*in_turn())
     folder = config.run_dir / "checkpoints"
-    config.run_dir.mkdir()
     (trainer,) = members(config, "train")
-    folder.symlink_to(small_disk)
-    config.run_dir.joinpath("checkpoints").exists()
     trainer.start(Death("commit", 5, 0.0))
     assert trainer.bury() == -9, trainer.tail()
+    shutil.copytree(folder, small_disk, dirs_exist_ok=True)
+    shutil.rmtree(folder)
+    folder.symlink_to(small_disk)
     filler = fill(small_disk)
     before = Checkpoints(folder, 2).steps()
     trainer.start()

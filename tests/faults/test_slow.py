@@ -47,7 +47,7 @@ def test_a_world_that_never_answers(staleness: int, small: Small, members: Membe
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
-    config = small("trainer.steps=4", "agent.timeout_s=1", f"rollout.staleness={staleness}")
+    config = small("trainer.steps=4", "agent.timeout_s=1", f"rollout.staleness={staleness}", "model.tiny.tokenizer=byte")
     tree = config.model_dump(mode="json") | {"environment": None}
     config = build_config(tree, needs_environment=False)
     started = []

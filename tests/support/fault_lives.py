@@ -8,6 +8,7 @@ time, or from inside a random way into the n-th call of a phase. Both are SIGKIL
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import inspect
 import mmap
@@ -129,6 +130,7 @@ def live(birth: Birth) -> None:
     log = os.open(birth.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1), os.dup2(log, 2)
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     marks = Marks.at(birth.marks)
     ctypes.memset(ctypes.byref(marks), 0, ctypes.sizeof(marks))
     for index, name in enumerate(NAMES):
