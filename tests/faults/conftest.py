@@ -10,7 +10,7 @@ from typing import Any
 
 import fault_world  # noqa: F401 (registers its environment)
 import pytest
-from fault_lives import Component, Nursery
+from fault_lives import Component, Nursery, finish
 
 from agentevo.config import RunConfig, build_config, to_yaml
 
@@ -48,6 +48,19 @@ def small(tmp_path: Path) -> Callable[..., RunConfig]:
 
     def make(*overrides: str, name: str = "run") -> RunConfig:
         return build_config(copy.deepcopy(SMALL), [f"run.dir={tmp_path / name}", *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def whole_run(nursery: Nursery) -> Callable[..., RunConfig]:
+    """`whole_run(folder, "a.b=c", ...)`: a run to which nothing happens, in one process."""
+
+    def make(folder: Path, *overrides: str) -> RunConfig:
+        config = build_config(copy.deepcopy(SMALL), [f"run.dir={folder / 'run'}", *overrides])
+        (folder / "run.yaml").write_text(to_yaml(config))
+        finish([Component(nursery, "train", "whole", folder / "run.yaml", folder)])
+        return config
 
     return make
 

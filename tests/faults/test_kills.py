@@ -54,7 +54,7 @@ def test_a_part_that_is_killed(victim: str, kinds: tuple[str, ...], per_kill: fl
 @pytest.mark.parametrize("policy", ["mask", "cancel"])
 def test_policies_that_take_what_is_ready(policy: str, kills: int, small: Small, members: Members) -> None:
     """What they train on depends on the moment; the bound and the ledger do not."""
-    config = small(steps(kills // 5, 2), f"rollout.policy={policy}")
+    config = small(steps(kills // 5, 5), f"rollout.policy={policy}")
     for victim in ("train",):
         tally, _ = killed(members, config, ("train",), victim, kills // 5, seed=2)
         assert tally.kills == kills // 5, f"the run ended too early: {tally}"
@@ -65,8 +65,8 @@ def test_in_turn_the_tokens_are_the_same_too(kills: int, small: Small, members: 
     """Staleness 0 in one process: same tokens as an unbroken run, log-probs and weights up to rounding (a step that was begun twice is
     computed in other batches)."""
     killed_config, whole_config = (
-        small(steps(kills // 2, 1), "rollout.staleness=0"),
-        small(steps(kills // 2, 1), "rollout.staleness=0", name="whole"),
+        small(steps(kills // 2, 3), "rollout.staleness=0"),
+        small(steps(kills // 2, 3), "rollout.staleness=0", name="whole"),
     )
     tally, broken = killed(members, killed_config, ("train",), "train", kills // 2, seed=3)
     (alone,) = members(whole_config, "train")

@@ -25,6 +25,8 @@ class Account:
     tasks: dict[str, StoredTask]
     trajectories: dict[str, StoredTrajectory]
     """Of the split `train`, by id."""
+    evaluated: set[str]
+    """Tasks of the split `eval`."""
     audit: Audit
     ages: Counter[int] = field(default_factory=Counter)
     """Versions behind the trainer -> tokens of trained trajectories."""
@@ -42,6 +44,7 @@ def account(config: RunConfig) -> Account:
                 steps=await store.steps(),
                 tasks={one.task.id: one async for one in store.tasks()},
                 trajectories={one.trajectory.id: one async for one in store.trajectories(split="train")},
+                evaluated={one.task_id for one in await store.summaries(split="eval")},
                 audit=await audit(store, config.run_dir),
             )
 
@@ -106,8 +109,10 @@ def _check_groups(found: Account, config: RunConfig) -> None:
             assert one.state != "dropped" or one.drop_reason, one.trajectory.id
             assert one.state != "failed" or one.trajectory.error, one.trajectory.id
     sampled = {members[0].trajectory.task_id for members in groups.values()}
-    done = {name for name, task in found.tasks.items() if task.state == "completed" and name.startswith("train-")}
-    assert done == sampled, "tasks are completed without their attempts, or have attempts without being completed"
+    done = {name for name, task in found.tasks.items() if task.state == "completed"}
+    assert done - found.evaluated == sampled - found.evaluated, (
+        "tasks are completed without their attempts, or have attempts without being completed"
+    )
 
 
 def final_weights(config: RunConfig) -> dict[str, torch.Tensor]:

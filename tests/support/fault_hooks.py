@@ -15,7 +15,7 @@ from typing import Any
 from fault_lives import Birth
 
 SHORT_S = 0.5
-LATE_EVERY = 7
+LATE_EVERY = 23
 HOUR_S = 3600.0
 
 
@@ -62,7 +62,7 @@ def set_clock(folder: Path, seconds: float) -> None:
 
 
 def late_answers(birth: Birth) -> None:
-    """Every seventh completion takes longer than anybody waits."""
+    """Every 23rd completion takes longer than anybody waits."""
     from agentevo.inference.torch_engine import TorchEngine
 
     generate, count = TorchEngine.generate, [0]

@@ -8,6 +8,7 @@ time, or from inside a random way into the n-th call of a phase. Both are SIGKIL
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import inspect
 import mmap
@@ -129,6 +130,7 @@ def live(birth: Birth) -> None:
     log = os.open(birth.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1), os.dup2(log, 2)
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     marks = Marks.at(birth.marks)
     ctypes.memset(ctypes.byref(marks), 0, ctypes.sizeof(marks))
     for index, name in enumerate(NAMES):
@@ -316,6 +318,19 @@ class Component:
     def tail(self, lines: int = 40) -> str:
         text = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(text[-lines:])
+
+
+def finish(parts: Sequence[Component], *, within_s: float = 150.0) -> None:
+    """Starts them, and waits until the last one has ended the run; then ends the others. Raises AssertionError if one fails."""
+    ends = time.monotonic() + within_s
+    for part in parts:
+        part.start()
+    while parts[-1].process.is_alive():
+        assert time.monotonic() < ends, _stuck(parts, Tally())
+        wait([parts[-1].process.sentinel], timeout=1.0)
+    for part in reversed(parts):
+        code = part.bury() if part is parts[-1] else part.end()
+        assert code == 0, f"{part.name} ended with {code}:\n{part.tail()}"
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import zlib
 from typing import ClassVar, Literal
 
@@ -18,6 +19,8 @@ class LotteryConfig(EnvironmentConfig):
 
     type: Literal["lottery"] = "lottery"
     max_actions: int = 2
+    hangs: int = 0
+    """One world in so many never answers; 0: none."""
 
 
 @environments.register("lottery")
@@ -25,6 +28,7 @@ class LotteryEnvironment(EpisodicEnvironment):
     """Pays what the checksum of seed and answer says."""
 
     Config: ClassVar[type[EnvironmentConfig]] = LotteryConfig
+    config: LotteryConfig
     instructions = "Say words."
 
     def start(self, seed: int) -> None:
@@ -34,6 +38,8 @@ class LotteryEnvironment(EpisodicEnvironment):
         return f"The last word was {self._said}."
 
     def act(self, action: str) -> Outcome:
+        if self.config.hangs and self._seed // 4 % self.config.hangs == 0:
+            time.sleep(3600.0)
         drawn = zlib.crc32(f"{self._seed}/{action}".encode())
         self._said = WORDS[drawn % len(WORDS)]
         return Outcome(reward=drawn % 101 / 100, success=drawn % 2 == 0)

@@ -7,6 +7,8 @@ led to. The format says where the action stands in an answer:
     answer        <answer>Up</answer>
     think_answer  <think>...</think><answer>Up</answer>
 
+A world plays on a thread of its own (world_thread.py): one that hangs fails its attempt when `agent.timeout_s` is over.
+
 Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks the format takes no action; it, and a
 turn with an invalid action, costs `agent.format_penalty` once.
 """
@@ -17,9 +19,11 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentevo.agents.agent import Outcome, agents
 from agentevo.agents.policy import Policy
+from agentevo.agents.world_thread import WorldThread
 from agentevo.config import AgentSection
 from agentevo.environments import TextEnvironment
 from agentevo.errors import RequestTooLongError
@@ -112,9 +116,10 @@ class EnvironmentAgent:
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run: plays the world that `task.seed` makes."""
-        environment = self._make()
+        thread = WorldThread()
+        environment = await thread.call(self._make)
         try:
-            observation, _ = environment.reset(seed=task.seed)
+            observation, _ = await thread.call(lambda: environment.reset(seed=task.seed))
             episode = _Episode(observation=observation)
             messages = first_messages(environment, observation, self._section)
             for _ in range(self._section.max_turns):
@@ -125,14 +130,14 @@ class EnvironmentAgent:
                         raise
                     episode.truncated = True  # a full context is a limit like any other: what was earned until then counts
                     break
-                self._act(environment, episode, reply.turn, reply.text)
+                await self._act(thread, environment, episode, reply.turn, reply.text)
                 if episode.over:
                     break
                 messages = next_messages(messages, reply.message, environment, episode.observation, self._section)
             else:
                 episode.truncated = True
         finally:
-            environment.close()
+            await thread.end(environment.close)
         return Outcome(
             reward=sum(episode.turn_rewards.values()),
             success=episode.success,
@@ -147,13 +152,13 @@ class EnvironmentAgent:
             },
         )
 
-    def _act(self, environment: TextEnvironment, episode: _Episode, turn: int, text: str) -> None:
+    async def _act(self, thread: WorldThread, environment: TextEnvironment, episode: _Episode, turn: int, text: str) -> None:
         """Takes the actions of one answer."""
         actions = parse_answer(text, self._section)
         reward, broken = 0.0, actions is None
         episode.num_format_errors += broken
         for action in actions or []:
-            observation, step_reward, terminated, truncated, info = environment.step(action)
+            observation, step_reward, terminated, truncated, info = await thread.call(partial(environment.step, action))
             reward += float(step_reward)
             episode.observation = observation
             episode.num_actions += 1
