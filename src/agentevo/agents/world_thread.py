@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-GRACE_S = 0.5
+GRACE_S = 0.05
+"""Worlds that are slower than this play at the same time."""
 
 
 class WorldThread:
