@@ -12,7 +12,7 @@ import fault_world  # noqa: F401 (registers its environment)
 import pytest
 from fault_lives import Component, Nursery, finish
 
-from agentevo.config import RunConfig, build_config, to_yaml
+from agentevo.config import RunConfig, build_config
 
 SMALL: dict[str, Any] = {
     "environment": {"type": "lottery"},
@@ -58,8 +58,7 @@ def whole_run(nursery: Nursery) -> Callable[..., RunConfig]:
 
     def make(folder: Path, *overrides: str) -> RunConfig:
         config = build_config(copy.deepcopy(SMALL), [f"run.dir={folder / 'run'}", *overrides])
-        (folder / "run.yaml").write_text(to_yaml(config))
-        finish([Component(nursery, "train", "whole", folder / "run.yaml", folder)])
+        finish([Component(nursery, "train", "whole", config, folder)])
         return config
 
     return make
@@ -74,10 +73,8 @@ def members(nursery: Nursery, tmp_path: Path) -> Iterator[Members]:
     made: list[Component] = []
 
     def make(config: RunConfig, *kinds: str, before: str | None = None) -> list[Component]:
-        recipe = tmp_path / f"{config.run_dir.name}.yaml"
-        recipe.write_text(to_yaml(config))
         names = [f"{config.run_dir.name}-{kind}-{index}" for index, kind in enumerate(kinds)]
-        found = [Component(nursery, kind, name, recipe, tmp_path, before=before) for kind, name in zip(kinds, names, strict=True)]
+        found = [Component(nursery, kind, name, config, tmp_path, before=before) for kind, name in zip(kinds, names, strict=True)]
         made.extend(found)
         return found
 

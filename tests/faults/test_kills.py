@@ -54,10 +54,10 @@ def test_a_part_that_is_killed(victim: str, kinds: tuple[str, ...], per_kill: fl
 @pytest.mark.parametrize("policy", ["mask", "cancel"])
 def test_policies_that_take_what_is_ready(policy: str, kills: int, small: Small, members: Members) -> None:
     """What they train on depends on the moment; the bound and the ledger do not."""
-    config = small(steps(kills // 5, 5), f"rollout.policy={policy}")
+    config = small(steps(kills // 10, 6), f"rollout.policy={policy}")
     for victim in ("train",):
-        tally, _ = killed(members, config, ("train",), victim, kills // 5, seed=2)
-        assert tally.kills == kills // 5, f"the run ended too early: {tally}"
+        tally, _ = killed(members, config, ("train",), victim, kills // 10, seed=2)
+        assert tally.kills == kills // 10, f"the run ended too early: {tally}"
 
 
 @pytest.mark.timeout(3600)
@@ -65,15 +65,15 @@ def test_in_turn_the_tokens_are_the_same_too(kills: int, small: Small, members: 
     """Staleness 0 in one process: same tokens as an unbroken run, log-probs and weights up to rounding (a step that was begun twice is
     computed in other batches)."""
     killed_config, whole_config = (
-        small(steps(kills // 2, 3), "rollout.staleness=0"),
-        small(steps(kills // 2, 3), "rollout.staleness=0", name="whole"),
+        small(steps(kills // 4, 3), "rollout.staleness=0"),
+        small(steps(kills // 4, 3), "rollout.staleness=0", name="whole"),
     )
-    tally, broken = killed(members, killed_config, ("train",), "train", kills // 2, seed=3)
+    tally, broken = killed(members, killed_config, ("train",), "train", kills // 4, seed=3)
     (alone,) = members(whole_config, "train")
     alone.start()
     assert alone.bury() == 0, alone.tail()
     whole = account(whole_config)
-    assert tally.kills == kills // 2
+    assert tally.kills == kills // 4
     assert [step.record["plan"]["ids"] for step in broken.steps] == [step.record["plan"]["ids"] for step in whole.steps]
     assert broken.trajectories.keys() == whole.trajectories.keys()
     for name, one in whole.trajectories.items():

@@ -27,6 +27,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from agentevo.config import RunConfig
+
 PRELOADED = [
     "agentevo.cli",
     "agentevo.orchestration.learn",
@@ -116,7 +118,7 @@ class Birth:
 
     component: str
     name: str
-    config: Path
+    config: RunConfig
     log: Path
     marks: Path
     death: Death | None = None
@@ -144,11 +146,10 @@ def live(birth: Birth) -> None:
 def run_component(birth: Birth) -> None:
     import torch
 
-    from agentevo.config import load_config
     from agentevo.observability import LiveView
 
     torch.set_num_threads(1)
-    config = load_config(str(birth.config))
+    config = birth.config
     view = LiveView(birth.name, stream=sys.stdout, plain=True)
     if birth.component == "train":
         from agentevo.orchestration.run import train
@@ -275,7 +276,7 @@ def _nothing() -> None:
 class Component:
     """One member of a run, through all its lives."""
 
-    def __init__(self, nursery: Nursery, kind: str, name: str, config: Path, folder: Path, *, before: str | None = None) -> None:
+    def __init__(self, nursery: Nursery, kind: str, name: str, config: RunConfig, folder: Path, *, before: str | None = None) -> None:
         self.kind, self.name, self.before = kind, name, before
         self.log = folder / f"{name}.log"
         self._nursery, self._config, self._marks_file = nursery, config, folder / f"{name}.marks"
@@ -384,11 +385,11 @@ def _one_life(members: Sequence[Component], victim: Component, phases: deque[str
     """From the victim's birth to its violent end; False if the run has ended before. The first of `phases` goes to the end once it was
     hit, or often enough not come to."""
     last = members[-1]
-    death, limit_s = None, rng.uniform(0.0, 2.5 * victim.progress_s)
+    death, limit_s = None, rng.uniform(0.0, 2.0 * victim.progress_s)
     if rng.random() < INSIDE:
         phase = phases[0]
-        number = 1 if phase in SELDOM else rng.randint(1, 3)
-        death, limit_s = Death(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase])), 1.0 + 3.0 * victim.progress_s
+        number = 1 if phase in SELDOM else rng.randint(1, 2)
+        death, limit_s = Death(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase])), 0.5 + 2.0 * victim.progress_s
     victim.start(death)
     ends = time.monotonic() + limit_s
     while victim.process.is_alive() and last.process.is_alive() and (left := ends - time.monotonic()) > 0:

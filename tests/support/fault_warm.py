@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import fault_world  # noqa: F401 (registers its environment)
 import torch
 
 from agentevo.config import build_config
+from agentevo.models.device_peak import device_peak
+from agentevo.models.load import write_model
+from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.run import check_parts, evaluate_model
 
 torch.set_num_threads(1)
@@ -18,5 +24,10 @@ config = build_config(
         "sampling": {"max_new_tokens": 2},
     }
 )
+device_peak(torch.device("cpu"), torch.float32)
+with tempfile.TemporaryDirectory() as folder:  # a model that is read back, as a resumed life does
+    loaded = load_policy(config)
+    write_model(loaded.model, loaded.tokenizer, Path(folder) / "model")
+    load_policy(config, Path(folder) / "model")
 check_parts(config, None, resume=False)
 evaluate_model(config)
