@@ -1,7 +1,8 @@
-# make quickstart | test | bench | lint | venv
+# make quickstart | test | soak | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
+#   SOAK              arguments of the soak, e.g. SOAK="--minutes 60 --out benchmarks/results/soak.json"
 #   TORCH_INDEX_ARGS  extra arguments for installing torch. On a machine without a GPU, where pip would fetch the large CUDA build:
 #                       make quickstart TORCH_INDEX_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test bench lint venv
+.PHONY: quickstart test soak bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -20,6 +21,11 @@ quickstart: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# Hours: 500 kills of each part, then twenty minutes of everything with kills of anything (docs/faults.md).
+soak: $(VENV)/.dev
+	AGENTEVO_FAULT_KILLS=500 $(BIN)/python -m pytest -s tests/faults
+	PYTHONPATH=tests/support $(BIN)/python tests/faults/soak.py $(SOAK)
 
 bench: $(VENV)/.core
 	$(BIN)/python benchmarks/run.py

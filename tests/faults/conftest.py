@@ -6,29 +6,12 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import fault_world  # noqa: F401 (registers its environment)
 import pytest
 from fault_lives import Component, Nursery, finish
+from fault_world import SMALL
 
 from agentevo.config import RunConfig, build_config
-
-SMALL: dict[str, Any] = {
-    "environment": {"type": "lottery"},
-    "model": {"name": "tiny", "device": "cpu", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256}},
-    "agent": {"format": "plain", "max_turns": 2},
-    "sampling": {"max_new_tokens": 4},
-    "algorithm": {"drop_zero_variance": False},
-    "trainer": {"steps": 20, "groups_per_step": 2, "group_size": 3, "learning_rate": 3e-3},
-    "engine": {"timeout_s": 20, "max_running": 32, "kv_cache_tokens": 4096},
-    "evaluation": {"tasks": 1, "every": 0, "samples": 0},
-    "checkpoint": {"every": 3, "keep_last": 2},
-    "rollout": {"staleness": 2, "lease_s": 1.0, "poll_s": 0.02},
-    "tracking": {"tensorboard": False, "report": False},
-    "run": {"seed": 5, "threads": 1},
-}
-"""Some 40 ms of computing per step."""
 
 
 @pytest.fixture(scope="session")

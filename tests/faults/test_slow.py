@@ -30,7 +30,8 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
     assert {one.trajectory.status for one in found.trajectories.values()} == {"completed"}
     told = [event.error for task in found.tasks.values() for event in task.history]
     completions = sum(len(one.trajectory.turns) for one in found.trajectories.values())
-    assert len(told) >= completions // LATE_EVERY // 4 and all("no completion within" in one or "DeadlineExceeded" in one for one in told)
+    assert len(told) >= completions // LATE_EVERY // 4
+    assert any("no completion within" in one for one in told)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -1,17 +1,34 @@
-"""A world for runs that are killed: two quick turns, and every answer pays something else, so that every step has a gradient."""
+"""A world and a recipe for runs that are killed: two quick turns, and every answer pays something else, so every step has a gradient."""
 
 from __future__ import annotations
 
 import random
 import time
 import zlib
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import EpisodicEnvironment, Outcome
 from agentevo.types import Baselines
 
 WORDS = ("red", "green", "blue", "black", "white", "brown", "left", "right", "up", "down")
+
+
+SMALL: dict[str, Any] = {
+    "environment": {"type": "lottery"},
+    "model": {"name": "tiny", "device": "cpu", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256}},
+    "agent": {"format": "plain", "max_turns": 2},
+    "sampling": {"max_new_tokens": 4},
+    "algorithm": {"drop_zero_variance": False},
+    "trainer": {"steps": 20, "groups_per_step": 2, "group_size": 3, "learning_rate": 3e-3},
+    "engine": {"timeout_s": 20, "max_running": 32, "kv_cache_tokens": 4096},
+    "evaluation": {"tasks": 1, "every": 0, "samples": 0},
+    "checkpoint": {"every": 3, "keep_last": 2},
+    "rollout": {"staleness": 2, "lease_s": 1.0, "poll_s": 0.02},
+    "tracking": {"tensorboard": False, "report": False},
+    "run": {"seed": 5, "threads": 1},
+}
+"""Some 40 ms of computing per step."""
 
 
 class LotteryConfig(EnvironmentConfig):
