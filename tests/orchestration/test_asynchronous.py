@@ -70,6 +70,30 @@ def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
     assert names == {name for found in trained_on(whole.dir).values() for name, _ in found}
 
 
+@pytest.mark.parametrize("policy", ["mask", "wait"])
+def test_a_step_that_was_reserved_gets_the_same_attempts_again(policy, tmp_path, small_config, quiet_view):
+    """Its weights may have served before the kill: version 2 must mean the same afterwards."""
+    config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", f"rollout.policy={policy}", "trainer.steps=3")
+
+    class PowerCut(type(quiet_view())):
+        def phase(self, name, detail=""):
+            if (name, detail) == ("training", "step 2"):
+                raise RuntimeError("power cut")
+            super().phase(name, detail)
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, view=PowerCut())
+
+    async def reserved(store):
+        return [one.trajectory.id async for one in store.trajectories(trained_step=2, state="reserved")]
+
+    before = read_store(config.run_dir, reserved)
+    assert len(before) > 1
+    run = train(config, resume=True, view=quiet_view())
+    assert [name for name, _ in trained_on(config.run_dir)[2]] == before
+    assert run.audit().violations == []
+
+
 def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_config, quiet_view):
     """Tools are waited for while the trainer computes."""
     config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=4")

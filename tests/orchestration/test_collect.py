@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.config import build_config
-from agentevo.orchestration.attempts import InTurn
+from agentevo.orchestration.attempts import InTurn, Round
 from agentevo.orchestration.collect import Collector, next_round
 from agentevo.orchestration.components import open_components
 from agentevo.orchestration.run import train
@@ -36,7 +36,7 @@ class ScriptedAttempts:
             found += [_attempt(task, f"{task.id}/train@{step}", k, reward) for k, reward in enumerate(rewards)]
             if self.baseline:
                 found.append(_attempt(task, f"{task.id}/baseline@{step}", 0, self._greedy(place)))
-        return found
+        return Round(found)
 
 
 def _attempt(task: Task, group: str, number: int, reward: float | None) -> Trajectory:

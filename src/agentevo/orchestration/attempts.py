@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from agentevo.config import RunConfig
 from agentevo.errors import AgentEvoError, EngineError
@@ -24,7 +24,7 @@ from agentevo.orchestration.components import Components
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
-from agentevo.store.store import Store, TaskState
+from agentevo.store.store import Store, StoredTrajectory, TaskState, TrajectoryFilter
 from agentevo.training.twin import load_weights, trained_parameters, weights_of
 from agentevo.types import Task, Trajectory
 
@@ -38,6 +38,15 @@ class StopAskedError(AgentEvoError):
     """Somebody asked the run to stop while it waited for attempts."""
 
 
+class Round(NamedTuple):
+    """What a round of collecting gets."""
+
+    trajectories: list[Trajectory]
+    """Of whole groups, greedy baselines among them where the recipe has any."""
+    last: bool = False
+    """The step gets no further round: these are what it was trained on when its trainer was killed."""
+
+
 class Attempts(Protocol):
     """Where the loop's attempts come from and its weights go."""
 
@@ -47,8 +56,8 @@ class Attempts(Protocol):
     def running(self) -> AbstractAsyncContextManager[object]:
         """Around all steps: whatever samples beside them lives in here."""
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
-        """The attempts of as many groups as there are tasks, greedy baselines among them where the recipe has any."""
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        """The attempts of as many groups as there are tasks."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Around what the trainer computes and `swap`."""
@@ -80,10 +89,10 @@ class InTurn:
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         config = self._parts.config
         self._parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together
-        return await self._parts.sampler.sample(
+        found = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
             temperature=config.sampling.temperature,
@@ -92,6 +101,7 @@ class InTurn:
             label="train",
             baseline=self._baseline,
         )
+        return Round(found)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -110,7 +120,11 @@ class InTurn:
 
 
 class Stream:
-    """Groups as samplers finish them, out of the store."""
+    """Groups as samplers finish them, out of the store.
+
+    A step that was reserved and not committed when its trainer was killed gets the same groups again: its weights may have served already,
+    and drawn tokens that bear its number.
+    """
 
     def __init__(self, config: RunConfig, store: Store, stop: Callable[[], bool], check: Callable[[], None]) -> None:
         self._config, self._store, self._stop, self._check = config, store, stop, check
@@ -118,14 +132,17 @@ class Stream:
         self._step, self._taken = 0, set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is reserved."""
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         """See Attempts.round. Raises StopAskedError."""
         if self._config.rollout.policy == "wait":
             await self._until(lambda: self._finished(step, tasks))
-            return await self._read(step=step)
+            return Round([one.trajectory for one in await self._read(step=step, split="train")])
         if step != self._step:
-            self._step, self._taken = step, set()
-        found, size, limit = [], self._config.trainer.group_size, len(self._taken) + len(tasks)
+            first, self._step, self._taken = self._step == 0, step, set()
+            reserved = dict.fromkeys(one.trajectory.group_id for one in await self._read(trained_step=step)) if first else {}
+            if reserved:
+                return Round(await self._groups(reserved), last=True)
+        size, limit = self._config.trainer.group_size, len(self._taken) + len(tasks)
 
         async def fresh() -> list[str]:
             groups = [name for name in await self._store.ready_groups("train", size=size, limit=limit) if name not in self._taken]
@@ -133,15 +150,20 @@ class Stream:
 
         groups = (await self._until(fresh))[: len(tasks)]
         self._taken.update(groups)
-        for name in groups:
-            found += await self._read(group_id=name)
+        return Round(await self._groups(groups))
+
+    async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
+        """Their members, but for those that a killed trainer has dropped already, and the greedy attempts beside them."""
+        found = []
+        for name in names:
+            found += [one.trajectory for one in await self._read(group_id=name) if one.state != "dropped"]
             if self._baseline:
-                found += await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))
+                found += [one.trajectory for one in await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))]
         return found
 
-    async def _read(self, **which: object) -> list[Trajectory]:
-        async def read() -> list[Trajectory]:
-            return [one.trajectory async for one in self._store.trajectories(split="train", **which)]  # type: ignore[arg-type]
+    async def _read(self, **which: Unpack[TrajectoryFilter]) -> list[StoredTrajectory]:
+        async def read() -> list[StoredTrajectory]:
+            return [one async for one in self._store.trajectories(**which)]
 
         return await patiently(read, within_s=PATIENCE_S, what="reading attempts")
 
@@ -194,7 +216,7 @@ class Beside:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         return await self._stream.round(step, self._parts.tasks.queued(step) if self._config.rollout.policy == "wait" else tasks)
 
     @asynccontextmanager
@@ -247,7 +269,7 @@ class Apart:
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> list[Trajectory]:
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         return await self._stream.round(step, self._parts.tasks.queued(step) if self._config.rollout.policy == "wait" else tasks)
 
     def training(self) -> AbstractAsyncContextManager[None]:

@@ -68,13 +68,13 @@ class Collector:
         wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None
         gathered, rounds = _Gathered(), 0
         while tasks:
-            await self._round(step, tasks, gathered)
+            last = await self._round(step, tasks, gathered)
             rounds += 1
             kept, dropped = select(gathered.sampled, algorithm, before=gathered.dropped, wanted=wanted)
             informative = len({t.group_id for t in kept})
             num_groups = len({t.group_id for t in gathered.sampled})
             tasks = []
-            if wanted is not None and rounds < algorithm.dynamic_sampling:
+            if wanted is not None and rounds < algorithm.dynamic_sampling and not last:
                 tasks = list(islice(refill, next_round(wanted, informative, num_groups)))
         if self._rlpr is not None:
             self._rlpr.end_step()
@@ -89,9 +89,9 @@ class Collector:
         if self._rlpr is not None and "rlpr" in state:
             self._rlpr.load_state_dict(state["rlpr"])
 
-    async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> None:
-        """Gets as many groups as there are tasks and decides what has to be decided once only."""
-        found = await self._attempts.round(step, tasks)
+    async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> bool:
+        """Gets as many groups as there are tasks and decides what has to be decided once only. Whether that was the last round."""
+        found, last = await self._attempts.round(step, tasks)
         sampled = [t for t in found if not is_baseline(t)]
         greedy = [t for t in found if is_baseline(t)]
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
@@ -105,6 +105,7 @@ class Collector:
             gathered.dropped |= {kept[position].id: "below-usual-spread" for position in filtered.dropped}
         gathered.sampled += sampled
         gathered.greedy += greedy
+        return last
 
     def _too_old(self, trajectory: Trajectory, step: int) -> bool:
         """Whether it is left out whole: its oldest token breaks the bound, and the policy takes no single tokens out."""

@@ -43,15 +43,11 @@ class Beginning:
 
 
 async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]) -> Beginning:
-    """Where to resume. What a kill has left of later steps is deleted: checkpoints that no commit followed, reservations. So every whole
-    checkpoint of a committed step is one of this run's own weights."""
-
-    async def read(store: Store) -> list[StepRecord]:
-        await store.release()
-        return await store.steps()
+    """Where to resume. Checkpoints that a kill has left of later steps, which no commit followed, are deleted. So every whole checkpoint of
+    a committed step is one of this run's own weights. A reservation stays: the step gets the same attempts again (attempts.py)."""
 
     async with await opened(config.store_url) as store:
-        steps = await patiently(lambda: read(store), within_s=PATIENCE_S, what="reading the committed steps")
+        steps = await patiently(store.steps, within_s=PATIENCE_S, what="reading the committed steps")
     committed = steps[-1].step if steps else 0
 
     def torn(step: int, error: CheckpointError) -> None:
