@@ -24,7 +24,7 @@ from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model
-from agentevo.rollout.patience import PATIENCE_S, patiently
+from agentevo.rollout.patience import patiently
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import world_seed
@@ -35,6 +35,8 @@ from agentevo.training.twin import twin_of
 from agentevo.types import Task
 
 AgentFunction = Callable[[Task, Any], Awaitable[Any]]
+OPENING_S = 60.0
+"""How long a database that does not answer is waited for at the start: it may be coming up, or its URL is wrong."""
 CORPUS_EPISODES = 64
 """Worlds that the tiny policy's word tokenizer reads."""
 
@@ -119,7 +121,7 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
 
 async def opened(url: str) -> Store:
     """The store at `url`; waits for a database that is away."""
-    return await patiently(lambda: open_store(url), within_s=PATIENCE_S, what="opening the store")
+    return await patiently(lambda: open_store(url), within_s=OPENING_S, what="opening the store")
 
 
 @asynccontextmanager
