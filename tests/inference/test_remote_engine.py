@@ -1,5 +1,5 @@
-"""Several engines behind sockets as one: who is asked, and what happens when they refuse, hang, leave or come. The engines say which of them
-answered; those of `tests/orchestration/test_serve.py` are real processes."""
+"""Several engines behind sockets as one: who is asked, and what happens when they refuse, hang, leave or come. The engines say which of
+them answered; those of `tests/orchestration/test_serve.py` are real processes."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class RemoteEngine:
     async def refresh(self) -> None:
         """Looks at every engine now: who lives, at which version, with how much to do. Goes on looking in the background."""
         self._watch()
-        await self._look()
+        await self._look_once()
         asked = [asyncio.ensure_future(self._ask_state(one)) for one in self._known.values()]
         if asked:
             _, late = await asyncio.wait(asked, timeout=CONNECT_S)  # a long step, or it hangs: `heard` tells
@@ -173,16 +173,19 @@ class RemoteEngine:
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
 
-    async def _look_for_ever(self) -> None:
+    async def _look_once(self) -> None:
         """What goes wrong here (a file system that is away) is told once and in the error of requests that find no engine."""
+        try:
+            await self._look()
+        except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
+            trouble = f"looking for engines failed: {type(error).__name__}: {error}"
+            if trouble != self._trouble:
+                LOG.warning(trouble)
+            self._trouble = trouble
+
+    async def _look_for_ever(self) -> None:
         while True:
-            try:
-                await self._look()
-            except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
-                trouble = f"looking for engines failed: {type(error).__name__}: {error}"
-                if trouble != self._trouble:
-                    LOG.warning(trouble)
-                self._trouble = trouble
+            await self._look_once()
             asleep_since = time.monotonic()
             await asyncio.sleep(self._poll_s)
             late = time.monotonic() - asleep_since - self._poll_s

@@ -40,6 +40,8 @@ FLUSH_S = 1.0
 """For answers that are ready when the engine leaves."""
 GOING_AWAY, UNSUPPORTED = 1001, 1003
 """Close codes, RFC 6455 section 7.4.1."""
+MAX_REASON_BYTES = 123
+"""RFC 6455, section 5.5."""
 
 
 class ServerConnection:
@@ -52,6 +54,8 @@ class ServerConnection:
         self._releases: set[asyncio.Task[None]] = set()
         self._every_s = float("inf")
         self._watch = 0
+        self._last_word: tuple[int, str] | None = None
+        """Close code and reason, where it is for us to end it."""
         self._told: EngineState | None = None
         self._told_at = 0.0
 
@@ -71,7 +75,9 @@ class ServerConnection:
                 one.cancel()
             await asyncio.gather(*work, *requests, return_exceptions=True)
         if closing.is_set():
-            await self._say_good_bye()
+            self._last_word = (GOING_AWAY, "the engine is going down: ask another one")
+        if self._last_word is not None:
+            await self._say_good_bye(*self._last_word)
         for one in done:
             one.result()
 
@@ -81,8 +87,8 @@ class ServerConnection:
             try:
                 messages = read_requests(event.get("bytes") or b"")
             except msgspec.MsgspecError as error:
-                with suppress(WebSocketDisconnect):
-                    await self._websocket.close(UNSUPPORTED, f"no list of requests: {error}"[:120])
+                reason = f"no list of requests: {error}".encode("ascii", "replace")[:MAX_REASON_BYTES].decode()
+                self._last_word = (UNSUPPORTED, reason)
                 return
             for message in messages:
                 self._take(message)
@@ -123,8 +129,9 @@ class ServerConnection:
             LOG.warning("conversation %s was not released: %s", session, error)
 
     async def _write(self) -> None:
-        """Returns when the client has gone. One that takes nothing is found out by the server's pings."""
-        with suppress(WebSocketDisconnect):
+        """Returns when the client has gone. One that takes nothing is found out by the server's pings, after which it may not be sent
+        anything (RuntimeError)."""
+        with suppress(WebSocketDisconnect, RuntimeError):
             while True:
                 await self._websocket.send_bytes(await self._outbox.next_frame())
 
@@ -142,9 +149,9 @@ class ServerConnection:
         self._told, self._told_at = now if now is not None else self._state(), time.monotonic()
         self._outbox.put(State(state=self._told, yours=len(self._running), watch=self._watch))
 
-    async def _say_good_bye(self) -> None:
+    async def _say_good_bye(self, code: int, reason: str) -> None:
         with suppress(WebSocketDisconnect, TimeoutError, RuntimeError):  # RuntimeError: it was closed already
             async with asyncio.timeout(FLUSH_S):
                 while (frame := self._outbox.frame()) is not None:
                     await self._websocket.send_bytes(frame)
-                await self._websocket.close(GOING_AWAY, "the engine is going down: ask another one")
+                await self._websocket.close(code, reason)
