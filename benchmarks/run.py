@@ -29,6 +29,7 @@ import store
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
 from algorithms import share_of_forward
+from engine_transport import AT_ONCE, transport
 from figures import Figure, NotComparableError, machine, write_results
 from generate import concurrent, shared_prefix
 from grpo_step import GrpoStep, against_trl, chat_prompts
@@ -41,7 +42,20 @@ from train_step import against_trl as train_against_trl
 from train_step import against_trl_in_memory
 from turns import flatness
 
-GROUPS = ("algorithms", "logprobs", "turns", "generate", "prefix", "prefix_merging", "train", "train_memory", "sft", "store", "grpo")
+GROUPS = (
+    "algorithms",
+    "logprobs",
+    "turns",
+    "generate",
+    "prefix",
+    "prefix_merging",
+    "train",
+    "train_memory",
+    "sft",
+    "store",
+    "transport",
+    "grpo",
+)
 
 
 class Bench:
@@ -212,6 +226,8 @@ def main() -> int:
             run_sft(bench, Path(scratch))
         if "store" in only:
             run_store(bench)
+        if "transport" in only:
+            bench.add("transport", lambda: transport(list(AT_ONCE), args.repeats))
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
     if args.save or only == set(GROUPS):

@@ -81,3 +81,21 @@ def test_what_no_engine_has_written_is_passed_over(tmp_path):
     (tmp_path / "b.json").write_text('{"url": "http')
     (tmp_path / "c.json").write_text('{"name": "c"}')
     assert names(directory) == ["a"]
+
+
+def test_who_starts_an_engine_deletes_what_has_been_dead_for_an_hour(tmp_path):
+    directory = EngineDirectory(tmp_path)
+    for name, age_s in (("old", 3700), ("younger", 3500), ("ahead", -90000)):
+        directory.announce(engine(name))
+        os.utime(tmp_path / f"{name}.json", (time.time() - age_s, time.time() - age_s))
+    torn = tmp_path / ".torn.12345678"
+    torn.write_text("")
+    os.utime(torn, (1.0, 1.0))
+
+    async def work():
+        async with directory.announced(engine("new")):
+            assert {file.name for file in tmp_path.iterdir()} == {"ahead.json", "younger.json", "new.json"}
+            directory.beat(engine("old"))
+            assert (tmp_path / "old.json").is_file(), "it lives after all"
+
+    asyncio.run(work())

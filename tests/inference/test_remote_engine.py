@@ -1,5 +1,5 @@
-"""Several engines behind HTTP as one: who is asked, and what happens when they refuse, hang, leave or come. The engines say which of them
-answered; those of `tests/orchestration/test_serve.py` are real processes."""
+"""Several engines behind sockets as one: who is asked, and what happens when they refuse, hang, leave or come. The engines say which of
+them answered; those of `tests/orchestration/test_serve.py` are real processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 import msgspec
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
 from agentevo.inference.directory import Announcement, EngineDirectory
+from agentevo.inference.messages import read_requests
 from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
 from agentevo.types import Completion, SamplingParams
@@ -114,7 +117,7 @@ def test_a_request_and_its_answer_travel_whole(tmp_path):
             assert client.version == 3
             await client.release("a")
             await client.release("never heard of")
-            assert engine.released == ["a"]
+            await until(lambda: engine.released == ["a"])
             with pytest.raises(EngineError, match="WeightsFolder"):
                 await client.publish(1, None, deadline_s=1)
 
@@ -273,8 +276,7 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
             (announcement,) = engines.directory.living(5.0)
             async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
                 for path, body, status in (
-                    ("/generate", b"{}", 400),
-                    ("/generate", b"no json", 400),
+                    ("/sleep", b"no json", 400),
                     ("/sleep", b"", 500),
                     ("/wake", b"", 500),
                 ):
@@ -289,10 +291,197 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "httpx", None)
-        with pytest.raises(MissingExtraError, match=r"package 'httpx': pip install 'agentevo\[serve\]'"):
-            RemoteEngine(["http://127.0.0.1:9"])
+        patch.setitem(sys.modules, "websockets.asyncio.client", None)
+        patch.delitem(sys.modules, "agentevo.inference.client_connection")
+        with pytest.raises(MissingExtraError, match=r"need the package 'websockets.*': pip install 'agentevo\[serve\]'"):
+            importlib.import_module("agentevo.inference.client_connection")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "agentevo.inference.server")
     with pytest.raises(MissingExtraError, match=r"package 'fastapi': pip install 'agentevo\[serve\]'"):
         importlib.import_module("agentevo.inference.server")
+
+
+def test_requests_go_over_one_connection_in_few_frames(tmp_path):
+    """200 at once, some of them longer than a frame is meant to be: each gets its own answer, and a state is no reply to any of them."""
+
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engine = engines.by_name["e1"]
+            (known,) = client._known.values()
+            outbox, sent = known.connection._outbox, []
+            real = outbox.frame
+
+            def frame():
+                made = real()
+                if made is not None:
+                    sent.append((len(read_requests(made)), len(made)))
+                return made
+
+            outbox.frame = frame
+            prompts = [[number] * (400_000 if number % 100 == 0 else 3) for number in range(1, 201)]
+
+            async def one(prompt):
+                await client.generate(prompt, PARAMS, session=f"s{prompt[0]}", deadline_s=30)
+                await client.release(f"s{prompt[0]}")
+
+            await asyncio.gather(*(one(prompt) for prompt in prompts))
+            assert [asked[0] for asked in engine.asked] == prompts, "in the order in which they were asked"
+            await until(lambda: sorted(engine.released) == sorted(f"s{number}" for number in range(1, 201)))
+            assert sum(count for count, _ in sent) == 400 and 3 <= len(sent) < 40, sent
+            assert all(size < 2**20 for _, size in sent), sent
+            assert known.open == 0
+
+    asyncio.run(work())
+
+
+def test_answers_come_in_any_order_to_whom_they_belong(tmp_path):
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engines.by_name["e1"].says = [0.3, RequestTooLongError("no"), 0.0, 60.0, 0.1]
+            tasks = [asyncio.create_task(ask(client)) for _ in range(5)]
+            await until(lambda: len(engines.by_name["e1"].asked) == 5)
+            tasks[3].cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [found[0], found[2], found[4]] == [1, 1, 1]
+            assert isinstance(found[1], RequestTooLongError) and isinstance(found[3], asyncio.CancelledError)
+            await until(lambda: engines.by_name["e1"].cancelled == 1)
+
+    asyncio.run(work())
+
+
+def test_a_new_version_is_known_when_its_first_tokens_are(tmp_path):
+    """Though the client asks for states once a minute only."""
+
+    async def work():
+        async with AsyncExitStack() as stack:
+            engine = await Engines(tmp_path, stack).start(1)
+            client = RemoteEngine(EngineDirectory(tmp_path), poll_s=60.0)
+            stack.push_async_callback(client.close)
+            await client.refresh()
+            assert client.version == 3
+            engine.version = 4
+            assert await ask(client) == 1
+            assert client.version == 4
+            engine.version = 5
+            await until(lambda: client.version == 5)
+            before = client.stats()["engine/generated_tokens"]
+            await asyncio.sleep(0.2)
+            assert client.stats()["engine/generated_tokens"] == before
+            await client.refresh()
+            assert client.stats()["engine/generated_tokens"] == 11
+
+    asyncio.run(work())
+
+
+def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
+    """Cut off in the middle of requests, of a handshake, of an HTTP body: the engine drops what it did for them and says nothing."""
+
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engine = engines.by_name["e1"]
+            engine.says = [60.0] * 3
+            tasks = [asyncio.create_task(ask(client, deadline_s=0.8)) for _ in range(3)]
+            await until(lambda: engine.running == 3)
+            (known,) = client._known.values()
+            address = known.url.removeprefix("http://").split(":")
+            for words in (
+                b"POST /sleep HTTP/1.1\r\nHost: e\r\nContent-Length: 99\r\n\r\n{",
+                b"GET /requests HTTP/1.1\r\nHost: e\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+            ):
+                _, writer = await asyncio.open_connection(address[0], int(address[1]))
+                writer.write(words)
+                await writer.drain()
+                await asyncio.sleep(0.05)
+                writer.transport.abort()
+            known.connection._websocket.transport.abort()
+            await until(lambda: engine.cancelled == 3 and engine.running == 0)
+            assert await asyncio.gather(*tasks) == [1, 1, 1], "by the same engine, on a new connection"
+
+    asyncio.run(work())
+    assert [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+
+
+async def to_the_end(websocket) -> None:
+    while True:
+        await websocket.recv()
+
+
+def test_what_is_no_list_of_requests_ends_the_connection_with_the_reason(tmp_path):
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            (announcement,) = engines.directory.living(5.0)
+            for frame in (b"no msgpack", "text", msgspec.msgpack.encode([{"type": "generate", "id": 1}])):
+                async with connect(announcement.url.replace("http", "ws") + "/requests", proxy=None) as websocket:
+                    await websocket.send(frame)
+                    with pytest.raises(ConnectionClosed) as raised:
+                        await asyncio.wait_for(to_the_end(websocket), 10)
+                    assert raised.value.rcvd.code == 1003
+                    assert "no list of requests" in raised.value.rcvd.reason
+            assert await ask(client) == 1
+
+    asyncio.run(work())
+
+
+def test_whatever_an_engine_raises_is_answered(tmp_path, caplog):
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engines.by_name["e1"].says = [ZeroDivisionError("by zero")]
+            with pytest.raises(EngineError, match="the engine failed: ZeroDivisionError: by zero"):
+                await ask(client)
+            assert await ask(client) == 1
+
+    asyncio.run(work())
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("the folder is away"), asyncio.CancelledError()], ids=repr)
+def test_a_look_that_fails_ends_no_request_and_no_looking(error, tmp_path, monkeypatch):
+    """Also one that something has cancelled from within."""
+    real, failures = EngineDirectory.living, [error, error]
+
+    def living(self, max_age_s):
+        if failures:
+            raise failures.pop()
+        return real(self, max_age_s)
+
+    async def work():
+        async with AsyncExitStack() as stack:
+            await Engines(tmp_path, stack).start(1)
+            client = RemoteEngine(EngineDirectory(tmp_path), poll_s=0.02)
+            stack.push_async_callback(client.close)
+            monkeypatch.setattr(EngineDirectory, "living", living)
+            assert await ask(client) == 1
+            assert failures == []
+
+    asyncio.run(work())
+
+
+def test_a_client_that_stood_still_itself_takes_nobody_for_dead(tmp_path):
+    async def work():
+        async with some(tmp_path, 1, max_age_s=0.4) as (engines, client):
+            engines.by_name["e1"].says = [1.0]
+            task = asyncio.create_task(ask(client))
+            await until(lambda: engines.by_name["e1"].running == 1)
+            (known,) = client._known.values()
+            time.sleep(0.8)  # noqa: ASYNC251 (it is what is tested)
+            assert await task == 1
+            assert list(client._known.values()) == [known] and known.connected
+            assert len(engines.by_name["e1"].asked) == 1
+
+    asyncio.run(work())
+
+
+def test_a_closed_client_says_so(tmp_path):
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engines.by_name["e1"].says = [60.0]
+            task = asyncio.create_task(ask(client))
+            await until(lambda: engines.by_name["e1"].running == 1)
+            await client.close()
+            for waiting in (task, ask(client)):
+                with pytest.raises(EngineUnavailableError, match="is closed"):
+                    await waiting
+            await until(lambda: engines.by_name["e1"].cancelled == 1)
+
+    asyncio.run(work())

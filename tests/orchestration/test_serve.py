@@ -244,7 +244,8 @@ def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_ove
         doomed = run.client()
         cut = asyncio.create_task(doomed.generate(PROMPT, SamplingParams(max_new_tokens=500), deadline_s=100))
         await until(lambda: running() == 1)
-        await doomed._http.aclose()  # as when its process dies: the sockets close
+        for one in doomed._known.values():
+            one.connection.abandon("its process dies")
         await until(lambda: running() == 0)
         cut.cancel()
         await asyncio.gather(cut, return_exceptions=True)

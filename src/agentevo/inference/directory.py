@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 HEARTBEAT_S = 1.0
+FORGET_S = 3600.0
+"""What has been dead for so long is deleted by the next engine that starts."""
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,16 @@ class EngineDirectory:
         if self._read(self._file(announcement.name)) == announcement:
             self._file(announcement.name).unlink(missing_ok=True)
 
+    def forget_dead(self, mine: Announcement, *, after_s: float = FORGET_S) -> None:
+        """Deletes what has not changed for `after_s` before `mine` was announced, by the clock of the files. An engine that lives after all
+        announces itself again with its next beat."""
+        with suppress(OSError):  # nothing depends on it
+            now = self._file(mine.name).stat().st_mtime
+            for file in self.folder.iterdir():
+                with suppress(FileNotFoundError):
+                    if now - file.stat().st_mtime > after_s:
+                        file.unlink()
+
     @asynccontextmanager
     async def announced(self, announcement: Announcement, *, every_s: float = HEARTBEAT_S) -> AsyncIterator[None]:
         """Announced with a heartbeat from this event loop while the block runs: a loop that hangs is not taken for alive."""
@@ -68,6 +80,7 @@ class EngineDirectory:
                     self.beat(announcement)
 
         self.announce(announcement)
+        self.forget_dead(announcement)
         heart = asyncio.create_task(beat())
         try:
             yield

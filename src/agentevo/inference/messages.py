@@ -1,38 +1,31 @@
-"""What an engine's server and its clients say to one another, as JSON, and how errors travel."""
+"""What an engine's server and its clients say to one another, and how errors travel.
+
+Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in MessagePack, `list[ToEngine]` one way
+and `list[FromEngine]` the other; whoever sends puts into one frame what is to be sent at that moment (`Outbox`). An answer has the id that
+the client has given its request; it comes whenever it is ready, in any order. People's scripts use JSON over HTTP.
+"""
 
 from __future__ import annotations
+
+import asyncio
+from collections import deque
 
 import msgspec
 
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
 from agentevo.inference.engine import InFlight
-from agentevo.types import SamplingParams
+from agentevo.types import Completion, SamplingParams
 
-
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /generate; the answer is a Completion."""
-
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    session: str | None = None
-    deadline_s: float
-
-
-class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /release."""
-
-    session: str
-
-
-class SleepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /sleep."""
-
-    in_flight: InFlight = "finish"
-    deadline_s: float = 60.0
+PATH = "/requests"
+"""Of the WebSocket, after the engine's URL."""
+MAX_BYTES = 64 * 2**20
+"""Of one frame: longer ones are refused by those who receive them."""
+FRAME_BYTES = 2**20
+"""A frame that has come to this is sent, and the rest goes into the next one."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to GET /state, POST /sleep and POST /wake."""
+    """How an engine stands; also the JSON answer to GET /state, POST /sleep and POST /wake."""
 
     version: int
     asleep: bool
@@ -41,8 +34,70 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
 
 
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+    """Answered by Completed or Failed, unless it is cancelled."""
+
+    id: int
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    session: str | None = None
+    deadline_s: float
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Nobody waits for this request any more. No answer."""
+
+    id: int
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Forgets a conversation. No answer."""
+
+    session: str
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True, tag="watch"):
+    """Asks for State now and every `every_s` from now on, and whenever version or sleep change."""
+
+    id: int
+    every_s: float
+
+
+class Completed(msgspec.Struct, frozen=True, kw_only=True, tag="completed"):
+    id: int
+    completion: Completion
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    id: int
+    error: str
+    """A name in ERRORS."""
+    message: str
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+    """Comes by itself: first of all, and then as Watch says."""
+
+    state: EngineState
+    yours: int
+    """Requests of this client that are in the engine now."""
+    watch: int = 0
+    """Id of the last Watch that has come."""
+
+
+ToEngine = Generate | Cancel | Release | Watch
+FromEngine = Completed | Failed | State
+
+
+class SleepRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /sleep, in JSON."""
+
+    in_flight: InFlight = "finish"
+    deadline_s: float = 60.0
+
+
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of every answer that is no success."""
+    """Body of every HTTP answer that is no success, in JSON."""
 
     error: str
     """A name in ERRORS."""
@@ -59,15 +114,61 @@ ERRORS: dict[str, tuple[int, type[EngineError]]] = {
 
 
 def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
-    """How the server says it."""
+    """How the server says it over HTTP."""
     name, (status, _) = next((name, entry) for name, entry in ERRORS.items() if isinstance(error, entry[1]))
     return status, ErrorAnswer(error=name, message=str(error))
 
 
-def raised(body: bytes, status: int) -> EngineError:
-    """The error that the client raises for an answer that is no success."""
-    try:
-        answer = msgspec.json.decode(body, type=ErrorAnswer)
-    except msgspec.MsgspecError:
-        return EngineError(f"the engine's server answered with HTTP status {status}: {body[:200].decode(errors='replace')}")
-    return ERRORS.get(answer.error, (status, EngineError))[1](answer.message)
+def failed(request: int, error: EngineError) -> Failed:
+    """How the server says it to the client whose request it was."""
+    answer = status_and_answer(error)[1]
+    return Failed(id=request, error=answer.error, message=answer.message)
+
+
+def raised(answer: Failed) -> EngineError:
+    """The error that the client raises."""
+    return ERRORS.get(answer.error, (500, EngineError))[1](answer.message)
+
+
+read_requests = msgspec.msgpack.Decoder(list[ToEngine]).decode
+"""A frame's messages. Raises msgspec.MsgspecError for anything else."""
+read_answers = msgspec.msgpack.Decoder(list[FromEngine]).decode
+"""A frame's messages. Raises msgspec.MsgspecError for anything else."""
+
+
+class Outbox:
+    """Messages that are to be sent, encoded when they are put in and sent in that order, as many in a frame as there are."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._waiting: deque[bytes] = deque()
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Messages that no frame has taken yet."""
+        return len(self._waiting)
+
+    def put(self, message: ToEngine | FromEngine) -> None:
+        """Raises RequestTooLongError for one that is more than a frame can carry."""
+        encoded = self._encoder.encode(message)
+        if len(encoded) + 16 > MAX_BYTES:
+            raise RequestTooLongError(f"a request of {len(encoded)} bytes is more than an engine's server takes ({MAX_BYTES}): shorten it")
+        self._waiting.append(encoded)
+        self._filled.set()
+
+    def frame(self) -> bytes | None:
+        """The next one; None when nothing is left."""
+        taken: list[msgspec.Raw] = []
+        size = 0
+        while self._waiting and (not taken or size + len(self._waiting[0]) <= FRAME_BYTES):
+            size += len(self._waiting[0])
+            taken.append(msgspec.Raw(self._waiting.popleft()))
+        if not self._waiting:
+            self._filled.clear()
+        return self._encoder.encode(taken) if taken else None
+
+    async def next_frame(self) -> bytes:
+        """Waits until there is one."""
+        while (frame := self.frame()) is None:
+            await self._filled.wait()
+        return frame

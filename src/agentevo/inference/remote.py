@@ -1,43 +1,37 @@
 """Engines in other processes, as one engine.
 
 A conversation stays with the engine that holds its cache; a new one goes to the engine with the least to do, of those that serve the newest
-version. When an engine dies, hangs or
-refuses, the same request (same ids, same seed) goes to another one within the same deadline: whatever the first has computed of it is lost,
-and nothing else, since engines keep no state that an answer depends on. Only when none is left until the deadline is the request given up
-(EngineUnavailableError). An engine is taken for dead when it has not answered for `max_age_s`; then requests that it holds are moved.
+version. When an engine dies, hangs or refuses, the same request (same ids, same seed) goes to another one within the same deadline: what
+the first has computed of it is lost, and nothing else, since engines keep no state that an answer depends on. Only when none is left until
+the deadline is the request given up (EngineUnavailableError).
 
-`version` and `stats` are as of the last look, every `poll_s`.
+Each engine is reached over one connection (`client_connection.py`), on which it tells its state every `poll_s`; `version` and `stats` are
+as it said last. An engine is lost when its connection ends, and taken for dead when it has said nothing for `max_age_s`; either way the
+requests that it holds are moved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
+from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
+from agentevo.inference.client_connection import CONNECT_S, ClientConnection, LostError
 from agentevo.inference.directory import EngineDirectory
-from agentevo.inference.messages import EngineState, GenerateRequest, ReleaseRequest, raised
+from agentevo.inference.messages import EngineState, State
 from agentevo.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    import httpx
     import torch
 
-CONNECT_S = 2.0
-KEEP_ALIVE_S = 30.0
-"""Less than the server's."""
-RELEASE_S = 5.0
+LOG = logging.getLogger(__name__)
+
 GAUGES = ("engine/running", "engine/waiting", "engine/kv_tokens")
 """Statistics that say how things stand; the others count up, and an engine's count stays in the sum when the engine is gone."""
-
-
-class _LostError(Exception):
-    """The engine did not answer; another one may."""
 
 
 @dataclass(eq=False)
@@ -46,53 +40,54 @@ class _Known:
 
     url: str
     heard: float
-    """When it last answered, by the monotonic clock."""
-    gone: asyncio.Future[None]
-    """Done when it is taken for dead."""
+    """When it last said something, by the monotonic clock."""
     state: EngineState | None = None
-    open: int = 0
-    """Requests of this client that it holds."""
-    open_then: int = 0
-    """The same when `state` was asked for."""
-    suspect: bool = False
-    """A connection has just failed: nothing new until it answers again."""
-    look: asyncio.Task[None] | None = None
-    """Asking for its state, which a busy or hanging engine does not answer at once."""
+    yours: int = 0
+    """Requests of this client that it held when it said its state."""
+    suspect: bool = True
+    """Nothing new goes there until it says its state again: it has just been connected to, or refused."""
+    connection: ClientConnection | None = None
+    connecting: asyncio.Task[None] | None = None
     homes: set[str] = field(default_factory=set)
     """Conversations whose cache it holds."""
 
     @property
+    def connected(self) -> bool:
+        return self.connection is not None and self.connection.lost is None
+
+    @property
     def usable(self) -> bool:
-        return self.state is not None and not self.suspect
+        return self.state is not None and not self.suspect and self.connected
 
     @property
     def version(self) -> int:
         return self.state.version if self.state is not None else -1
 
+    @property
+    def open(self) -> int:
+        """Requests of this client that it holds."""
+        return self.connection.num_open if self.connection is not None else 0
+
     def load(self) -> int:
-        """Requests that it has to do with: those that others had there at the last look, and ours."""
+        """Requests that it has to do with: those that others had there when it said its state, and ours."""
         stats = self.state.stats if self.state is not None else {}
         there = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
-        return max(there - self.open_then, 0) + self.open
+        return max(there - self.yours, 0) + self.open
 
 
 class RemoteEngine:
     """See the module. `engines`: where they announce themselves, or their URLs. Belongs to one event loop; `close` it there."""
 
     def __init__(self, engines: EngineDirectory | Sequence[str], *, poll_s: float = 0.1, max_age_s: float = 15.0) -> None:
-        try:
-            import httpx
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(f"engines in other processes need the package {error.name!r}: pip install 'agentevo[serve]'") from error
         self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S)
-        self._http = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None, connect=CONNECT_S), trust_env=False)
-        self._transport_error = httpx.TransportError
         self._known: dict[str, _Known] = {}
         self._homes: dict[str, _Known] = {}
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
         """(URL, process) -> what it has counted, also of those that are gone."""
         self._watcher: asyncio.Task[None] | None = None
+        self._trouble = "none was found"
+        """What has gone wrong last."""
+        self._closed = False
 
     @property
     def version(self) -> int:
@@ -103,44 +98,38 @@ class RemoteEngine:
         self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
     ) -> Completion:
         """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the deadline."""
-        self._watch()
         deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
-        trouble = "none was found"
         while (left := deadline - time.monotonic()) > 0:
+            self._watch()
             engine = self._choose(session, refused)
-            if engine is None:
+            if engine is None or engine.connection is None:
                 if refused:
                     raise list(refused.values())[-1]  # by every engine that there is
                 await asyncio.sleep(min(self._poll_s, left))
-                self._watch()
                 continue
             if session is not None:
                 self._move_home(session, engine)
             try:
-                return await self._ask(engine, prompt_ids, sampling, session, left)
-            except (_LostError, EngineUnavailableError) as error:
-                engine.suspect, trouble = True, str(error)
+                return await engine.connection.generate(prompt_ids, sampling, session, left)
+            except (LostError, EngineUnavailableError) as error:
+                engine.suspect, self._trouble = True, str(error)
             except (RequestTooLongError, DeadlineExceededError):
                 raise
             except EngineError as error:
                 refused[engine.url] = error
         raise EngineUnavailableError(
-            f"no engine answered within {deadline_s:g} s ({len(self._known)} known; {trouble}): are processes of `agentevo serve` running "
-            f"and announced in {self._place()}?"
+            f"no engine answered within {deadline_s:g} s ({len(self._known)} known; {self._trouble}): are processes of `agentevo serve` "
+            f"running and announced in {self._place()}?"
         )
 
     async def release(self, session: str) -> None:
-        """See Engine.release. An engine that does not answer has nothing to be told: it gives up idle conversations by itself."""
+        """See Engine.release. An engine that is lost has nothing to be told: it gives up idle conversations by itself."""
         engine = self._homes.pop(session, None)
-        if engine is None:
-            return
-        engine.homes.discard(session)
-        try:
-            async with asyncio.timeout(RELEASE_S):
-                await self._http.post(f"{engine.url}/release", content=msgspec.json.encode(ReleaseRequest(session=session)))
-        except (self._transport_error, TimeoutError):
-            engine.suspect = True
+        if engine is not None:
+            engine.homes.discard(session)
+            if engine.connection is not None:
+                engine.connection.release(session)
 
     async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float) -> None:
         """Not this way: engines in other processes take the weights from the run's folder."""
@@ -159,71 +148,87 @@ class RemoteEngine:
     async def refresh(self) -> None:
         """Looks at every engine now: who lives, at which version, with how much to do. Goes on looking in the background."""
         self._watch()
-        await self._look(CONNECT_S)
+        await self._look_once()
+        asked = [asyncio.ensure_future(self._ask_state(one)) for one in self._known.values()]
+        if asked:
+            _, late = await asyncio.wait(asked, timeout=CONNECT_S)  # a long step, or it hangs: `heard` tells
+            for one in late:
+                one.cancel()
 
-    async def _look(self, within_s: float) -> None:
-        """Who answers later than `within_s` is heard later."""
+    async def close(self) -> None:
+        """Ends the connections; requests under way fail."""
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        connections = [one.connection for one in self._known.values() if one.connection is not None]
+        await asyncio.gather(*(connection.close() for connection in connections))
+        for one in list(self._known.values()):
+            self._forget(one)
+
+    def _watch(self) -> None:
+        """Keeps looking in the background, whatever has ended the looking before."""
+        if self._closed:
+            raise EngineUnavailableError("this client of the engines is closed: make another RemoteEngine")
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
+
+    async def _look_once(self) -> None:
+        """What goes wrong here (a file system that is away) is told once and in the error of requests that find no engine."""
+        try:
+            await self._look()
+        except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
+            trouble = f"looking for engines failed: {type(error).__name__}: {error}"
+            if trouble != self._trouble:
+                LOG.warning(trouble)
+            self._trouble = trouble
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await self._look_once()
+            asleep_since = time.monotonic()
+            await asyncio.sleep(self._poll_s)
+            late = time.monotonic() - asleep_since - self._poll_s
+            for one in self._known.values():
+                one.heard += late  # this process itself stood still, and may have left unread what engines said
+
+    async def _look(self) -> None:
+        """Who is announced, and a connection to each; forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             urls = [one.url for one in await asyncio.to_thread(self._engines.living, self._max_age_s)]
         else:
             urls = list(self._engines)
-        for url in urls:
-            if url not in self._known:
-                self._known[url] = _Known(url, time.monotonic(), asyncio.get_running_loop().create_future())
-        for one in self._known.values():
-            if one.look is None or one.look.done():
-                one.look = asyncio.ensure_future(self._look_at(one))
-        looks = [one.look for one in self._known.values() if one.look is not None]
-        if looks:
-            done, _ = await asyncio.wait(looks, timeout=within_s)
-            for look in done:
-                if not look.cancelled():  # its engine was forgotten by another look
-                    look.result()
         for one in list(self._known.values()):
-            if time.monotonic() - one.heard > self._max_age_s or (one.url not in urls and one.suspect):
+            if time.monotonic() - one.heard > self._max_age_s or (one.url not in urls and not one.connected):
                 self._forget(one)
+        for url in urls:
+            one = self._known.setdefault(url, _Known(url, time.monotonic()))
+            if not one.connected and (one.connecting is None or one.connecting.done()):
+                one.connecting = asyncio.ensure_future(self._connect(one))
 
-    async def close(self) -> None:
-        """Ends the connections; requests under way fail."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-        for one in list(self._known.values()):
-            self._forget(one)
-        await self._http.aclose()
-
-    def _watch(self) -> None:
-        """Keeps looking in the background; what went wrong there is raised here."""
-        if self._watcher is not None and self._watcher.done():
-            self._watcher.result()
-        if self._watcher is None:
-            self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
-
-    async def _look_for_ever(self) -> None:
-        while True:
-            await self._look(self._poll_s)
-            await asyncio.sleep(self._poll_s)
-
-    async def _look_at(self, engine: _Known) -> None:
-        """Asks for its state."""
-        open_then = engine.open
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                answer = await self._http.get(f"{engine.url}/state")
-            state = msgspec.json.decode(answer.content, type=EngineState)
-        except (self._transport_error, msgspec.MsgspecError):
-            engine.suspect = True
-        except TimeoutError:
-            return  # a long step, or it hangs: `heard` tells
-        else:
-            engine.state, engine.open_then, engine.suspect, engine.heard = state, open_then, False, time.monotonic()
+    async def _connect(self, engine: _Known) -> None:
+        def hear(told: State) -> None:
+            state = told.state
+            engine.state, engine.yours, engine.suspect, engine.heard = state, told.yours, False, time.monotonic()
             self._counts[engine.url, state.pid] = {key: value for key, value in state.stats.items() if key not in GAUGES}
+
+        engine.suspect = True
+        try:
+            engine.connection = await ClientConnection.open(engine.url, every_s=self._poll_s, hear=hear)
+        except LostError as error:
+            self._trouble = str(error)
+
+    async def _ask_state(self, engine: _Known) -> None:
+        if engine.connecting is not None:
+            await asyncio.wait([engine.connecting])
+        if engine.connection is not None:
+            await engine.connection.look()
 
     def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
         """The conversation's engine if it can be asked, else the one with the least to do among those of the newest version: an engine
         that is late with new weights gets no more conversations whose tokens would be old."""
         home = self._homes.get(session) if session is not None else None
-        if home is not None and home.usable and not home.gone.done() and home.url not in refused:
+        if home is not None and home.usable and home.url not in refused:
             return home
         able = [one for one in self._known.values() if one.usable and one.url not in refused]
         return min(able, key=lambda one: (-one.version, one.load(), len(one.homes), one.url), default=None)
@@ -235,47 +240,15 @@ class RemoteEngine:
         self._homes[session] = engine
         engine.homes.add(session)
 
-    async def _ask(self, engine: _Known, prompt_ids: list[int], sampling: SamplingParams, session: str | None, left_s: float) -> Completion:
-        """One attempt on one engine. Raises _LostError if it does not answer and another may."""
-        body = msgspec.json.encode(GenerateRequest(prompt_ids=prompt_ids, sampling=sampling, session=session, deadline_s=left_s))
-        call = asyncio.ensure_future(self._http.post(f"{engine.url}/generate", content=body))
-        ends: list[asyncio.Future[Any]] = [call, engine.gone]
-        engine.open += 1
-        try:
-            await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            if call.done():
-                return _completion(call.result())
-            if engine.gone.done():
-                raise _LostError(f"{engine.url} has not answered for {self._max_age_s:g} s")
-            raise DeadlineExceededError(
-                f"{engine.url}: no completion within {left_s:g} s: raise engine.timeout_s or lower sampling.max_new_tokens"
-            )
-        except self._transport_error as error:
-            raise _LostError(f"{engine.url}: {type(error).__name__} {error}".rstrip()) from error
-        finally:
-            engine.open -= 1
-            if not call.done():  # the connection is closed, by which the engine knows that nobody waits
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-
     def _forget(self, engine: _Known) -> None:
         """It is dead: its requests go to others, its conversations too when they go on."""
         self._known.pop(engine.url, None)
         for session in engine.homes:
             self._homes.pop(session, None)
-        if engine.look is not None:
-            engine.look.cancel()
-        if not engine.gone.done():
-            engine.gone.set_result(None)
+        if engine.connecting is not None:
+            engine.connecting.cancel()
+        if engine.connection is not None:
+            engine.connection.abandon(f"it has said nothing for {self._max_age_s:g} s")
 
     def _place(self) -> str:
         return str(self._engines.folder) if isinstance(self._engines, EngineDirectory) else ", ".join(self._engines)
-
-
-def _completion(answer: httpx.Response) -> Completion:
-    if answer.status_code != 200:
-        raise raised(answer.content, answer.status_code)
-    try:
-        return msgspec.json.decode(answer.content, type=Completion)
-    except msgspec.MsgspecError as error:
-        raise _LostError(f"{answer.url}: what it answered is no completion ({error})") from error

@@ -1,11 +1,11 @@
-"""An engine behind HTTP, for samplers in other processes (`remote.py` is the client).
+"""An engine's door for other processes: requests over a WebSocket, and three things for people and scripts.
 
-    POST /generate  {prompt_ids, sampling, session, deadline_s} -> Completion      POST /sleep  {in_flight, deadline_s} -> state
-    POST /release   {session}                                                      POST /wake -> state
-    GET  /state     {version, asleep, stats, name, pid}
+    WS   /requests   see `messages.py`, `server_connection.py`; `remote.py` is the client
+    GET  /state      {version, asleep, stats, name, pid}
+    POST /sleep      {in_flight, deadline_s} -> state      POST /wake -> state
 
-Bodies are JSON (`messages.py`). A client that hangs up cancels its request in the engine. Errors travel by name, so the client raises what
-the engine raised. Whoever reaches the port may use the engine: nothing here asks who it is, so it listens on 127.0.0.1 by default.
+HTTP bodies are JSON. Errors travel by name, so the client raises what the engine raised. Whoever reaches the port may use the engine:
+nothing here asks who it is, so it listens on 127.0.0.1 by default.
 """
 
 from __future__ import annotations
@@ -21,61 +21,60 @@ import msgspec
 
 from agentevo.errors import ConfigError, EngineError, EngineUnavailableError, MissingExtraError
 from agentevo.inference.engine import Engine, SleepingEngine
-from agentevo.inference.messages import EngineState, GenerateRequest, ReleaseRequest, SleepRequest, status_and_answer
+from agentevo.inference.messages import MAX_BYTES, PATH, EngineState, SleepRequest, status_and_answer
 
 try:
     import uvicorn
-    from fastapi import FastAPI, Request, Response
+    import websockets  # noqa: F401 (uvicorn takes it, and drops WebSockets without it)
+    from fastapi import FastAPI, Request, Response, WebSocket
+    from starlette.requests import ClientDisconnect
+
+    from agentevo.inference.server_connection import ServerConnection
 except ModuleNotFoundError as missing:
-    raise MissingExtraError(f"an engine behind HTTP needs the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
+    raise MissingExtraError(f"an engine for other processes needs the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
 
 T = TypeVar("T")
 
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays open: longer than clients keep one, or they would use it while it is being closed."""
 GRACE_S = 2
 """For answers that are on their way when the server ends."""
+PING_S = 20.0
+SILENT_S = 60.0
+"""A client that has not answered a ping for so long is gone, with its machine or its network."""
+CLIENT_GONE = 499
+"""Status of an answer that nobody reads."""
 
 
 class EngineDoor:
-    """The HTTP application over one engine. `close` answers whoever still waits with EngineUnavailableError: they go to another engine."""
+    """The application over one engine. `close` ends the connections of whoever still waits: they go to another engine."""
 
     def __init__(self, engine: Engine, *, name: str) -> None:
         self.engine, self.name = engine, name
+        self._sleeping = engine if isinstance(engine, SleepingEngine) else None
         self._closed = asyncio.Event()
+        self._serving: set[asyncio.Task[None]] = set()
         self.app = FastAPI(title=f"AgentEvo engine {name}", openapi_url=None)
-        self.app.post("/generate")(self.generate)
-        self.app.post("/release")(self.release)
+        self.app.websocket(PATH)(self.requests)
         self.app.post("/sleep")(self.sleep)
         self.app.post("/wake")(self.wake)
         self.app.get("/state")(self.state)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Returns when all are told, or after GRACE_S."""
         self._closed.set()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=GRACE_S)
 
-    async def generate(self, request: Request) -> Response:
-        body = await request.body()
-
-        async def work() -> Any:
-            asked = msgspec.json.decode(body, type=GenerateRequest)
-            completion = self.engine.generate(asked.prompt_ids, asked.sampling, session=asked.session, deadline_s=asked.deadline_s)
-            return await self._while_wanted(request, completion)
-
-        return await _answer(work())
-
-    async def release(self, request: Request) -> Response:
-        body = await request.body()
-
-        async def work() -> None:
-            await self.engine.release(msgspec.json.decode(body, type=ReleaseRequest).session)
-
-        return await _answer(work())
+    async def requests(self, websocket: WebSocket) -> None:
+        serving = asyncio.ensure_future(ServerConnection(websocket, self.engine, self._state).serve(self._closed))
+        self._serving.add(serving)
+        try:
+            await serving
+        finally:
+            self._serving.discard(serving)
 
     async def sleep(self, request: Request) -> Response:
-        body = await request.body()
-
         async def work() -> EngineState:
-            asked = msgspec.json.decode(body or b"{}", type=SleepRequest)
+            asked = msgspec.json.decode(await request.body() or b"{}", type=SleepRequest)
             sleeper = self._sleeper()
             await self._while_wanted(request, sleeper.sleep(in_flight=asked.in_flight, deadline_s=asked.deadline_s))
             return self._state()
@@ -96,13 +95,13 @@ class EngineDoor:
         return await _answer(work())
 
     def _state(self) -> EngineState:
-        asleep = isinstance(self.engine, SleepingEngine) and self.engine.asleep
+        asleep = self._sleeping is not None and self._sleeping.asleep
         return EngineState(version=self.engine.version, asleep=asleep, stats=self.engine.stats(), name=self.name, pid=os.getpid())
 
     def _sleeper(self) -> SleepingEngine:
-        if not isinstance(self.engine, SleepingEngine):
+        if self._sleeping is None:
             raise EngineError(f"an engine of type {type(self.engine).__name__} can't sleep")
-        return self.engine
+        return self._sleeping
 
     async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Cancels the work when the client has hung up, or the door is closed."""
@@ -129,6 +128,8 @@ async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
     """The one place where what an engine raises becomes an HTTP answer."""
     try:
         content, status = await work, 200
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_GONE)
     except msgspec.MsgspecError as error:
         status, content = 400, status_and_answer(EngineError(f"the request's body is not what this server reads: {error}"))[1]
     except EngineError as error:
@@ -176,7 +177,11 @@ async def listening(door: EngineDoor, listener: socket.socket) -> AsyncIterator[
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_S,
+            ws="websockets-sansio",
+            ws_max_size=MAX_BYTES,
+            ws_ping_interval=PING_S,
+            ws_ping_timeout=SILENT_S,
+            ws_per_message_deflate=False,
             timeout_graceful_shutdown=GRACE_S,
         )
     )
@@ -184,11 +189,11 @@ async def listening(door: EngineDoor, listener: socket.socket) -> AsyncIterator[
     try:
         while not server.started:
             if task.done():
-                raise EngineError("the engine's HTTP server did not start") from task.exception()
+                raise EngineError("the engine's server did not start") from task.exception()
             await asyncio.sleep(0.01)
         yield
     finally:
-        door.close()
+        await door.close()
         server.should_exit = True
         await task
         listener.close()

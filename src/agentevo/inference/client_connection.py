@@ -1,0 +1,175 @@
+"""A client's WebSocket to one engine, over which all of its requests go side by side (`messages.py`; the other end is
+`server_connection.py`).
+
+When the connection ends, by whichever side or by nobody's wish, every request on it ends with LostError, and the engine drops them too.
+An engine that hangs keeps its connection open: that it is silent is for the owner to notice, by the times of its states, and to `abandon`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import DeadlineExceededError, MissingExtraError
+from agentevo.inference.messages import (
+    MAX_BYTES,
+    PATH,
+    Cancel,
+    Completed,
+    Failed,
+    Generate,
+    Outbox,
+    Release,
+    State,
+    Watch,
+    raised,
+    read_answers,
+)
+from agentevo.types import Completion, SamplingParams
+
+try:
+    from websockets.asyncio.client import ClientConnection as WebSocket
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import ConnectionClosed, WebSocketException
+except ModuleNotFoundError as missing:
+    raise MissingExtraError(f"engines in other processes need the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
+
+CONNECT_S = 2.0
+CLOSE_S = 1.0
+
+
+class LostError(Exception):
+    """The engine did not answer; another one may."""
+
+
+class ClientConnection:
+    """See the module. Belongs to one event loop; made by `open`."""
+
+    def __init__(self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[State], None]) -> None:
+        self._websocket, self._url, self._every_s, self._hear = websocket, url, every_s, hear
+        self._outbox = Outbox()
+        self._ids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Completed | Failed | LostError]] = {}
+        self._watches: dict[int, asyncio.Future[None]] = {}
+        self.lost: LostError | None = None
+        """Why it has ended."""
+        self._tasks = [asyncio.ensure_future(self._guarded(self._read)), asyncio.ensure_future(self._guarded(self._write))]
+        self._watch()
+
+    @classmethod
+    async def open(cls, url: str, *, every_s: float, hear: Callable[[State], None]) -> ClientConnection:
+        """To the engine at `url`, whose state `hear` is called with every `every_s`. Raises LostError if it is not to be reached."""
+        address = "ws" + url.rstrip("/").removeprefix("http") + PATH
+        try:
+            websocket = await connect(
+                address, compression=None, proxy=None, open_timeout=CONNECT_S, close_timeout=CLOSE_S, ping_interval=None, max_size=MAX_BYTES
+            )
+        except (OSError, WebSocketException, ValueError) as error:  # ValueError: a URL that is none
+            raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
+        return cls(websocket, url, every_s, hear)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._answers)
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, session: str | None, deadline_s: float) -> Completion:
+        """See Engine.generate. Raises LostError when the connection ends before the answer has come."""
+        if self.lost is not None:
+            raise LostError(str(self.lost))
+        number = next(self._ids)
+        self._outbox.put(Generate(id=number, prompt_ids=prompt_ids, sampling=sampling, session=session, deadline_s=deadline_s))
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer = await future
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self._url}: no completion within {deadline_s:g} s: raise engine.timeout_s or lower sampling.max_new_tokens"
+            ) from None
+        finally:
+            del self._answers[number]
+            if not future.done() or future.cancelled():
+                self._outbox.put(Cancel(id=number))
+        if isinstance(answer, Completed):
+            return answer.completion
+        raise LostError(str(answer)) if isinstance(answer, LostError) else raised(answer)
+
+    def release(self, session: str) -> None:
+        """See Engine.release: it is told with the next frame."""
+        if self.lost is None:
+            self._outbox.put(Release(session=session))
+
+    async def look(self) -> None:
+        """Returns when a state has been heard that is younger than this call, or the connection has ended. Without a deadline."""
+        if self.lost is None:
+            await self._watch()
+
+    def abandon(self, reason: str) -> None:
+        """Ends it at once, without a word to the other side, and every request on it with LostError."""
+        if self.lost is not None:
+            return
+        self.lost = LostError(f"{self._url}: {reason}")
+        for task in self._tasks:
+            task.cancel()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_result(self.lost)
+        for watch in self._watches.values():
+            if not watch.done():
+                watch.set_result(None)
+        self._watches.clear()
+        self._websocket.transport.abort()
+
+    async def close(self) -> None:
+        """Sends what is to be sent, if the engine takes it, and ends the connection."""
+        with suppress(ConnectionClosed, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self.lost is None and (frame := self._outbox.frame()) is not None:
+                    await self._websocket.send(frame)
+                await self._websocket.close()
+        self.abandon("closed by this client")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _watch(self) -> asyncio.Future[None]:
+        number = next(self._ids)
+        self._outbox.put(Watch(id=number, every_s=self._every_s))
+        future = self._watches[number] = asyncio.get_running_loop().create_future()
+        return future
+
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Whatever ends reading or writing ends the connection, with its reason."""
+        reason = "the connection broke"
+        try:
+            await work()
+        except ConnectionClosed as error:
+            reason = str(error)
+        except msgspec.MsgspecError as error:
+            reason = f"what it sent is no answer ({error})"
+        finally:
+            self.abandon(reason)
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._websocket.recv(decode=False)
+            for message in read_answers(frame):
+                if isinstance(message, State):
+                    self._hear_of(message)
+                elif (future := self._answers.get(message.id)) is not None and not future.done():
+                    future.set_result(message)
+
+    async def _write(self) -> None:
+        while True:
+            await self._websocket.send(await self._outbox.next_frame())
+
+    def _hear_of(self, told: State) -> None:
+        self._hear(told)
+        for number in [one for one in self._watches if one <= told.watch]:
+            future = self._watches.pop(number)
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,157 @@
+"""The engine's end of a client's WebSocket (`messages.py`): requests come in and run side by side in the engine, answers go out when they
+are ready, and so does the engine's state. When the connection ends, all of the client's requests are cancelled in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from agentevo.errors import EngineError
+from agentevo.inference.engine import Engine
+from agentevo.inference.messages import (
+    Cancel,
+    Completed,
+    EngineState,
+    Generate,
+    Outbox,
+    Release,
+    State,
+    ToEngine,
+    Watch,
+    failed,
+    read_requests,
+)
+
+LOG = logging.getLogger(__name__)
+
+CHANGE_S = 0.05
+"""How often version and sleep are looked at; a new version is told before the first answer that it gave in any case."""
+LEAST_S = 0.01
+"""More often than this no state is sent."""
+RELEASE_S = 5.0
+FLUSH_S = 1.0
+"""For answers that are ready when the engine leaves."""
+GOING_AWAY, UNSUPPORTED = 1001, 1003
+"""Close codes, RFC 6455 section 7.4.1."""
+MAX_REASON_BYTES = 123
+"""RFC 6455, section 5.5."""
+
+
+class ServerConnection:
+    """See the module. `state` says how the engine stands."""
+
+    def __init__(self, websocket: WebSocket, engine: Engine, state: Callable[[], EngineState]) -> None:
+        self._websocket, self._engine, self._state = websocket, engine, state
+        self._outbox = Outbox()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+        self._every_s = float("inf")
+        self._watch = 0
+        self._last_word: tuple[int, str] | None = None
+        """Close code and reason, where it is for us to end it."""
+        self._told: EngineState | None = None
+        self._told_at = 0.0
+
+    async def serve(self, closing: asyncio.Event) -> None:
+        """Until the client goes, or `closing` is set: then it is told to go elsewhere. Raises what is wrong with us, not with clients."""
+        try:
+            await self._websocket.accept()
+        except WebSocketDisconnect:
+            return
+        self._tell()
+        work = [asyncio.ensure_future(one) for one in (self._read(), self._write(), self._keep_telling(), closing.wait())]
+        try:
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            requests = [*self._running.values(), *self._releases]
+            for one in (*work, *requests):
+                one.cancel()
+            await asyncio.gather(*work, *requests, return_exceptions=True)
+        if closing.is_set():
+            self._last_word = (GOING_AWAY, "the engine is going down: ask another one")
+        if self._last_word is not None:
+            await self._say_good_bye(*self._last_word)
+        for one in done:
+            one.result()
+
+    async def _read(self) -> None:
+        """Returns when the client has gone, or what it sends is not understood."""
+        while (event := await self._websocket.receive())["type"] == "websocket.receive":
+            try:
+                messages = read_requests(event.get("bytes") or b"")
+            except msgspec.MsgspecError as error:
+                reason = f"no list of requests: {error}".encode("ascii", "replace")[:MAX_REASON_BYTES].decode()
+                self._last_word = (UNSUPPORTED, reason)
+                return
+            for message in messages:
+                self._take(message)
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Generate):
+            task = self._running[message.id] = asyncio.ensure_future(self._complete(message))
+            task.add_done_callback(lambda _: self._running.pop(message.id, None))
+        elif isinstance(message, Release):
+            releasing = asyncio.ensure_future(self._release(message.session))
+            self._releases.add(releasing)
+            releasing.add_done_callback(self._releases.discard)
+        elif isinstance(message, Cancel):
+            if (running := self._running.get(message.id)) is not None:
+                running.cancel()
+        elif isinstance(message, Watch):
+            self._watch, self._every_s = message.id, max(message.every_s, LEAST_S)
+            self._tell()
+
+    async def _complete(self, asked: Generate) -> None:
+        """The one place where what an engine raises becomes an answer."""
+        try:
+            found = await self._engine.generate(asked.prompt_ids, asked.sampling, session=asked.session, deadline_s=asked.deadline_s)
+            if self._told is not None and self._told.version != self._engine.version:
+                self._tell()
+            self._outbox.put(Completed(id=asked.id, completion=found))
+        except EngineError as error:
+            self._outbox.put(failed(asked.id, error))
+        except Exception as error:
+            LOG.exception("the engine failed on a request")
+            self._outbox.put(failed(asked.id, EngineError(f"the engine failed: {type(error).__name__}: {error}")))
+
+    async def _release(self, session: str) -> None:
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await self._engine.release(session)
+        except (EngineError, TimeoutError) as error:
+            LOG.warning("conversation %s was not released: %s", session, error)
+
+    async def _write(self) -> None:
+        """Returns when the client has gone. One that takes nothing is found out by the server's pings, after which it may not be sent
+        anything (RuntimeError)."""
+        with suppress(WebSocketDisconnect, RuntimeError):
+            while True:
+                await self._websocket.send_bytes(await self._outbox.next_frame())
+
+    async def _keep_telling(self) -> None:
+        while True:
+            await asyncio.sleep(min(self._every_s, CHANGE_S))
+            if len(self._outbox):
+                continue  # the client has not taken the last one yet
+            now, before = self._state(), self._told
+            changed = before is None or (before.version, before.asleep) != (now.version, now.asleep)
+            if changed or time.monotonic() - self._told_at >= self._every_s:
+                self._tell(now)
+
+    def _tell(self, now: EngineState | None = None) -> None:
+        self._told, self._told_at = now if now is not None else self._state(), time.monotonic()
+        self._outbox.put(State(state=self._told, yours=len(self._running), watch=self._watch))
+
+    async def _say_good_bye(self, code: int, reason: str) -> None:
+        with suppress(WebSocketDisconnect, TimeoutError, RuntimeError):  # RuntimeError: it was closed already
+            async with asyncio.timeout(FLUSH_S):
+                while (frame := self._outbox.frame()) is not None:
+                    await self._websocket.send_bytes(frame)
+                await self._websocket.close(code, reason)
