@@ -31,7 +31,6 @@ from agentevo.agents import EnvironmentAgent, Outcome
 from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView
 from agentevo.observability.metrics import read_metrics
-from agentevo.orchestration.audit import audit
 from agentevo.orchestration.components import make_environment
 from agentevo.orchestration.run import train
 from agentevo.rollout.tasks import environment_tasks
@@ -111,7 +110,7 @@ def one_run(folder: Path, latency: str, seed: int, staleness: int, policy: str) 
     rows = read_metrics(run.dir / "metrics.jsonl")
     steps = [row for row in rows if "training/global_step" in row]
     begun = max(row["time"] or 0.0 for row in rows if row["step"] == 0)
-    problems = audit(run.dir).violations
+    problems = run.audit().violations
     oldest = max(row.get("staleness/max") or 0.0 for row in steps)
     if problems or oldest > staleness:
         raise NotComparableError(f"{folder.name}: oldest token {oldest:g} of {staleness}; {problems[:3]}")

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from agentevo.agents import EnvironmentAgent
-from agentevo.errors import ConfigError, EngineError
+from agentevo.errors import ConfigError, EngineError, TrainingError
 from agentevo.observability.metrics import read_metrics
 from agentevo.orchestration.components import make_environment
 from agentevo.orchestration.run import Run, train
@@ -108,6 +108,20 @@ def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_con
     run = train(config, agent=slow, tasks=tasks, view=quiet_view())
     assert run.summary["steps"] == 4
     assert run.audit().violations == []
+
+
+def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(tmp_path, small_config, quiet_view, monkeypatch):
+    config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask")
+    monkeypatch.setattr("agentevo.orchestration.attempts.LOOK_S", 0.2)
+
+    async def broken(task, policy):
+        if "/train@" in policy.name:
+            raise RuntimeError("no such tool")
+        return 0.0
+
+    tasks = environment_tasks("frozen_lake", 1, "train", 0, 20)
+    with pytest.raises(TrainingError, match=r"attempts have all failed, the newest with: RuntimeError: no such tool"):
+        train(config, agent=broken, tasks=tasks, view=quiet_view())
 
 
 def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):

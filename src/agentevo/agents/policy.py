@@ -57,6 +57,11 @@ class Policy:
         """The engine's first failure, whatever the agent made of it. A request that is too long is the agent's own."""
 
     @property
+    def name(self) -> str:
+        """Id of the trajectory: another one for every attempt."""
+        return self._name
+
+    @property
     def turns(self) -> list[Turn]:
         """Recorded so far, rewards not yet filled in."""
         return list(self._turns)

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from agentevo.config import RunConfig
-from agentevo.errors import AgentEvoError, EngineError
+from agentevo.errors import AgentEvoError, EngineError, TrainingError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import Components
 from agentevo.rollout.patience import PATIENCE_S, patiently
@@ -32,6 +32,12 @@ T = TypeVar("T")
 
 GIVEN_UP: tuple[TaskState, ...] = ("poison", "failed")
 """States of tasks that will never have a group."""
+
+
+LOOK_S = 5.0
+"""How often a waiting trainer looks at what becomes of the attempts."""
+FAILED_STEPS = 3
+"""Steps' worth of attempts that may fail in a row."""
 
 
 class StopAskedError(AgentEvoError):
@@ -176,10 +182,21 @@ class Stream:
         given_up = {stored.task.id for state in GIVEN_UP async for stored in self._store.tasks(state=state)}
         return missing <= given_up
 
+    async def _check_attempts(self) -> None:
+        """Raises TrainingError when attempt after attempt fails: waiting would go on for ever."""
+        wanted = FAILED_STEPS * self._config.trainer.groups_per_step * self._config.trainer.group_size
+        newest = await self._store.summaries(split="train", limit=wanted, newest_first=True)
+        if len(newest) == wanted and all(one.status == "failed" for one in newest):
+            raise TrainingError(f"the last {wanted} attempts have all failed, the newest with: {newest[0].error}")
+
     async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Asks every `rollout.poll_s` until the answer is not empty or false."""
+        looked = time.monotonic()
         while not (answer := await patiently(ask, within_s=PATIENCE_S, what="waiting for attempts")):
             self._check()
+            if time.monotonic() - looked > LOOK_S:
+                await self._check_attempts()
+                looked = time.monotonic()
             if self._stop():
                 raise StopAskedError("stopped while waiting for attempts")
             await asyncio.sleep(self._config.rollout.poll_s)
