@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentevo.config import MemorySection
 from agentevo.errors import ModelError
+from agentevo.models.allocator import give_back_freed_blocks
 from agentevo.models.linear import PackedWeights
 
 DEAR_OPERATORS = (
@@ -74,8 +75,8 @@ class KeptLayer(PackedWeights):
 
 
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
-    """As the section says, in place, on a model that `agentevo.models.attention.prepare` has prepared. Raises ModelError for a model
-    without decoder layers of transformers' kind."""
+    """As the section says, in place, on a model that `agentevo.models.attention.prepare` has prepared. On a CPU the allocator then keeps
+    less, too, for the whole process. Raises ModelError for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
         return model
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -86,6 +87,8 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
         )
     for layer in layers:
         layer.forward = KeptLayer(layer, section)
+    if next(model.parameters()).device.type == "cpu":
+        give_back_freed_blocks()
     return model
 
 
