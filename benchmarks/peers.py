@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 LOAD_DEADLINE_S = 900.0
-ANSWER_DEADLINE_S = 600.0
+ANSWER_DEADLINE_S = 1800.0
 
 
 class PeerError(Exception):

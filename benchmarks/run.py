@@ -24,6 +24,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # everybody on the CPU
 
 import torch
 
+import asynchronous
 import peers
 import store
 from agentevo.inference.torch_engine import TorchEngine
@@ -54,6 +55,7 @@ GROUPS = (
     "sft",
     "store",
     "transport",
+    "async",
     "grpo",
 )
 
@@ -228,6 +230,9 @@ def main() -> int:
             run_store(bench)
         if "transport" in only:
             bench.add("transport", lambda: transport(list(AT_ONCE), args.repeats))
+        if "async" in only:
+            arms = [(2, asynchronous.RECOMMENDED)]
+            bench.add("async", lambda: asynchronous.compare(Path(scratch), "lognormal", arms, range(args.repeats)))
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
     if args.save or only == set(GROUPS):
