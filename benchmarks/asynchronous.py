@@ -120,7 +120,7 @@ def one_run(folder: Path, latency: str, seed: int, staleness: int, policy: str) 
         "oldest": oldest,
         "mean_age": fmean(row.get("staleness/mean") or 0.0 for row in steps),
         "masked": fmean(row.get("staleness/masked") or 0.0 for row in steps),
-        "cancelled_tokens": sum(row.get("rollout/cancelled_tokens") or 0.0 for row in steps),
+        "cancelled_tokens": steps[-1].get("sampler/cancelled_tokens") or 0.0,
         "generating_s": sum(row.get("timing_s/gen") or 0.0 for row in steps),
         "training_s": sum(row.get("timing_s/update_actor") or 0.0 for row in steps),
     }
