@@ -74,7 +74,7 @@ def test_sqlite_whose_writers_are_killed(small: Small, members: Members, nursery
 
 
 def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, members: Members) -> None:
-    config = small("trainer.steps=12")
+    config = small("trainer.steps=40")
     path = config.run_dir / "store.sqlite"
 
     def disturb() -> None:

@@ -36,6 +36,7 @@ class LotteryConfig(EnvironmentConfig):
 
     type: Literal["lottery"] = "lottery"
     max_actions: int = 2
+    """Actions after which it ends."""
     hangs: int = 0
     """One world in so many never answers; 0: none."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 M_MMAP_THRESHOLD = -3
@@ -13,7 +14,10 @@ BLOCK_BYTES = 4 * 2**20
 
 def give_back_freed_blocks() -> None:
     """From now on this process returns freed blocks of BLOCK_BYTES and more to the system at once. Costs page faults: about a sixth of a
-    long step's time. Does nothing where the C library has no mallopt."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    long step's time. Does nothing where the C library has no mallopt,
+    or the environment says MALLOC_MMAP_THRESHOLD_ already."""
+    if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, BLOCK_BYTES)

@@ -58,7 +58,8 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
     if checkpoints.folder.is_dir():
         checkpoints.forget_after(committed)
     if newest is not None:
-        note(f"resuming from {checkpoints.path(newest)}, with {committed - newest} committed steps after it")
+        again = f"; {committed - newest} committed steps after it are done again" if committed > newest else ""
+        note(f"resuming after step {committed} from {checkpoints.path(newest)}{again}")
     path = checkpoints.path(newest) if newest is not None else None
     return Beginning(path, committed, [one for one in steps if newest is None or one.step > newest])
 
