@@ -84,10 +84,10 @@ def summary(config: RunConfig, seen: list[tuple[float, int]], kills: int, minute
     third = len(seen) // 3
     memory = [fmean(one[0] for one in part) for part in (seen[third : 2 * third], seen[2 * third :])]
     files = [max(one[1] for one in part) for part in (seen[third : 2 * third], seen[2 * third :])]
-    left = [one.name for one in psutil.Process().children(recursive=True) if one.name().startswith("agentevo")]
+    left = [one for one in psutil.Process().children(recursive=True) if one.parent() != psutil.Process()]
     assert memory[1] < GROWTH * memory[0], f"memory grows: {memory[0]:.0f} MB a process, then {memory[1]:.0f} MB"
     assert files[1] <= files[0] + 20, f"open files grow: at most {files[0]}, then {files[1]}"
-    assert not left
+    assert not left, f"processes are left: {left}"
     return {
         "minutes": minutes,
         "kills": kills,

@@ -7,6 +7,7 @@ time, or from inside a random way into the n-th call of a phase. Both are SIGKIL
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import faulthandler
 import importlib
@@ -80,6 +81,8 @@ SELDOM = ("begin", "redo", "checkpoint", "prune", "weights written")
 """Phases that most lives come to once at best."""
 INSIDE = 0.65
 """Share of deaths that wait in a phase; the others come from outside at any time."""
+SPARE = 1.25
+"""Kills there may be, over those asked for: some phases are hard to hit."""
 
 
 class Marks(ctypes.Structure):
@@ -90,6 +93,7 @@ class Marks(ctypes.Structure):
         ("entered", ctypes.c_int32 * len(NAMES)),
         ("took_s", ctypes.c_double * len(NAMES)),
         ("progress_s", ctypes.c_double),
+        ("hold_at", ctypes.c_int64),  # set by who attacks: no step is begun after that many; 0: all are
     )
 
     @classmethod
@@ -134,10 +138,11 @@ def live(birth: Birth) -> None:
     threading.Thread(target=_end_with_the_tests, daemon=True).start()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     marks = Marks.at(birth.marks)
-    ctypes.memset(ctypes.byref(marks), 0, ctypes.sizeof(marks))
+    ctypes.memset(ctypes.byref(marks), 0, Marks.hold_at.offset)
     for index, name in enumerate(NAMES):
         for place in PHASES[name]:
             _watch(place, index, marks, birth, started)
+    _hold(marks)
     if birth.before is not None:
         _find(birth.before)[2](birth)
     run_component(birth)
@@ -224,6 +229,19 @@ def _watch(place: str, index: int, marks: Marks, birth: Birth, started: float) -
     setattr(owner, name, watched)
 
 
+def _hold(marks: Marks) -> None:
+    """No run is over before all its kills were, however quick the machine: steps wait while as many are committed as `hold_at` says."""
+    owner, name, step = _find(_LOOP + "step")
+
+    @wraps(step)
+    async def held(self: Any) -> Any:
+        while marks.hold_at and self.progress.step >= marks.hold_at:
+            await asyncio.sleep(0.01)
+        return await step(self)
+
+    setattr(owner, name, held)
+
+
 def _end_with_the_tests() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -279,7 +297,7 @@ class Component:
     def __init__(self, nursery: Nursery, kind: str, name: str, config: RunConfig, folder: Path, *, before: str | None = None) -> None:
         self.kind, self.name, self.before = kind, name, before
         self.log = folder / f"{name}.log"
-        self._nursery, self._config, self._marks_file = nursery, config, folder / f"{name}.marks"
+        self._nursery, self.config, self._marks_file = nursery, config, folder / f"{name}.marks"
         self.marks = Marks.at(self._marks_file)
         self.took_s = dict.fromkeys(NAMES, 0.02)
         """Usual duration of each phase, from the lives so far."""
@@ -288,7 +306,7 @@ class Component:
         self.process: Any = None
 
     def start(self, death: Death | None = None) -> None:
-        birth = Birth(self.kind, self.name, self._config, self.log, self._marks_file, death, self.before)
+        birth = Birth(self.kind, self.name, self.config, self.log, self._marks_file, death, self.before)
         self.process = self._nursery.bear(birth)
         self.started = time.monotonic()
         self.lives += 1
@@ -352,18 +370,24 @@ class Tally:
 
 
 def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: random.Random, within_s: float) -> Tally:
-    """Kills the victim `kills` times, starting it again each time at once, unless the run ends before; then lets the run end, which its
-    last member does by ending itself. Raises AssertionError if anybody ends in another way, or the run takes longer than `within_s`."""
+    """Kills the victim `kills` times, and a few times more if some phase was not hit, starting it again each time at once; then lets the
+    run end, which its last member does by ending itself. Raises AssertionError if anybody ends in another way, or the run takes longer
+    than `within_s`."""
     began, tally, last = time.monotonic(), Tally(), members[-1]
+    steps = last.config.trainer.steps
+    assert steps > SPARE * kills, "each kill needs a step"
     phases = deque(rng.sample(PHASES_OF[victim.kind], len(PHASES_OF[victim.kind])))
     try:
+        last.marks.hold_at = 1
         for member in members:
             if member is not victim:
                 member.start()
-        while tally.kills < kills and _one_life(members, victim, phases, rng, tally):
+        while tally.kills < kills or (tally.kills < SPARE * kills and not set(phases) <= set(tally.phases)):
+            _one_life(members, victim, phases, rng, tally)
+            last.marks.hold_at = min(steps - 1, int(steps * (tally.kills + 1) / (SPARE * kills)))
             assert time.monotonic() < began + within_s, _stuck(members, tally)
-        if tally.kills == kills:
-            victim.start()
+        last.marks.hold_at = 0
+        victim.start()
         while last.process.is_alive():
             assert time.monotonic() < began + within_s, _stuck(members, tally)
             wait([last.process.sentinel], timeout=1.0)
@@ -381,8 +405,8 @@ def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: 
     return tally
 
 
-def _one_life(members: Sequence[Component], victim: Component, phases: deque[str], rng: random.Random, tally: Tally) -> bool:
-    """From the victim's birth to its violent end; False if the run has ended before. The first of `phases` goes to the end once it was
+def _one_life(members: Sequence[Component], victim: Component, phases: deque[str], rng: random.Random, tally: Tally) -> None:
+    """From the victim's birth to its violent end. The first of `phases` goes to the end once it was
     hit, or often enough not come to."""
     last = members[-1]
     death, limit_s = None, rng.uniform(0.0, 2.0 * victim.progress_s)
@@ -395,13 +419,10 @@ def _one_life(members: Sequence[Component], victim: Component, phases: deque[str
     while victim.process.is_alive() and last.process.is_alive() and (left := ends - time.monotonic()) > 0:
         wait([member.process.sentinel for member in members], timeout=left)
         _check_others(members, victim)
-    if victim is not last and not last.process.is_alive():
-        return False
+    assert victim is last or last.process.is_alive(), f"{last.name} ended by itself with {last.process.exitcode}:\n{last.tail()}"
     if victim.process.is_alive():
         victim.process.kill()
     code = victim.bury()
-    if code == 0 and (victim is last or victim.kind == "sample"):  # a sampler ends when it sees that the last step is committed
-        return False
     assert code == -signal.SIGKILL, f"{victim.name} ended by itself with {code}:\n{victim.tail()}"
     where = victim.marks.where()
     tally.kills += 1
@@ -410,7 +431,6 @@ def _one_life(members: Sequence[Component], victim: Component, phases: deque[str
         tally.aimed[death.phase] += 1
         if death.phase in where or tally.aimed[death.phase] % 3 == 0:
             phases.rotate(-1)
-    return True
 
 
 def _check_others(members: Sequence[Component], victim: Component | None) -> None:
