@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from agentevo.config import build_config
-from agentevo.errors import CheckpointError, ConfigError
+from agentevo.errors import CheckpointError, ConfigError, MissingExtraError
 from agentevo.observability import read_metrics
 from agentevo.orchestration.run import Run, evaluate_model, run_coroutine, train
 from agentevo.training.checkpoint import Checkpoints
@@ -245,3 +246,12 @@ def test_the_configuration_of_a_run_is_kept_whole(run):
 
     assert run_config(run.dir) == run.config
     assert json.loads((run.dir / "summary.json").read_text())["seed"] == 5
+
+
+def test_samplers_without_the_extra_are_refused_before_anything_is_made(tmp_path, small_config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "agentevo.inference.server", raising=False)
+    wanted = small_config(tmp_path / "run", "rollout.samplers=1")
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentevo\[serve\]'"):
+        train(wanted)
+    assert not wanted.run_dir.exists()

@@ -132,8 +132,9 @@ class Stream:
     and drawn tokens that bear its number.
     """
 
-    def __init__(self, config: RunConfig, store: Store, stop: Callable[[], bool], check: Callable[[], None]) -> None:
-        self._config, self._store, self._stop, self._check = config, store, stop, check
+    def __init__(self, parts: Components, stop: Callable[[], bool], check: Callable[[], None]) -> None:
+        config = parts.config
+        self._config, self._store, self._tasks, self._stop, self._check = config, parts.store, parts.tasks, stop, check
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._step, self._taken = 0, set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is reserved."""
@@ -141,7 +142,7 @@ class Stream:
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         """See Attempts.round. Raises StopAskedError."""
         if self._config.rollout.policy == "wait":
-            await self._until(lambda: self._finished(step, tasks))
+            await self._until(lambda: self._finished(step, self._tasks.queued(step)))
             return Round([one.trajectory for one in await self._read(step=step, split="train")])
         if step != self._step:
             first, self._step, self._taken = self._step == 0, step, set()
@@ -210,7 +211,7 @@ class Beside:
         self._parts, self._config = parts, parts.config
         self._service = SamplerService(parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train")
         self._ended = False
-        self._stream = Stream(parts.config, parts.store, stop, self._check)
+        self._stream = Stream(parts, stop, self._check)
         self._task: asyncio.Task[None] | None = None
         self._slept_s = 0.0
 
@@ -234,7 +235,7 @@ class Beside:
                 await self._task
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
-        return await self._stream.round(step, self._parts.tasks.queued(step) if self._config.rollout.policy == "wait" else tasks)
+        return await self._stream.round(step, tasks)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -276,7 +277,7 @@ class Apart:
     def __init__(self, parts: Components, stop: Callable[[], bool], check: Callable[[], None]) -> None:
         self._parts, self._config = parts, parts.config
         self._weights = WeightsFolder(parts.config.run_dir / "weights")
-        self._stream = Stream(parts.config, parts.store, stop, check)
+        self._stream = Stream(parts, stop, check)
 
     async def begin(self, step: int) -> None:
         self._parts.engine.weights_changed()
@@ -287,7 +288,7 @@ class Apart:
         return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
-        return await self._stream.round(step, self._parts.tasks.queued(step) if self._config.rollout.policy == "wait" else tasks)
+        return await self._stream.round(step, tasks)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import shutil
@@ -191,7 +192,9 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
 
 def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -> None:
     """Tells before anything is created or deleted what would otherwise fail while the parts are built: a missing package or option of the
-    environment, too few tasks, a model that can't be had (a known one is downloaded here)."""
+    environment or of child processes, too few tasks, a model that can't be had (a known one is downloaded here)."""
+    if config.rollout.samplers:
+        importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
     if tasks is None:
         make_environment(config).close()
     TaskSource(config, tasks)
