@@ -17,14 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
-from agentevo.config import RunConfig
 from agentevo.errors import AgentEvoError, EngineError, TrainingError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import Components
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
-from agentevo.store.store import Store, StoredTrajectory, TaskState, TrajectoryFilter
+from agentevo.store.store import StoredTrajectory, TaskState, TrajectoryFilter
 from agentevo.training.twin import load_weights, trained_parameters, weights_of
 from agentevo.types import Task, Trajectory
 
