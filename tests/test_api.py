@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -199,3 +200,15 @@ def test_sft_from_python(tmp_path):
     assert run.summary["steps"] == 2 and run.checkpoint.name == "step-000002"
     with pytest.raises(ConfigError, match="data: says nothing to train on"):
         agentevo.sft({}, model=tiny)
+
+
+def test_another_preset_than_the_recipes_is_warned_of():
+    with pytest.warns(UserWarning, match=r"algorithm\.clip_high=0\.28 +gspo's own is 0\.0004"):
+        resolve("frozen_lake", algorithm="gspo")
+    config, _ = resolve("frozen_lake")
+    with pytest.warns(UserWarning, match=r"overrides=\['algorithm\.entropy_coef=0\.0', "):
+        resolve(config, algorithm="gspo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve("frozen_lake", algorithm="grpo")
+        resolve("coins", algorithm="gspo", overrides=["algorithm.name=grpo"])

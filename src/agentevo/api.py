@@ -7,6 +7,7 @@ Options have the names and the checks of the YAML: a section is a mapping (`trai
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 import pydantic
 
 from agentevo.config import RunConfig, build_config, sources, to_tree
+from agentevo.config.other_preset import kept_keys
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
@@ -115,12 +117,15 @@ def resolve(
     """What `train` will run: the checked configuration, and the agent function if that was given."""
     named = {"model": model, "algorithm": algorithm}
     options = {key: _plain(value, named=key in named) for key, value in {**sections, **named}.items() if value is not None}
-    tree, name, agent = _starting_point(agent_or_env)
+    given, name, agent = _starting_point(agent_or_env)
     try:
-        tree = sources.overlay(tree, options)
+        tree = sources.overlay(given, options)
     except ConfigError as error:
         raise ConfigError(f"agentevo.train: {error}") from error
-    return build_config(tree, overrides, where="agentevo.train", name=name, needs_environment=agent is None), agent
+    config = build_config(tree, overrides, where="agentevo.train", name=name, needs_environment=agent is None)
+    if kept := kept_keys(given, overrides, where=name, options=options):
+        warnings.warn("\n".join(kept), stacklevel=3)
+    return config, agent
 
 
 def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunction | None]:

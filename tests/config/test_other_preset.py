@@ -79,3 +79,12 @@ def test_own_values_are_what_the_preset_computes_with(name: str):
 def test_the_packaged_recipe_that_is_wrong_by_orders_of_magnitude():
     tree = sources.read_yaml(sources.find_recipe("frozen_lake"))
     assert any("clip_high=0.28" in line and "0.0004" in line for line in told("algorithm.name=gspo", tree=tree))
+
+
+def test_options_of_python_tell_the_same():
+    def told_by(**algorithm: object) -> list[str]:
+        return kept_keys(TREE, (), where="r.yaml", options={"algorithm": algorithm})
+
+    assert told_by(name="gspo")[:-1] == told("algorithm.name=gspo")[:-1]
+    assert told_by(name="gspo", clip_high=0.1, entropy_coef=0.3) == []
+    assert told_by(clip_high=0.1) == []

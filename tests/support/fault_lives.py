@@ -81,6 +81,10 @@ SELDOM = ("begin", "redo", "checkpoint", "prune", "weights written")
 """Phases that most lives come to once at best."""
 INSIDE = 0.65
 """Share of deaths that wait in a phase; the others come from outside at any time."""
+FRUITLESS = 6
+"""Lives in a row that may come to nothing. A task whose workers die 20 times is set aside as poison, as it should be."""
+FRUITFUL_S = 10.0
+"""So long a life may then take to come to something."""
 SPARE = 1.25
 """Kills there may be, over those asked for: some phases are hard to hit."""
 
@@ -302,7 +306,7 @@ class Component:
         self.took_s = dict.fromkeys(NAMES, 0.02)
         """Usual duration of each phase, from the lives so far."""
         self.progress_s = 1.5
-        self.lives = 0
+        self.lives = self.fruitless = 0
         self.process: Any = None
 
     def start(self, death: Death | None = None) -> None:
@@ -321,6 +325,7 @@ class Component:
         for index, name in enumerate(NAMES):
             if self.marks.took_s[index]:
                 self.took_s[name] = self.marks.took_s[index]
+        self.fruitless = 0 if self.marks.progress_s else self.fruitless + 1
         if self.marks.progress_s:
             self.progress_s = 0.7 * self.progress_s + 0.3 * self.marks.progress_s
         return int(self.process.exitcode)
@@ -410,14 +415,19 @@ def _one_life(members: Sequence[Component], victim: Component, phases: deque[str
     hit, or often enough not come to."""
     last = members[-1]
     death, limit_s = None, rng.uniform(0.0, 2.0 * victim.progress_s)
-    if rng.random() < INSIDE:
+    patient = victim.fruitless >= FRUITLESS
+    if patient:
+        limit_s = FRUITFUL_S
+    elif rng.random() < INSIDE:
         phase = phases[0]
         number = 1 if phase in SELDOM else rng.randint(1, 2)
         death, limit_s = Death(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase])), 0.5 + 2.0 * victim.progress_s
     victim.start(death)
     ends = time.monotonic() + limit_s
     while victim.process.is_alive() and last.process.is_alive() and (left := ends - time.monotonic()) > 0:
-        wait([member.process.sentinel for member in members], timeout=left)
+        if patient and victim.marks.progress_s:
+            break
+        wait([member.process.sentinel for member in members], timeout=min(left, 0.05) if patient else left)
         _check_others(members, victim)
     assert victim is last or last.process.is_alive(), f"{last.name} ended by itself with {last.process.exitcode}:\n{last.tail()}"
     if victim.process.is_alive():

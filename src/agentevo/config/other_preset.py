@@ -18,23 +18,26 @@ from agentevo.config.algorithm import AlgorithmSection
 from agentevo.config.recipe import config_keys
 
 
-def kept_keys(tree: Mapping[str, Any], overrides: Sequence[str], *, where: str) -> list[str]:
-    """Lines for people: none where the overrides name no other preset than the recipe (`tree`), or all it has set is that preset's own."""
+def kept_keys(tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, options: Mapping[str, Any] | None = None) -> list[str]:
+    """Lines for people: none where overrides (and before them `options`, whole sections) name no other preset than the recipe (`tree`), or
+    all it has set is that preset's own. The remedy is one for the command line, or with `options` for Python."""
     is_text = config_keys().is_text
-    given, now = (sources.merge(dict(tree), changes, where=where, is_text=is_text).get("algorithm") for changes in ([], overrides))
+    given = sources.merge(dict(tree), [], where=where, is_text=is_text).get("algorithm")
+    now = sources.merge(sources.overlay(tree, options or {}), overrides, where=where, is_text=is_text).get("algorithm")
     if not isinstance(given, Mapping) or not isinstance(now, Mapping):
         return []
     was, name = (str(section.get("name", AlgorithmSection().name)) for section in (given, now))
     if name == was or name not in (*PRESETS, *PREFERENCE_PRESETS):
         return []
-    own, changed = own_values(name), _changed(overrides)
+    own, changed = own_values(name), _changed(overrides) | set((options or {}).get("algorithm", {}))
     kept = {key: value for key, value in given.items() if key not in changed and value != own.get(key)}
     if not kept:
         return []
     width = max(len(_written(key, value)) for key, value in kept.items())
     lines = [f"{where} sets for algorithm.name={was} what stays with {name}:"]
     lines += [f"  {_written(key, value):<{width}}  {name}'s own is {_yaml(own.get(key))}" for key, value in kept.items()]
-    return [*lines, f"to take {name}'s own, add: {' '.join(_written(key, own.get(key)) for key in kept)}"]
+    remedies = [_written(key, own.get(key)) for key in kept]
+    return [*lines, f"to take {name}'s own, add: {' '.join(remedies) if options is None else f'overrides={remedies}'}"]
 
 
 def _changed(overrides: Sequence[str]) -> set[str]:
