@@ -62,6 +62,7 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
         ("run: {name: a/b}", "run.name: got 'a/b'; the name becomes a folder: use letters, digits, and `_ . + -` after the first"),
         ("run: {name: ..}", "run.name: got '..'; the name becomes a folder: use letters, digits, and `_ . + -` after the first"),
         ("store: {url: data.sqlite}", f"store.url: got 'data.sqlite'; {STORE_URLS}"),
+        ("store: data.sqlite", f"store.url: got 'data.sqlite'; {STORE_URLS}"),
         ("store: {url: 'sqlite://x'}", f"store.url: got 'sqlite://x'; {STORE_URLS}"),
         ("store: {url: 'sqlite:///'}", f"store.url: got 'sqlite:///'; {STORE_URLS}"),
         ("run: {dir: ''}", "run.dir: got an empty path; give a folder, for example runs/my-run"),

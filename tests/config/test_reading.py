@@ -94,6 +94,12 @@ def test_only_an_agent_function_runs_without_environment():
         build_config({})
 
 
+def test_a_store_by_its_url_alone():
+    one = load_config(recipe("environment: {type: test_doors}\nstore: sqlite:///a.sqlite\n"))
+    assert one == load_config(recipe(), ["store=sqlite:///a.sqlite"]) == load_config(recipe(), ["store.url=sqlite:///a.sqlite"])
+    assert one.store_url == "sqlite:///a.sqlite"
+
+
 def test_a_run_folder_may_be_moved():
     config = load_config(recipe(), ["run.dir=runs/a"])
     Path("moved").mkdir()

@@ -104,6 +104,7 @@ def test_the_dir_of_a_sweep_holds_its_runs():
         (BASE + SWEEP, ["run.seed=1"], "override: run.seed: a sweep runs with every seed of sweep.seeds: write sweep.seeds=[1]"),
         (BASE + "run: {seed: 4}" + SWEEP, [], "r.yaml: run.seed: a sweep runs with every seed"),
         (BASE + SWEEP, ["store.url=sqlite:///one.sqlite"], "override: store.url: the runs of a sweep can't share a store"),
+        (BASE + SWEEP, ["store=sqlite:///one.sqlite"], "override: store.url: the runs of a sweep can't share a store"),
         (BASE + SWEEP, ["sweep.seeds=[]"], "override: sweep.seeds: got []; needs a list of whole numbers"),
         (BASE + SWEEP, ["sweep.seeds=[1,1]"], "override: sweep.seeds: got [1, 1]; a seed is there twice"),
         (BASE + SWEEP, ["sweep.seeds=[3,-1]"], "override: sweep.seeds[1]: got -1; needs"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -279,10 +279,15 @@ class CheckpointSection(Section):
 
 
 class StoreSection(Section):
-    """Where trajectories go."""
+    """Where trajectories go. `store: sqlite:///runs/x.sqlite` is short for its url."""
 
     url: str | None = None
     """sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE. Default: store.sqlite in the run's folder."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, given: Any) -> Any:
+        return {"url": given} if isinstance(given, str) else given
 
     @field_validator("url")
     @classmethod

@@ -186,8 +186,8 @@ def _read_run(base: Mapping[str, Any], overrides: Sequence[str], keys: ConfigKey
         if "seed" in given and (written or where == "override"):
             raise ConfigError(f"{where}: run.seed: a sweep runs with every seed of sweep.seeds: write sweep.seeds=[{given['seed']}]")
     store = plain.get("store")
-    if isinstance(store, dict) and store.get("url") is not None:
-        where = sources.written_in("store.url:", overrides, str(path))
+    if isinstance(store, str) or (isinstance(store, dict) and store.get("url") is not None):
+        where = sources.written_in("store:" if isinstance(store, str) else "store.url:", overrides, str(path))
         raise ConfigError(f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and each has one in its folder")
     return _read(RunSection, "run", given, keys, overrides, str(path))
 
