@@ -1,14 +1,17 @@
 """Tasks, trajectories and their tokens in SQL: bulk inserts and reads on an open connection. Transactions and deadlines are the caller's.
 
 Inserts are idempotent by id: a row that is there with the same digest is skipped, one with another digest is refused.
+
+Statements of what every attempt goes through are built once: building one takes SQLAlchemy longer than SQLite takes to execute it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Row, Select, Table, func, insert, select, update
+from sqlalchemy import Integer, Row, Select, Table, bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import StoreError
@@ -28,13 +31,35 @@ from agentevo.store.tables import steps, tasks, tokens, trajectories
 
 Encoded = TypeVar("Encoded", EncodedTask, EncodedTrajectory)
 
+_INSERT_TASKS, _INSERT_TRAJECTORIES, _INSERT_TOKENS = insert(tasks), insert(trajectories), insert(tokens)
+_ALL = 2**31 - 1
+"""Rows, where there is no limit."""
+_TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
+
+
+@cache
+def _by_id(table: Table, columns: tuple[str, ...]) -> Select[Any]:
+    return select(table.c.id, *(table.c[name] for name in columns)).where(table.c.id.in_(bindparam("ids", expanding=True)))
+
+
+@cache
+def _matching(
+    columns: tuple[str, ...], filled: tuple[str, ...], empty: tuple[str, ...], *, bounded: bool, newest_first: bool
+) -> Select[Any]:
+    """Rows in the order of writing. Parameters: `limit`, each of `filled` under its own name, and `first` and `end` if bounded."""
+    query = select(*(trajectories.c[name] for name in columns))
+    query = query.where(*(trajectories.c[name] == bindparam(name) for name in filled), *(trajectories.c[name].is_(None) for name in empty))
+    if bounded:
+        query = query.where(trajectories.c.seq >= bindparam("first"), trajectories.c.seq < bindparam("end"))
+    query = query.order_by(trajectories.c.seq.desc() if newest_first else trajectories.c.seq)
+    return query.limit(bindparam("limit", type_=Integer))
+
 
 async def rows_by_id(connection: AsyncConnection, table: Table, columns: Sequence[str], ids: Iterable[str]) -> dict[str, Row[Any]]:
     """id -> its row, with `columns` and the id; unknown ids are absent."""
     found: dict[str, Row[Any]] = {}
     for chunk in chunks(ids):
-        query = select(table.c.id, *(table.c[name] for name in columns)).where(table.c.id.in_(chunk))
-        found.update((row.id, row) for row in await connection.execute(query))
+        found.update((row.id, row) for row in await connection.execute(_by_id(table, tuple(columns)), {"ids": chunk}))
     return found
 
 
@@ -55,7 +80,7 @@ async def insert_tasks(connection: AsyncConnection, items: Sequence[EncodedTask]
     """Without `queue`, see Store.add_tasks."""
     new = await _not_there_yet(connection, tasks, items)
     if new:
-        await connection.execute(insert(tasks), [item.row if queue else item.row | {"state": "completed"} for item in new])
+        await connection.execute(_INSERT_TASKS, [item.row if queue else item.row | {"state": "completed"} for item in new])
     if not queue:
         for chunk in chunks(item.id for item in items):
             waiting = update(tasks).where(tasks.c.id.in_(chunk), tasks.c.state == "queued")
@@ -68,11 +93,11 @@ async def insert_trajectories(connection: AsyncConnection, items: Sequence[Encod
     new = await _not_there_yet(connection, trajectories, items)
     if not new:
         return 0
-    await connection.execute(insert(trajectories), [{"written_at": now} | item.row for item in new])
+    await connection.execute(_INSERT_TRAJECTORIES, [{"written_at": now} | item.row for item in new])
     rows = await rows_by_id(connection, trajectories, ["seq"], (item.id for item in new))
     data = [{"trajectory_seq": rows[item.id].seq, "data": item.data} for item in new if item.data is not None]
     if data:
-        await connection.execute(insert(tokens), data)
+        await connection.execute(_INSERT_TOKENS, data)
     return len(new)
 
 
@@ -100,33 +125,42 @@ async def newest_seq(connection: AsyncConnection) -> int:
     return await connection.scalar(select(func.max(trajectories.c.seq))) or 0
 
 
-def _matching(properties: Mapping[str, object], *columns: Any, newest_first: bool) -> Select[Any]:
-    """Rows of `columns` with these properties, in the order of writing."""
-    query = select(*columns).where(*(trajectories.c[name] == value for name, value in properties.items()))
-    return query.order_by(trajectories.c.seq.desc() if newest_first else trajectories.c.seq)
+async def _read(
+    connection: AsyncConnection,
+    columns: tuple[str, ...],
+    properties: Mapping[str, object],
+    *,
+    seqs: range | None = None,
+    limit: int | None,
+    newest_first: bool,
+) -> Sequence[Row[Any]]:
+    """Rows with these properties, in the order of writing."""
+    filled = {name: value for name, value in properties.items() if value is not None}
+    empty = tuple(name for name in properties if name not in filled)
+    query = _matching(columns, tuple(filled), empty, bounded=seqs is not None, newest_first=newest_first)
+    bounds = {} if seqs is None else {"first": seqs.start, "end": seqs.stop}
+    values = {**filled, **bounds, "limit": _ALL if limit is None else limit}
+    rows: Sequence[Row[Any]] = (await connection.execute(query, values)).all()
+    return rows
 
 
 async def read_page(
     connection: AsyncConnection, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
 ) -> list[tuple[int, StoredTrajectory]]:
     """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None, with their turns."""
-    query = _matching(properties, trajectories, newest_first=newest_first).limit(limit)
-    if seqs is not None:
-        query = query.where(trajectories.c.seq >= seqs.start, trajectories.c.seq < seqs.stop)
-    rows = (await connection.execute(query)).all()
+    columns = tuple(trajectories.c.keys())
+    rows = await _read(connection, columns, properties, seqs=seqs, limit=limit, newest_first=newest_first)
     data: dict[int, bytes] = {}
     for chunk in chunks(row.seq for row in rows):
-        found = await connection.execute(select(tokens).where(tokens.c.trajectory_seq.in_(chunk)))
-        data.update((row.trajectory_seq, row.data) for row in found)
+        data.update((row.trajectory_seq, row.data) for row in await connection.execute(_TOKENS, {"seqs": chunk}))
     return [(row.seq, decode_stored(row._mapping, data.get(row.seq))) for row in rows]
 
 
 async def read_summaries(
     connection: AsyncConnection, properties: Mapping[str, object], *, limit: int | None, newest_first: bool
 ) -> list[TrajectorySummary]:
-    columns = [trajectories.c[name] for name in SUMMARY_COLUMNS]
-    query = _matching(properties, *columns, newest_first=newest_first).limit(limit)
-    return [decode_summary(row._mapping) for row in await connection.execute(query)]
+    rows = await _read(connection, SUMMARY_COLUMNS, properties, limit=limit, newest_first=newest_first)
+    return [decode_summary(row._mapping) for row in rows]
 
 
 async def ready_groups(connection: AsyncConnection, split: Split, *, size: int, limit: int) -> list[str]:

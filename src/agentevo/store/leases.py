@@ -7,9 +7,10 @@ workers lease at once, and on SQLite, which ignores both words, the writer is al
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Select, bindparam, select, update
+from sqlalchemy import Float, Integer, Select, Update, bindparam, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.store import rules
@@ -18,22 +19,38 @@ from agentevo.store.codec import decode_history, decode_lease, encode_history
 from agentevo.store.store import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.tables import tasks
 
+_LET_GO: dict[str, Any] = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
+
+# Built once: building a statement takes SQLAlchemy longer than SQLite takes to execute it.
+_QUEUED = select(tasks).where(tasks.c.state == "queued").with_for_update(skip_locked=True).limit(bindparam("limit", type_=Integer))
+_DUE = _QUEUED.where(tasks.c.not_before > 0.0, tasks.c.not_before <= bindparam("now", type_=Float)).order_by(
+    tasks.c.not_before, tasks.c.seq
+)
+_FRESH = _QUEUED.where(tasks.c.not_before == 0.0).order_by(tasks.c.seq)
+_EXPIRED = (
+    select(tasks)
+    .where(tasks.c.state == "leased", tasks.c.lease_expires_at <= bindparam("now", type_=Float))
+    .order_by(tasks.c.lease_expires_at)
+    .limit(bindparam("limit", type_=Integer))
+    .offset(bindparam("offset", type_=Integer))
+    .with_for_update(skip_locked=True)
+)
+_PLACE = select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == bindparam("at")).with_for_update()
+_COMPLETE = update(tasks).where(tasks.c.id == bindparam("at")).values(_LET_GO | {"state": "completed"})
+
 
 async def lease_tasks(
     connection: AsyncConnection, worker: str, *, now: Now, lease_s: float, limit: int, retries: RetryPolicy
 ) -> list[Lease]:
     taken = await _take_expired(connection, worker, now=now, lease_s=lease_s, limit=limit, retries=retries)
-    queued = tasks.c.state == "queued"
-    due = select(tasks).where(queued, tasks.c.not_before > 0.0, tasks.c.not_before <= now.steady).order_by(tasks.c.not_before, tasks.c.seq)
-    fresh = select(tasks).where(queued, tasks.c.not_before == 0.0).order_by(tasks.c.seq)
-    for query in (due, fresh):
+    for query, values in ((_DUE, {"now": now.steady}), (_FRESH, {})):
         if len(taken) < limit:
-            rows = await _locked(connection, query.limit(limit - len(taken)))
+            rows = await _rows(connection, query, limit=limit - len(taken), **values)
             taken += [(row, {}) for row in rows]
     if not taken:
         await _begin_again(connection, now=now, retries=retries)
     leases = [decode_lease(row, worker, now=now.steady, lease_s=lease_s) for row, _ in taken]
-    values = {
+    changes = {
         "state": "leased",
         "worker": worker,
         "lease_started_at": now.steady,
@@ -44,13 +61,13 @@ async def lease_tasks(
         {
             "num_expiries": row["num_expiries"],
             "history": row["history"],
-            **changes,
+            **expired,
             "fencing_id": lease.fencing_id,
             "num_leases": lease.attempt,
         }
-        for lease, (row, changes) in zip(leases, taken, strict=True)
+        for lease, (row, expired) in zip(leases, taken, strict=True)
     ]
-    await _update(connection, [(row, values | change) for (row, _), change in zip(taken, counted, strict=True)])
+    await _update(connection, [(row, changes | change) for (row, _), change in zip(taken, counted, strict=True)])
     return leases
 
 
@@ -58,10 +75,9 @@ async def _take_expired(
     connection: AsyncConnection, worker: str, *, now: Now, lease_s: float, limit: int, retries: RetryPolicy
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
     """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past the bound are set aside on the way."""
-    query = select(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= now.steady).order_by(tasks.c.lease_expires_at)
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     while len(taken) < limit:
-        rows = await _locked(connection, query.limit(limit - len(taken)).offset(len(taken)))
+        rows = await _rows(connection, _EXPIRED, now=now.steady, limit=limit - len(taken), offset=len(taken))
         if not rows:
             break
         poisoned = []
@@ -100,10 +116,11 @@ async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None
     """leased -> completed, or failed with `error`."""
     state = "completed" if error is None else "failed"
     if rules.holds(await _place(connection, lease), lease, state):
-        changes: dict[str, Any] = {"state": state}
-        if error is not None:
-            event = TaskEvent(kind="failed", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
-            changes |= {"error": error, "history": _appended(await _history(connection, lease), event)}
+        if error is None:
+            await connection.execute(_COMPLETE, {"at": lease.task.id})
+            return
+        event = TaskEvent(kind="failed", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
+        changes = {"state": state, "error": error, "history": _appended(await _history(connection, lease), event)}
         await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes))
 
 
@@ -139,20 +156,16 @@ async def requeue_old(connection: AsyncConnection, before: float) -> int:
     return (await connection.execute(old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1}))).rowcount
 
 
-_LET_GO: dict[str, Any] = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
-
-
 def _appended(history: str, event: TaskEvent) -> str:
     return encode_history([*decode_history(history), event])
 
 
-async def _locked(connection: AsyncConnection, query: Select[Any]) -> list[Mapping[Any, Any]]:
-    return [row._mapping for row in await connection.execute(query.with_for_update(skip_locked=True))]
+async def _rows(connection: AsyncConnection, query: Select[Any], **values: float) -> list[Mapping[Any, Any]]:
+    return [row._mapping for row in await connection.execute(query, values)]
 
 
 async def _place(connection: AsyncConnection, lease: Lease) -> rules.TaskPlace | None:
-    query = select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == lease.task.id).with_for_update()
-    row = (await connection.execute(query)).first()
+    row = (await connection.execute(_PLACE, {"at": lease.task.id})).first()
     return None if row is None else rules.TaskPlace(row.state, row.fencing_id)
 
 
@@ -163,7 +176,13 @@ async def _history(connection: AsyncConnection, lease: Lease) -> str:
 async def _update(connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]) -> None:
     """Each row gets its values; all name the same columns."""
     if changes:
-        statement = update(tasks).where(tasks.c.seq == bindparam("at")).values({name: bindparam(f"new_{name}") for name in changes[0][1]})
         await connection.execute(
-            statement, [{"at": row["seq"]} | {f"new_{name}": value for name, value in values.items()} for row, values in changes]
+            _changing(tuple(changes[0][1])),
+            [{"at": row["seq"]} | {f"new_{name}": value for name, value in values.items()} for row, values in changes],
         )
+
+
+@cache
+def _changing(names: tuple[str, ...]) -> Update:
+    """Parameters: `at`, a row's seq, and new_NAME of each."""
+    return update(tasks).where(tasks.c.seq == bindparam("at")).values({name: bindparam(f"new_{name}") for name in names})

@@ -112,14 +112,16 @@ class Streaming(ABC):
 
     async def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
         properties, left, newest_first = checked_filters(filters)
-        seqs = range(1, await self._newest_seq() + 1)
-        while seqs and left != 0:
+        seqs: range | None = None
+        while left != 0 and (seqs is None or seqs):
             size = PAGE if left is None else min(PAGE, left)
             page = await self._page(properties, seqs=seqs, limit=size, newest_first=newest_first)
+            if seqs is None and len(page) == size and not newest_first:
+                seqs = range(1, await self._newest_seq() + 1)  # what is written while the caller is busy with the pages is not among them
             for _, stored in page:
                 yield stored
             if len(page) < size:
                 return
             last = page[-1][0]
-            seqs = range(seqs.start, last) if newest_first else range(last + 1, seqs.stop)
+            seqs = range(1, last) if newest_first else range(last + 1, seqs.stop if seqs is not None else last + 1)
             left = None if left is None else left - len(page)
