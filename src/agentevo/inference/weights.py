@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from agentevo.errors import EngineError
-from agentevo.models.folder import PARTIAL, atomic_folder
+from agentevo.models.folder import PARTIAL, atomic_folder, sync_to_disk
 
 WEIGHTS_FILE = "weights.safetensors"
 MANIFEST_FILE = "manifest.json"
@@ -71,8 +71,8 @@ class WeightsFolder:
             manifest = Manifest(version, sha256, (staging / WEIGHTS_FILE).stat().st_size, len(trained))
             (staging / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
             for path in (staging / WEIGHTS_FILE, staging / MANIFEST_FILE, staging):
-                _sync(path)
-        _sync(self.folder)
+                sync_to_disk(path)
+        sync_to_disk(self.folder)
         self._name_latest(Latest(version, sha256))
         for old in [one for one in self.versions() if one <= version][:-keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
@@ -137,15 +137,6 @@ class WeightsFolder:
     def _name_latest(self, latest: Latest) -> None:
         staging = self.folder / f".{LATEST_FILE}{PARTIAL}"
         staging.write_text(json.dumps(msgspec.to_builtins(latest)), encoding="utf-8")
-        _sync(staging)
+        sync_to_disk(staging)
         os.replace(staging, self.folder / LATEST_FILE)
-        _sync(self.folder)
-
-
-def _sync(path: Path) -> None:
-    """A file's bytes, or a folder's names, reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_to_disk(self.folder)
