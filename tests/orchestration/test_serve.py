@@ -17,7 +17,7 @@ from engine_process import EngineProcesses
 
 from agentevo.cli import main
 from agentevo.config import EngineSection
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, EngineError
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.torch_engine import TorchEngine
@@ -304,6 +304,25 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     (run.folder / "weights" / "latest.json").write_text("{")
     assert asyncio.run(look(3)) == [False] * 3
     assert len(notes) == 4 and "latest.json can't be read" in notes[3]
+
+
+def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same(run, monkeypatch):
+    """What failed may have been the reading: a disk or a network with a bad moment."""
+    engine = TorchEngine(copy.deepcopy(run.model))
+    engine.set_version(-1)
+    follower = Follower(run.weights, engine, "continue", deadline_s=10, note=lambda line: None)
+    real = WeightsFolder.read
+
+    def bad(self, version, **options):
+        raise EngineError("a bad moment")
+
+    monkeypatch.setattr(WeightsFolder, "read", bad)
+    assert not asyncio.run(follower.look())
+    monkeypatch.setattr(WeightsFolder, "read", real)
+    assert not asyncio.run(follower.look()), "not at once"
+    monkeypatch.setattr("agentevo.orchestration.serve.AGAIN_S", 0.0)
+    assert asyncio.run(follower.look())
+    assert engine.version == 0
 
 
 def test_weights_that_can_not_be_swapped_in_yet_are_tried_again(run):

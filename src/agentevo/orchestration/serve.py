@@ -29,6 +29,8 @@ from agentevo.orchestration.run_identity import ensure_run_folder
 from agentevo.orchestration.stopping import asked_to_stop
 
 STOP_POLL_S = 0.05
+AGAIN_S = 30.0
+"""Refused weights are read again after so long though they look the same: what was wrong may have been the reading."""
 
 
 def _to_stderr(line: str) -> None:
@@ -102,7 +104,8 @@ class Follower:
         self._weights, self._engine, self._in_flight = weights, engine, in_flight
         self._deadline_s, self._note = deadline_s, note
         self._refused: object = None
-        """State of the folder when weights were refused: they are tried again when it changes."""
+        """State of the folder when weights were refused: they are tried again when it changes, or after AGAIN_S."""
+        self._refused_at = 0.0
         self._said = ""
         """The refusal that was told last; it is told once."""
 
@@ -137,11 +140,11 @@ class Follower:
             if latest is None or latest.version <= self._engine.version:
                 return None
             state = self._weights.state(latest.version)
-            if state == self._refused:
+            if state == self._refused and time.monotonic() - self._refused_at < AGAIN_S:
                 return None
             return latest.version, self._engine.verify(self._read(latest.version, latest.sha256))
         except EngineError:
-            self._refused = state
+            self._refused, self._refused_at = state, time.monotonic()
             raise
 
     def _read(self, version: int, sha256: str) -> dict[str, Any]:
