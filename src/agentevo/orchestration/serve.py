@@ -11,7 +11,6 @@ import asyncio
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +24,13 @@ from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.verified import VerifiedWeights
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import check_memory, load_policy
+from agentevo.orchestration.notes import to_stderr
 from agentevo.orchestration.run_identity import ensure_run_folder
 from agentevo.orchestration.stopping import asked_to_stop
 
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
 """Refused weights are read again after so long though they look the same: what was wrong may have been the reading."""
-
-
-def _to_stderr(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def serve(
@@ -44,7 +40,7 @@ def serve(
     port: int = 0,
     name: str | None = None,
     parent: int | None = None,
-    note: Callable[[str], None] = _to_stderr,
+    note: Callable[[str], None] = to_stderr,
 ) -> None:
     """Serves until it is asked to stop; blocks. `parent`: a process with which it ends. Raises ConfigError before anything is created."""
     name = name if name is not None else f"engine-{socket.gethostname()}-{os.getpid()}"
