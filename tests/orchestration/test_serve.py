@@ -20,6 +20,7 @@ from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, EngineError
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.remote import RemoteEngine
+from agentevo.inference.secret import RunSecret
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import load_policy
@@ -133,7 +134,7 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
         engines.signal("early", signal.SIGTERM)
         process.join(30)
         assert process.exitcode == 0
-        assert list((run.folder / "engines").iterdir()) == []
+        assert [path.name for path in (run.folder / "engines").iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda number: number.name)
@@ -253,7 +254,8 @@ def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_ove
 
         task = asyncio.create_task(client.generate(PROMPT, LONG[0], deadline_s=100))
         await until(lambda: running() == 1 and client.stats()["engine/generated_tokens"] > 0)
-        async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
+        headers = RunSecret(run.folder / "engines").header()
+        async with httpx.AsyncClient(base_url=announcement.url, trust_env=False, headers=headers) as http:
             state = (await http.post("/sleep", content=b'{"in_flight": "continue"}')).json()
             assert state["asleep"] and state["stats"]["engine/kv_tokens"] == 0 and state["stats"]["engine/waiting"] == 1
             await asyncio.sleep(0.2)

@@ -100,11 +100,13 @@ async def _sample(
 ) -> None:
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine
+    from agentevo.inference.secret import RunSecret
 
     opening = asyncio.create_task(opened(config.store_url, within_s=PATIENCE_S, tell=note))
     if not await _unless(stop, opening):
         return
-    engine = RemoteEngine(list(urls) or EngineDirectory(config.run_dir / "engines"), poll_s=config.rollout.poll_s)
+    directory = EngineDirectory(config.run_dir / "engines")
+    engine = RemoteEngine(list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s)
     try:
         async with opening.result() as store:
             sampler = Sampler(config, engine, chat, player, store, context_length)

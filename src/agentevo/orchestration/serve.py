@@ -19,6 +19,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.engine import InFlight
+from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.verified import VerifiedWeights
@@ -50,6 +51,7 @@ def serve(
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         loaded = load_policy(config)
         ensure_run_folder(config)
+        RunSecret(config.run_dir / "engines").value()
         engine = TorchEngine(loaded.model, loaded.tokenizer, config.engine)
         engine.set_version(-1)
         asyncio.run(_serve(config, engine, listener, name, stop, note))
@@ -72,9 +74,10 @@ async def _serve(
         await _until(lambda: stop() or engine.version >= 0, following)
         if stop():
             return
-        door = EngineDoor(engine, name=name)
+        directory = EngineDirectory(config.run_dir / "engines")
+        door = EngineDoor(engine, name=name, secret=RunSecret(directory.folder))
         announcement = Announcement(url=url_of(listener), name=name, pid=os.getpid(), started_at=time.time())
-        async with listening(door, listener), EngineDirectory(config.run_dir / "engines").announced(announcement):
+        async with listening(door, listener), directory.announced(announcement):
             note(f"{name}: serving version {engine.version} at {announcement.url}")
             await _until(stop, following)
         note(f"{name}: stopped")
