@@ -15,7 +15,7 @@ PATIENCE_S = 600.0
 """How long a run's processes wait for a database that is away before they give up."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
-SILENT_S = 2.0
+SILENT_S = 5.0
 """A call that neither answers nor fails for so long is told of."""
 TELL_S = 15.0
 """From then on it is told so often."""
