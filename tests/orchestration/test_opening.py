@@ -45,7 +45,7 @@ def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
     assert len(told) == 1 and told[0].endswith("no answer yet") and "hush" not in told[0] + str(raised.value)
 
 
-@pytest.mark.parametrize("command", ["learn", "sample"])
+@pytest.mark.parametrize("command", ["train", "learn", "sample"])
 def test_the_commands_say_what_they_wait_for(command, closed_port, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(patience, "TELL_S", 0.3)
     monkeypatch.setattr(sample, "PATIENCE_S", 1.0)
