@@ -122,9 +122,11 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
 
 
-async def opened(url: str, *, timeout_s: float = 60.0, within_s: float | None = None, tell: Callable[[str], None] = to_stderr) -> Store:
-    """The store at `url`, with `timeout_s` as the deadline of each later call; waits for a database that is away, and says so. Raises
-    StoreUnavailableError after `within_s`, or OPENING_S."""
+async def opened(
+    url: str, *, timeout_s: float | None = None, within_s: float | None = None, tell: Callable[[str], None] = to_stderr
+) -> Store:
+    """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for a database that is away, and says so.
+    Raises StoreUnavailableError after `within_s`, or OPENING_S."""
     within_s = OPENING_S if within_s is None else within_s
     ends = time.monotonic() + within_s
 
@@ -132,7 +134,7 @@ async def opened(url: str, *, timeout_s: float = 60.0, within_s: float | None = 
         left = max(ends - time.monotonic(), FIRST_PAUSE_S)
         try:
             async with asyncio.timeout(left):
-                return await open_store(url, timeout_s=timeout_s)
+                return await (open_store(url) if timeout_s is None else open_store(url, timeout_s=timeout_s))
         except TimeoutError as error:
             if isinstance(error, DeadlineExceededError):
                 raise
