@@ -7,6 +7,7 @@ import os
 import time
 
 from agentevo.inference.directory import Announcement, EngineDirectory
+from agentevo.inference.secret import RunSecret
 
 
 def engine(name: str, pid: int = 1) -> Announcement:
@@ -88,13 +89,16 @@ def test_who_starts_an_engine_deletes_what_has_been_dead_for_an_hour(tmp_path):
     for name, age_s in (("old", 3700), ("younger", 3500), ("ahead", -90000)):
         directory.announce(engine(name))
         os.utime(tmp_path / f"{name}.json", (time.time() - age_s, time.time() - age_s))
+    value = RunSecret(tmp_path).value()
+    os.utime(tmp_path / "secret", (1.0, 1.0))
     torn = tmp_path / ".torn.12345678"
     torn.write_text("")
     os.utime(torn, (1.0, 1.0))
 
     async def work():
         async with directory.announced(engine("new")):
-            assert {file.name for file in tmp_path.iterdir()} == {"ahead.json", "younger.json", "new.json"}
+            assert {file.name for file in tmp_path.iterdir()} == {"ahead.json", "younger.json", "new.json", "secret"}
+            assert RunSecret(tmp_path).value() == value
             directory.beat(engine("old"))
             assert (tmp_path / "old.json").is_file(), "it lives after all"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,12 +14,13 @@ import httpx
 import msgspec
 import pytest
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.messages import read_requests
 from agentevo.inference.remote import RemoteEngine
+from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
 from agentevo.types import Completion, SamplingParams
 
@@ -70,7 +72,8 @@ class Engines:
 
     async def start(self, number: int, version: int = 3, *, port: int = 0) -> FakeEngine:
         engine, name = FakeEngine(number, version), f"e{number}"
-        door, listener = EngineDoor(engine, name=name), open_socket("127.0.0.1", port)
+        door = EngineDoor(engine, name=name, secret=RunSecret(self.directory.folder))
+        listener = open_socket("127.0.0.1", port)
         announcement = Announcement(url=url_of(listener), name=name, pid=number, started_at=1.0)
         own = self.leave[name] = await self._stack.enter_async_context(AsyncExitStack())
         await own.enter_async_context(listening(door, listener))
@@ -106,7 +109,7 @@ def test_a_request_and_its_answer_travel_whole(tmp_path):
     async def work():
         async with AsyncExitStack() as stack:
             engine = await Engines(tmp_path, stack).start(7)
-            client = RemoteEngine([one.url for one in EngineDirectory(tmp_path).living(5.0)], poll_s=0.02)
+            client = RemoteEngine([one.url for one in EngineDirectory(tmp_path).living(5.0)], secret=RunSecret(tmp_path), poll_s=0.02)
             stack.push_async_callback(client.close)
             assert client.version == -1, "nobody has been looked at"
             found = await client.generate([5, 6], PARAMS, session="a", deadline_s=20)
@@ -274,7 +277,7 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
     async def work():
         async with some(tmp_path, 1) as (engines, _client):
             (announcement,) = engines.directory.living(5.0)
-            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
+            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False, headers=RunSecret(tmp_path).header()) as http:
                 for path, body, status in (
                     ("/sleep", b"no json", 400),
                     ("/sleep", b"", 500),
@@ -285,6 +288,64 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
                     assert msgspec.json.decode(answer.content)["error"] == "EngineError"
                 state = (await http.get("/state")).json()
                 assert (state["version"], state["asleep"], state["name"]) == (3, False, "e1")
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("given", [None, "Bearer " + 64 * "0", "right", "Bearer", "Bearer \u00e9"], ids=repr)
+def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
+    async def work():
+        async with some(tmp_path, 1) as (engines, _client):
+            (announcement,) = engines.directory.living(5.0)
+            own = RunSecret(tmp_path).header()["Authorization"]
+            given_here = {"right": own.replace("Bearer", "Basic")}.get(given, given)
+            headers = {} if given is None else {"Authorization": given_here.encode("latin-1")}
+            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False, headers=headers) as http:
+                for answer in (await http.get("/state"), await http.post("/sleep"), await http.post("/wake"), await http.get("/nowhere")):
+                    assert answer.status_code == 401 and "engines/secret of the run's folder" in answer.json()["message"]
+                    assert own.split()[1] not in answer.text
+            url, texts = announcement.url.replace("http", "ws") + "/requests", {key: one.decode("latin-1") for key, one in headers.items()}
+            with pytest.raises(InvalidStatus, match="HTTP 403"):
+                await connect(url, additional_headers=texts, proxy=None)
+            assert engines.by_name["e1"].asked == []
+
+    asyncio.run(work())
+    assert [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+
+
+def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, caplog):
+    async def work():
+        async with some(tmp_path / "engines", 1) as (engines, _client):
+            other = RunSecret(tmp_path / "other")
+            client = RemoteEngine([one.url for one in engines.directory.living(5.0)], secret=other, poll_s=0.02)
+            with pytest.raises(EngineUnavailableError, match=rf"of another run: it refuses the secret in {other.file}"):
+                await ask(client, deadline_s=0.5)
+            assert len([one for one in caplog.records if "of another run" in one.message]) == 1, "told once"
+            assert engines.by_name["e1"].asked == []
+            other.file.write_text(RunSecret(tmp_path / "engines").value())
+            assert await ask(client) == 1
+            await client.close()
+
+    asyncio.run(work())
+    with pytest.raises(TypeError, match="want a secret"):
+        RemoteEngine(["http://127.0.0.1:1"])
+
+
+def test_a_secret_that_can_not_be_read_is_said_on_either_side(tmp_path):
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            (announcement,) = engines.directory.living(5.0)
+            RunSecret(tmp_path).file.write_text("short")
+            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
+                answer = await http.get("/state")
+            assert answer.status_code == 500 and "secret holds no secret: delete it" in answer.json()["message"]
+            assert await ask(client) == 1, "who is in stays in"
+            late = RemoteEngine(engines.directory, poll_s=0.02)
+            with pytest.raises(EngineUnavailableError, match="secret holds no secret: delete it"):
+                await ask(late, deadline_s=0.3)
+            RunSecret(tmp_path).file.unlink()
+            assert await ask(late) == 1, "either side makes another, and both use it"
+            await late.close()
 
     asyncio.run(work())
 
@@ -384,13 +445,14 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
             await until(lambda: engine.running == 3)
             (known,) = client._known.values()
             address = known.url.removeprefix("http://").split(":")
-            for words in (
+            own = b"Authorization: " + RunSecret(tmp_path).header()["Authorization"].encode() + b"\r\n"
+            for who, words in itertools.product((own, b""), (
                 b"POST /sleep HTTP/1.1\r\nHost: e\r\nContent-Length: 99\r\n\r\n{",
                 b"GET /requests HTTP/1.1\r\nHost: e\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
                 b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
-            ):
+            )):  # fmt: skip
                 _, writer = await asyncio.open_connection(address[0], int(address[1]))
-                writer.write(words)
+                writer.write(words.replace(b"Host: e\r\n", b"Host: e\r\n" + who))
                 await writer.drain()
                 await asyncio.sleep(0.05)
                 writer.transport.abort()
@@ -412,7 +474,8 @@ def test_what_is_no_list_of_requests_ends_the_connection_with_the_reason(tmp_pat
         async with some(tmp_path, 1) as (engines, client):
             (announcement,) = engines.directory.living(5.0)
             for frame in (b"no msgpack", "text", msgspec.msgpack.encode([{"type": "generate", "id": 1}])):
-                async with connect(announcement.url.replace("http", "ws") + "/requests", proxy=None) as websocket:
+                url = announcement.url.replace("http", "ws") + "/requests"
+                async with connect(url, additional_headers=RunSecret(tmp_path).header(), proxy=None) as websocket:
                     await websocket.send(frame)
                     with pytest.raises(ConnectionClosed) as raised:
                         await asyncio.wait_for(to_the_end(websocket), 10)

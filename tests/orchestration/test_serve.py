@@ -17,9 +17,10 @@ from engine_process import EngineProcesses
 
 from agentevo.cli import main
 from agentevo.config import EngineSection
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, EngineError
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.remote import RemoteEngine
+from agentevo.inference.secret import RunSecret
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import load_policy
@@ -133,7 +134,7 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
         engines.signal("early", signal.SIGTERM)
         process.join(30)
         assert process.exitcode == 0
-        assert list((run.folder / "engines").iterdir()) == []
+        assert [path.name for path in (run.folder / "engines").iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda number: number.name)
@@ -253,7 +254,8 @@ def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_ove
 
         task = asyncio.create_task(client.generate(PROMPT, LONG[0], deadline_s=100))
         await until(lambda: running() == 1 and client.stats()["engine/generated_tokens"] > 0)
-        async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
+        headers = RunSecret(run.folder / "engines").header()
+        async with httpx.AsyncClient(base_url=announcement.url, trust_env=False, headers=headers) as http:
             state = (await http.post("/sleep", content=b'{"in_flight": "continue"}')).json()
             assert state["asleep"] and state["stats"]["engine/kv_tokens"] == 0 and state["stats"]["engine/waiting"] == 1
             await asyncio.sleep(0.2)
@@ -304,6 +306,25 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     (run.folder / "weights" / "latest.json").write_text("{")
     assert asyncio.run(look(3)) == [False] * 3
     assert len(notes) == 4 and "latest.json can't be read" in notes[3]
+
+
+def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same(run, monkeypatch):
+    """What failed may have been the reading: a disk or a network with a bad moment."""
+    engine = TorchEngine(copy.deepcopy(run.model))
+    engine.set_version(-1)
+    follower = Follower(run.weights, engine, "continue", deadline_s=10, note=lambda line: None)
+    real = WeightsFolder.read
+
+    def bad(self, version, **options):
+        raise EngineError("a bad moment")
+
+    monkeypatch.setattr(WeightsFolder, "read", bad)
+    assert not asyncio.run(follower.look())
+    monkeypatch.setattr(WeightsFolder, "read", real)
+    assert not asyncio.run(follower.look()), "not at once"
+    monkeypatch.setattr("agentevo.orchestration.serve.AGAIN_S", 0.0)
+    assert asyncio.run(follower.look())
+    assert engine.version == 0
 
 
 def test_weights_that_can_not_be_swapped_in_yet_are_tried_again(run):

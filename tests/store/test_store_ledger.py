@@ -58,6 +58,20 @@ def test_ready_reserved_committed(play: Callable[..., None]) -> None:
     play(scenario)
 
 
+def test_steps_after_a_number(play: Callable[..., None]) -> None:
+    async def scenario(store: Store) -> None:
+        assert await store.steps(after=0) == []
+        for step in (3, 1, 12, 2):
+            await store.commit_step(step, {"of": step})
+        found = {after: [(one.step, one.record["of"]) for one in await store.steps(after=after)] for after in (None, 0, 2, 3, 11, 12, 99)}
+        numbers = [1, 2, 3, 12]
+        assert found == {after: [(one, one) for one in numbers if one > (after or 0)] for after in found}
+        last = await store.last_step()
+        assert last is not None and last.step == 12
+
+    play(scenario)
+
+
 def test_reserve_refuses_all_or_takes_all(play: Callable[..., None]) -> None:
     async def scenario(store: Store) -> None:
         await store.reserve(["b"], 1)

@@ -12,7 +12,7 @@ def write_and_die(folder: str, version: int, die_at: int) -> None:
 
     from agentevo.inference import weights
 
-    real, count = weights._sync, 0
+    real, count = weights.sync_to_disk, 0
 
     def sync(path: Path) -> None:
         nonlocal count
@@ -21,5 +21,5 @@ def write_and_die(folder: str, version: int, die_at: int) -> None:
         if count == die_at:
             os.kill(os.getpid(), 9)
 
-    weights._sync = sync
+    weights.sync_to_disk = sync
     weights.WeightsFolder(Path(folder)).write(version, torch.nn.Linear(3, 4), keep=2)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from agentevo.errors import DeadlineExceededError, MissingExtraError
+from agentevo.errors import DeadlineExceededError, EngineError, MissingExtraError
 from agentevo.inference.messages import (
     MAX_BYTES,
     PATH,
@@ -30,21 +30,28 @@ from agentevo.inference.messages import (
     raised,
     read_answers,
 )
+from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
 try:
     from websockets.asyncio.client import ClientConnection as WebSocket
     from websockets.asyncio.client import connect
-    from websockets.exceptions import ConnectionClosed, WebSocketException
+    from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 except ModuleNotFoundError as missing:
     raise MissingExtraError(f"engines in other processes need the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
 
 CONNECT_S = 2.0
 CLOSE_S = 1.0
+FORBIDDEN = 403
+"""Status of a handshake without the run's secret."""
 
 
 class LostError(Exception):
     """The engine did not answer; another one may."""
+
+
+class RefusedError(LostError):
+    """The engine does not take this client, or can't be shown who it is."""
 
 
 class ClientConnection:
@@ -62,13 +69,27 @@ class ClientConnection:
         self._watch()
 
     @classmethod
-    async def open(cls, url: str, *, every_s: float, hear: Callable[[State], None]) -> ClientConnection:
-        """To the engine at `url`, whose state `hear` is called with every `every_s`. Raises LostError if it is not to be reached."""
+    async def open(cls, url: str, *, secret: RunSecret, every_s: float, hear: Callable[[State], None]) -> ClientConnection:
+        """To the engine at `url`, whose state `hear` is called with every `every_s`. Raises LostError if it is not to be reached, and
+        RefusedError if it is of another run."""
         address = "ws" + url.rstrip("/").removeprefix("http") + PATH
         try:
             websocket = await connect(
-                address, compression=None, proxy=None, open_timeout=CONNECT_S, close_timeout=CLOSE_S, ping_interval=None, max_size=MAX_BYTES
+                address,
+                additional_headers=await asyncio.to_thread(secret.header),
+                compression=None,
+                proxy=None,
+                open_timeout=CONNECT_S,
+                close_timeout=CLOSE_S,
+                ping_interval=None,
+                max_size=MAX_BYTES,
             )
+        except EngineError as error:
+            raise RefusedError(f"{url}: {error}") from error
+        except InvalidStatus as error:
+            if error.response.status_code != FORBIDDEN:
+                raise LostError(f"{url}: {error}") from error
+            raise RefusedError(f"{url} is of another run: it refuses the secret in {secret.file}; put its own run's there") from error
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: a URL that is none
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
         return cls(websocket, url, every_s, hear)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from agentevo.inference import secret
+
 HEARTBEAT_S = 1.0
 FORGET_S = 3600.0
 """What has been dead for so long is deleted by the next engine that starts."""
@@ -65,6 +67,8 @@ class EngineDirectory:
         with suppress(OSError):  # nothing depends on it
             now = self._file(mine.name).stat().st_mtime
             for file in self.folder.iterdir():
+                if file.name == secret.NAME:
+                    continue
                 with suppress(FileNotFoundError):
                     if now - file.stat().st_mtime > after_s:
                         file.unlink()

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
-from agentevo.inference.client_connection import CONNECT_S, ClientConnection, LostError
+from agentevo.inference.client_connection import CONNECT_S, ClientConnection, LostError, RefusedError
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.messages import EngineState, State
+from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -76,9 +77,17 @@ class _Known:
 
 
 class RemoteEngine:
-    """See the module. `engines`: where they announce themselves, or their URLs. Belongs to one event loop; `close` it there."""
+    """See the module. `engines`: where they announce themselves, or their URLs, and then the `secret` that they know. Belongs to one event
+    loop; `close` it there."""
 
-    def __init__(self, engines: EngineDirectory | Sequence[str], *, poll_s: float = 0.1, max_age_s: float = 15.0) -> None:
+    def __init__(
+        self, engines: EngineDirectory | Sequence[str], *, secret: RunSecret | None = None, poll_s: float = 0.1, max_age_s: float = 15.0
+    ) -> None:
+        if secret is None:
+            if not isinstance(engines, EngineDirectory):
+                raise TypeError("engines by URL want a secret: give that of their run, RunSecret(RUN / 'engines')")
+            secret = RunSecret(engines.folder)
+        self._secret = secret
         self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
         self._known: dict[str, _Known] = {}
         self._homes: dict[str, _Known] = {}
@@ -87,6 +96,8 @@ class RemoteEngine:
         self._watcher: asyncio.Task[None] | None = None
         self._trouble = "none was found"
         """What has gone wrong last."""
+        self._refusals: set[str] = set()
+        """Each is told once."""
         self._closed = False
 
     @property
@@ -214,8 +225,11 @@ class RemoteEngine:
 
         engine.suspect = True
         try:
-            engine.connection = await ClientConnection.open(engine.url, every_s=self._poll_s, hear=hear)
+            engine.connection = await ClientConnection.open(engine.url, secret=self._secret, every_s=self._poll_s, hear=hear)
         except LostError as error:
+            if isinstance(error, RefusedError) and str(error) not in self._refusals:
+                self._refusals.add(str(error))
+                LOG.warning(str(error))
             self._trouble = str(error)
 
     async def _ask_state(self, engine: _Known) -> None:

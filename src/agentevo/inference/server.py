@@ -4,8 +4,8 @@
     GET  /state      {version, asleep, stats, name, pid}
     POST /sleep      {in_flight, deadline_s} -> state      POST /wake -> state
 
-HTTP bodies are JSON. Errors travel by name, so the client raises what the engine raised. Whoever reaches the port may use the engine:
-nothing here asks who it is, so it listens on 127.0.0.1 by default.
+HTTP bodies are JSON. Errors travel by name, so the client raises what the engine raised. Who does not send the run's secret (`secret.py`)
+is refused before anything is read of the request.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ import msgspec
 
 from agentevo.errors import ConfigError, EngineError, EngineUnavailableError, MissingExtraError
 from agentevo.inference.engine import Engine, SleepingEngine
-from agentevo.inference.messages import MAX_BYTES, PATH, EngineState, SleepRequest, status_and_answer
+from agentevo.inference.messages import MAX_BYTES, PATH, EngineState, ErrorAnswer, SleepRequest, status_and_answer
+from agentevo.inference.secret import NAME, RunSecret
 
 try:
     import uvicorn
     import websockets  # noqa: F401 (uvicorn takes it, and drops WebSockets without it)
     from fastapi import FastAPI, Request, Response, WebSocket
+    from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from agentevo.inference.server_connection import ServerConnection
 except ModuleNotFoundError as missing:
@@ -40,6 +43,7 @@ GRACE_S = 2
 PING_S = 20.0
 SILENT_S = 60.0
 """A client that has not answered a ping for so long is gone, with its machine or its network."""
+REFUSAL = f"the run's secret is wrong or missing: send `Authorization: Bearer` with what is in engines/{NAME} of the run's folder"
 CLIENT_GONE = 499
 """Status of an answer that nobody reads."""
 
@@ -47,12 +51,13 @@ CLIENT_GONE = 499
 class EngineDoor:
     """The application over one engine. `close` ends the connections of whoever still waits: they go to another engine."""
 
-    def __init__(self, engine: Engine, *, name: str) -> None:
+    def __init__(self, engine: Engine, *, name: str, secret: RunSecret) -> None:
         self.engine, self.name = engine, name
         self._sleeping = engine if isinstance(engine, SleepingEngine) else None
         self._closed = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
         self.app = FastAPI(title=f"AgentEvo engine {name}", openapi_url=None)
+        self.app.add_middleware(_Guard, secret=secret)
         self.app.websocket(PATH)(self.requests)
         self.app.post("/sleep")(self.sleep)
         self.app.post("/wake")(self.wake)
@@ -118,6 +123,30 @@ class EngineDoor:
             await asyncio.gather(task, gone, closed, return_exceptions=True)
 
 
+class _Guard:
+    """Around the application: lets those in who have the secret. Others get 401 and the reason, or for a WebSocket 403 alone: uvicorn logs
+    an answer with more to say as a failure of ours."""
+
+    def __init__(self, app: ASGIApp, secret: RunSecret) -> None:
+        self._app, self._secret = app, secret
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            knows = self._secret.is_in(Headers(scope=scope).get("authorization"))
+            status, answer = 401, ErrorAnswer(error="EngineError", message=REFUSAL)
+        except EngineError as error:  # the secret can't be read here
+            knows, (status, answer) = False, status_and_answer(error)
+        if knows:
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await WebSocket(scope, receive, send).close()
+            return
+        response = _json(answer, status)
+        response.headers["WWW-Authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+
 async def _hung_up(request: Request) -> None:
     """Returns when the client closes the connection; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -134,6 +163,10 @@ async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
         status, content = 400, status_and_answer(EngineError(f"the request's body is not what this server reads: {error}"))[1]
     except EngineError as error:
         status, content = status_and_answer(error)
+    return _json(content, status)
+
+
+def _json(content: object, status: int) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
 
 

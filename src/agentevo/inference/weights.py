@@ -4,7 +4,8 @@
 
 Invariants: a version's folder appears whole or not at all, and `latest.json` names a version only after that (files and folders are synced
 to the disk in this order). What a reader gets is what was written, by SHA-256, or an EngineError. One process writes, any number read.
-`latest` is what was written last: a trainer that went back to a checkpoint may name a lower version than before.
+What becomes of a version afterwards (a torn disk, a careless hand) is for the writer to find out, by `check`, and to mend by writing it
+again. `latest` is what was written last: a trainer that went back to a checkpoint may name a lower version than before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 import msgspec
@@ -22,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from agentevo.errors import EngineError
-from agentevo.models.folder import PARTIAL, atomic_folder
+from agentevo.models.folder import PARTIAL, atomic_folder, sync_to_disk
 
 WEIGHTS_FILE = "weights.safetensors"
 MANIFEST_FILE = "manifest.json"
@@ -59,7 +63,8 @@ class WeightsFolder:
 
     def write(self, version: int, model: torch.nn.Module, *, keep: int) -> str:
         """Publishes what `model` trains (its parameters that require a gradient, under their own names) and returns the SHA-256. Of
-        this and older versions, the newest `keep` stay. A full disk or a kill leaves what was there."""
+        this and older versions, the newest `keep` stay. A full disk or a kill leaves what was there. Replaces what is there of `version`.
+        """
         trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f".*{PARTIAL}"):  # of a writer that was killed; there is only one, and this is it
@@ -71,8 +76,8 @@ class WeightsFolder:
             manifest = Manifest(version, sha256, (staging / WEIGHTS_FILE).stat().st_size, len(trained))
             (staging / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
             for path in (staging / WEIGHTS_FILE, staging / MANIFEST_FILE, staging):
-                _sync(path)
-        _sync(self.folder)
+                sync_to_disk(path)
+        sync_to_disk(self.folder)
         self._name_latest(Latest(version, sha256))
         for old in [one for one in self.versions() if one <= version][:-keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
@@ -91,7 +96,7 @@ class WeightsFolder:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
-            raise EngineError(f"{file} can't be read ({error}): it is written anew with the trainer's next version") from error
+            raise EngineError(f"{file} can't be read ({error}): the trainer writes it anew") from error
 
     def versions(self) -> list[int]:
         """Those at hand, oldest first, whether or not they are whole."""
@@ -103,24 +108,22 @@ class WeightsFolder:
 
         Raises EngineError if the version is gone, or its bytes are not the ones that were written.
         """
-        path = self.path(version)
-        try:
-            manifest = msgspec.json.decode((path / MANIFEST_FILE).read_bytes(), type=Manifest)
-            content = (path / WEIGHTS_FILE).read_bytes()
-        except FileNotFoundError as error:
-            at_hand = ", ".join(map(str, self.versions())) or "none"
-            raise EngineError(f"{path} is gone (versions at hand: {at_hand}): raise rollout.keep_versions to keep more") from error
-        except (OSError, msgspec.MsgspecError) as error:
-            raise EngineError(f"{path} can't be read ({error}): the version is torn, and not served") from error
-        found, wanted = hashlib.sha256(content).hexdigest(), sha256 or manifest.sha256
-        if found != wanted or manifest.sha256 != wanted or manifest.version != version:
-            raise EngineError(
-                f"{path / WEIGHTS_FILE} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn or changed, not served"
-            )
+        with self._opened(version) as file:
+            content = file.read()
+        self._compare(version, hashlib.sha256(content).hexdigest(), sha256)
         try:
             return load(content)
         except SafetensorError as error:
-            raise EngineError(f"{path / WEIGHTS_FILE} is no safetensors file ({error})") from error
+            raise EngineError(f"{self.path(version) / WEIGHTS_FILE} is no safetensors file ({error})") from error
+
+    def check(self, wanted: Latest) -> None:
+        """Reads everything again. Raises EngineError unless latest.json names these weights and they are as they were written."""
+        found = self.announced()
+        if found != wanted:
+            raise EngineError(f"{self.folder / LATEST_FILE} " + ("is gone" if found is None else f"names {found} and not {wanted}"))
+        with self._opened(wanted.version) as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        self._compare(wanted.version, sha256, wanted.sha256)
 
     def state(self, version: int) -> tuple[tuple[int, int, int], ...]:
         """Changes whenever a file of the version, or latest.json, is written anew: who was refused may try again then."""
@@ -134,18 +137,37 @@ class WeightsFolder:
                 found.append((info.st_ino, info.st_mtime_ns, info.st_size))
         return tuple(found)
 
+    @contextmanager
+    def _opened(self, version: int) -> Iterator[BufferedReader]:
+        """The version's weights file. Raises EngineError for what goes wrong with it, also while it is read."""
+        try:
+            with (self.path(version) / WEIGHTS_FILE).open("rb") as file:
+                yield file
+        except OSError as error:
+            raise self._unreadable(version, error) from error
+
+    def _compare(self, version: int, found: str, wanted: str | None) -> None:
+        """The SHA-256 that was found with that of the manifest, and with `wanted`."""
+        path = self.path(version)
+        try:
+            manifest = msgspec.json.decode((path / MANIFEST_FILE).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise self._unreadable(version, error) from error
+        wanted = wanted or manifest.sha256
+        if found != wanted or manifest.sha256 != wanted or manifest.version != version:
+            raise EngineError(
+                f"{path / WEIGHTS_FILE} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn or changed, not served"
+            )
+
+    def _unreadable(self, version: int, error: Exception) -> EngineError:
+        if not isinstance(error, FileNotFoundError):
+            return EngineError(f"{self.path(version)} can't be read ({error}): the version is torn, and not served")
+        at_hand = ", ".join(map(str, self.versions())) or "none"
+        return EngineError(f"{self.path(version)} is gone (versions at hand: {at_hand}): raise rollout.keep_versions to keep more")
+
     def _name_latest(self, latest: Latest) -> None:
         staging = self.folder / f".{LATEST_FILE}{PARTIAL}"
         staging.write_text(json.dumps(msgspec.to_builtins(latest)), encoding="utf-8")
-        _sync(staging)
+        sync_to_disk(staging)
         os.replace(staging, self.folder / LATEST_FILE)
-        _sync(self.folder)
-
-
-def _sync(path: Path) -> None:
-    """A file's bytes, or a folder's names, reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync_to_disk(self.folder)

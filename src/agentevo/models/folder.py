@@ -1,11 +1,13 @@
 """Writing a folder so that readers see all of it or nothing.
 
 The content is made in a hidden sibling and renamed into place, which a killed process can't leave half done. It does not guard against
-power loss (nothing is synced), and replacing an existing folder has one instant, between two renames, in which neither is in place.
+power loss: that takes `sync_to_disk` of each file, of the folder, and of the one that it lies in, in this order. Replacing an existing
+folder has one instant, between two renames, in which neither is in place.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -32,6 +34,15 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if target.exists():
             shutil.rmtree(retired, ignore_errors=True)
+
+
+def sync_to_disk(path: Path) -> None:
+    """The bytes of a file, or the names in a folder, outlast a power cut from here on. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def remove_leftovers(target: Path) -> None:

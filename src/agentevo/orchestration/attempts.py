@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar, Unpack
 from agentevo.errors import AgentEvoError, EngineError, TrainingError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import Components
+from agentevo.orchestration.publication import Publication
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
@@ -131,9 +132,17 @@ class Stream:
     and drawn tokens that bear its number.
     """
 
-    def __init__(self, parts: Components, stop: Callable[[], bool], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parts: Components,
+        stop: Callable[[], bool],
+        check: Callable[[], None],
+        look_after: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         config = parts.config
         self._config, self._store, self._tasks, self._stop, self._check = config, parts.store, parts.tasks, stop, check
+        self._look_after = look_after
+        """What else to see to, every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._step, self._taken = 0, set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is reserved."""
@@ -196,6 +205,8 @@ class Stream:
             self._check()
             if time.monotonic() - looked > LOOK_S:
                 await self._check_attempts()
+                if self._look_after is not None:
+                    await self._look_after()
                 looked = time.monotonic()
             if self._stop():
                 raise StopAskedError("stopped while waiting for attempts")
@@ -273,10 +284,13 @@ class Beside:
 class Apart:
     """See the module."""
 
-    def __init__(self, parts: Components, stop: Callable[[], bool], check: Callable[[], None]) -> None:
-        self._parts, self._config = parts, parts.config
-        self._weights = WeightsFolder(parts.config.run_dir / "weights")
-        self._stream = Stream(parts, stop, check)
+    def __init__(
+        self, parts: Components, stop: Callable[[], bool], check: Callable[[], None], note: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._parts = parts
+        folder = WeightsFolder(parts.config.run_dir / "weights")
+        self._publication = Publication(folder, parts.model, keep=parts.config.rollout.keep_versions, note=note)
+        self._stream = Stream(parts, stop, check, self._publication.look_after)
 
     async def begin(self, step: int) -> None:
         self._parts.engine.weights_changed()
@@ -299,9 +313,7 @@ class Apart:
         await self._parts.engine.publish(step)  # this process's own engine evaluates
 
     async def announce(self, step: int) -> None:
-        latest = self._weights.latest()
-        if latest is None or latest < step:  # a resumed trainer makes some versions again
-            await asyncio.to_thread(self._weights.write, step, self._parts.model, keep=self._config.rollout.keep_versions)
+        await self._publication.publish(step)
 
     def stats(self) -> dict[str, float]:
         return {}

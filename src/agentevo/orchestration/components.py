@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,14 +19,15 @@ from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.config import LoraSection, ModelSection, RunConfig
 from agentevo.config.memory import offload_refusal
 from agentevo.environments import TextEnvironment, make
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, DeadlineExceededError, StoreUnavailableError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model
-from agentevo.rollout.patience import patiently
+from agentevo.orchestration.notes import to_stderr
+from agentevo.rollout.patience import FIRST_PAUSE_S, patiently
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import world_seed
@@ -119,9 +122,28 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
 
 
-async def opened(url: str) -> Store:
-    """The store at `url`; waits for a database that is away."""
-    return await patiently(lambda: open_store(url), within_s=OPENING_S, what="opening the store")
+async def opened(
+    url: str, *, timeout_s: float | None = None, within_s: float | None = None, tell: Callable[[str], None] = to_stderr
+) -> Store:
+    """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for a database that is away, and says so.
+    Raises StoreUnavailableError after `within_s`, or OPENING_S."""
+    within_s = OPENING_S if within_s is None else within_s
+    ends = time.monotonic() + within_s
+
+    async def attempt() -> Store:
+        left = max(ends - time.monotonic(), FIRST_PAUSE_S)
+        try:
+            async with asyncio.timeout(left):
+                return await (open_store(url) if timeout_s is None else open_store(url, timeout_s=timeout_s))
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceededError):
+                raise
+            raise DeadlineExceededError("its host does not answer") from error
+
+    try:
+        return await patiently(attempt, within_s=within_s, what="opening the store", tell=tell)
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(f"{error}; start the database, or correct store.url") from error
 
 
 @asynccontextmanager

@@ -33,7 +33,7 @@ async def rebuild(
     path = checkpoints.path(start) if start is not None else None
     found: dict[int, dict[str, torch.Tensor]] = {}
     async with open_components(config, agent=agent, tasks=tasks, checkpoint=path) as parts:
-        steps = [one for one in await parts.store.steps() if (start or 0) < one.step <= max(versions)]
+        steps = [one for one in await parts.store.steps(after=start or 0) if one.step <= max(versions)]
         unknown = sorted(set(versions) - {start or 0} - {one.step for one in steps})
         if unknown:
             raise CheckpointError(f"version {unknown[0]} can't be made again: {config.run_dir} has no committed step {unknown[0]}")

@@ -46,22 +46,22 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
     """Where to resume. Checkpoints that a kill has left of later steps, which no commit followed, are deleted. So every whole checkpoint of
     a committed step is one of this run's own weights. A reservation stays: the step gets the same attempts again (attempts.py)."""
 
-    async with await opened(config.store_url) as store:
-        steps = await patiently(store.steps, within_s=PATIENCE_S, what="reading the committed steps")
-    committed = steps[-1].step if steps else 0
-
     def torn(step: int, error: CheckpointError) -> None:
         note(f"the checkpoint of step {step} is left out and deleted: {error}")
         shutil.rmtree(checkpoints.path(step))
 
-    newest = checkpoints.newest_whole(committed, torn=torn)
+    async with await opened(config.store_url) as store:
+        last = await patiently(store.last_step, within_s=PATIENCE_S, what="reading the newest committed step")
+        committed = last.step if last is not None else 0
+        newest = checkpoints.newest_whole(committed, torn=torn)
+        steps = await patiently(lambda: store.steps(after=newest), within_s=PATIENCE_S, what="reading the committed steps")
     if checkpoints.folder.is_dir():
         checkpoints.forget_after(committed)
     if newest is not None:
         again = f"; {committed - newest} committed steps after it are done again" if committed > newest else ""
         note(f"resuming after step {committed} from {checkpoints.path(newest)}{again}")
     path = checkpoints.path(newest) if newest is not None else None
-    return Beginning(path, committed, [one for one in steps if newest is None or one.step > newest])
+    return Beginning(path, committed, steps)
 
 
 async def redo(loop: Loop, start: Beginning) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,12 +20,13 @@ from agentevo.config import RunConfig
 from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
 from agentevo.models.resolve import fetch
-from agentevo.orchestration.components import AgentFunction, FunctionAgent, load_policy, make_environment
+from agentevo.orchestration.components import AgentFunction, FunctionAgent, load_policy, make_environment, opened
+from agentevo.orchestration.notes import to_stderr
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.service import SamplerService
 from agentevo.rollout.task_source import TaskSource
-from agentevo.store.store import Store, open_store
+from agentevo.store.store import Store
 from agentevo.types import Task
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def sample(
     parent: int | None = None,
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None] = to_stderr,
 ) -> None:
     """Samples until it is asked to stop, or the run's last step is committed; blocks.
 
@@ -60,7 +59,6 @@ def sample(
     from agentevo.orchestration.stopping import asked_to_stop
 
     name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
-    note = note if note is not None else _to_stderr
     if agent is None:
         make_environment(config).close()
     source = TaskSource(config, tasks)
@@ -87,10 +85,6 @@ def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
     return ChatFormat(tokenizer, generation), int(getattr(shape, "max_position_embeddings", 1 << 30))
 
 
-def _to_stderr(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
 async def _sample(
     config: RunConfig,
     name: str,
@@ -106,11 +100,13 @@ async def _sample(
 ) -> None:
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine
+    from agentevo.inference.secret import RunSecret
 
-    opening = asyncio.create_task(patiently(lambda: open_store(config.store_url), within_s=PATIENCE_S, what="opening the store"))
+    opening = asyncio.create_task(opened(config.store_url, within_s=PATIENCE_S, tell=note))
     if not await _unless(stop, opening):
         return
-    engine = RemoteEngine(list(urls) or EngineDirectory(config.run_dir / "engines"), poll_s=config.rollout.poll_s)
+    directory = EngineDirectory(config.run_dir / "engines")
+    engine = RemoteEngine(list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s)
     try:
         async with opening.result() as store:
             sampler = Sampler(config, engine, chat, player, store, context_length)

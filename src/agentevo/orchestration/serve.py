@@ -11,7 +11,6 @@ import asyncio
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +19,19 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.engine import InFlight
+from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.verified import VerifiedWeights
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import check_memory, load_policy
+from agentevo.orchestration.notes import to_stderr
 from agentevo.orchestration.run_identity import ensure_run_folder
 from agentevo.orchestration.stopping import asked_to_stop
 
 STOP_POLL_S = 0.05
-
-
-def _to_stderr(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+AGAIN_S = 30.0
+"""Refused weights are read again after so long though they look the same: what was wrong may have been the reading."""
 
 
 def serve(
@@ -42,7 +41,7 @@ def serve(
     port: int = 0,
     name: str | None = None,
     parent: int | None = None,
-    note: Callable[[str], None] = _to_stderr,
+    note: Callable[[str], None] = to_stderr,
 ) -> None:
     """Serves until it is asked to stop; blocks. `parent`: a process with which it ends. Raises ConfigError before anything is created."""
     name = name if name is not None else f"engine-{socket.gethostname()}-{os.getpid()}"
@@ -52,6 +51,7 @@ def serve(
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         loaded = load_policy(config)
         ensure_run_folder(config)
+        RunSecret(config.run_dir / "engines").value()
         engine = TorchEngine(loaded.model, loaded.tokenizer, config.engine)
         engine.set_version(-1)
         asyncio.run(_serve(config, engine, listener, name, stop, note))
@@ -74,9 +74,10 @@ async def _serve(
         await _until(lambda: stop() or engine.version >= 0, following)
         if stop():
             return
-        door = EngineDoor(engine, name=name)
+        directory = EngineDirectory(config.run_dir / "engines")
+        door = EngineDoor(engine, name=name, secret=RunSecret(directory.folder))
         announcement = Announcement(url=url_of(listener), name=name, pid=os.getpid(), started_at=time.time())
-        async with listening(door, listener), EngineDirectory(config.run_dir / "engines").announced(announcement):
+        async with listening(door, listener), directory.announced(announcement):
             note(f"{name}: serving version {engine.version} at {announcement.url}")
             await _until(stop, following)
         note(f"{name}: stopped")
@@ -102,7 +103,8 @@ class Follower:
         self._weights, self._engine, self._in_flight = weights, engine, in_flight
         self._deadline_s, self._note = deadline_s, note
         self._refused: object = None
-        """State of the folder when weights were refused: they are tried again when it changes."""
+        """State of the folder when weights were refused: they are tried again when it changes, or after AGAIN_S."""
+        self._refused_at = 0.0
         self._said = ""
         """The refusal that was told last; it is told once."""
 
@@ -137,11 +139,11 @@ class Follower:
             if latest is None or latest.version <= self._engine.version:
                 return None
             state = self._weights.state(latest.version)
-            if state == self._refused:
+            if state == self._refused and time.monotonic() - self._refused_at < AGAIN_S:
                 return None
             return latest.version, self._engine.verify(self._read(latest.version, latest.sha256))
         except EngineError:
-            self._refused = state
+            self._refused, self._refused_at = state, time.monotonic()
             raise
 
     def _read(self, version: int, sha256: str) -> dict[str, Any]:

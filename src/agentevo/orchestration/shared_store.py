@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
-from agentevo.run_folder import is_run_folder, run_store_url, use_store
+from agentevo.orchestration.components import opened
+from agentevo.run_folder import is_run_folder, run_store_url
 from agentevo.store.store import Store
 
 CLEAR_TIMEOUT_S = 600.0
@@ -20,7 +24,11 @@ def prepare_store(config: RunConfig) -> None:
         return
     overwritten = config.run.overwrite and is_run_folder(config.run_dir) and run_store_url(config.run_dir) == url
 
-    async def work(store: Store) -> None:
+    async def work() -> None:
+        async with await opened(url, timeout_s=CLEAR_TIMEOUT_S) as store:
+            await make_room(store)
+
+    async def make_room(store: Store) -> None:
         counts = await store.counts()
         rows = {kind: sum(n for name, n in counts.items() if name.startswith(kind)) for kind in ("tasks", "trajectories", "steps")}
         if not any(rows.values()):
@@ -33,4 +41,5 @@ def prepare_store(config: RunConfig) -> None:
             )
         await store.clear()
 
-    use_store(url, work, create=True, timeout_s=CLEAR_TIMEOUT_S)
+    with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook
+        thread.submit(asyncio.run, work()).result()

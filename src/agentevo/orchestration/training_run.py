@@ -93,7 +93,7 @@ async def run_training(
             if config.model.lora.enabled:
                 trained, total = num_parameters(parts.model)
                 view.note(f"training adapters: {trained:,} of {total:,} parameters ({trained / total:.1%})")
-            attempts = _attempts(parts, lambda: bool(asked), apart=apart, check=check)
+            attempts = _attempts(parts, lambda: bool(asked), apart=apart, check=check, note=view.warn)
             with MetricsLog(folder / "metrics.jsonl", folder / "tensorboard" if config.tracking.tensorboard else None) as log:
                 loop = Loop(parts, trainer, attempts, checkpoints, log, view, reference_players(parts), lambda: bool(asked))
                 if resume:
@@ -130,9 +130,11 @@ def make_trainer(parts: Components) -> Learner:
     )
 
 
-def _attempts(parts: Components, stop: Callable[[], bool], *, apart: bool, check: Callable[[], None]) -> Attempts:
+def _attempts(
+    parts: Components, stop: Callable[[], bool], *, apart: bool, check: Callable[[], None], note: Callable[[str], None]
+) -> Attempts:
     if apart:
-        return Apart(parts, stop, check)
+        return Apart(parts, stop, check, note)
     return Beside(parts, stop) if parts.config.rollout.staleness else InTurn(parts)
 
 

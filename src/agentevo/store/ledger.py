@@ -114,8 +114,10 @@ async def clear(connection: AsyncConnection) -> int:
     return sum(counts[1:])
 
 
-async def read_steps(connection: AsyncConnection, *, last_only: bool) -> list[StepRecord]:
+async def read_steps(connection: AsyncConnection, *, after: int | None = None, last_only: bool = False) -> list[StepRecord]:
     query = select(steps).order_by(steps.c.step.desc()).limit(1) if last_only else select(steps).order_by(steps.c.step)
+    if after is not None:
+        query = query.where(steps.c.step > after)
     return [decode_step(row._mapping) for row in await connection.execute(query)]
 
 

@@ -302,8 +302,9 @@ class Rows:
             await self.tasks.update_many(where, again, session=self.session)
         return len(later)
 
-    async def read_steps(self, *, last_only: bool) -> list[StepRecord]:
-        cursor = self.steps.find({}, session=self.session).sort("_id", -1 if last_only else 1).limit(1 if last_only else 0)
+    async def read_steps(self, *, after: int | None = None, last_only: bool = False) -> list[StepRecord]:
+        where = {} if after is None else {"_id": {"$gt": after}}
+        cursor = self.steps.find(where, session=self.session).sort("_id", -1 if last_only else 1).limit(1 if last_only else 0)
         return [decode_step(found) for found in await cursor.to_list()]
 
     async def requeue_old(self, before: float) -> int:

@@ -350,8 +350,8 @@ class MongoDBStore(Streaming):
         rules.check_split(split)
         return await self._run("outstanding", lambda rows: rows.outstanding(split))
 
-    async def steps(self) -> list[StepRecord]:
-        return await self._run("steps", lambda rows: rows.read_steps(last_only=False))
+    async def steps(self, *, after: int | None = None) -> list[StepRecord]:
+        return await self._run("steps", lambda rows: rows.read_steps(after=after))
 
     async def last_step(self) -> StepRecord | None:
         return next(iter(await self._run("last_step", lambda rows: rows.read_steps(last_only=True))), None)

@@ -205,8 +205,8 @@ class SQLStore(Streaming):
         rules.check_split(split)
         return await self._run("outstanding", lambda connection: facts.outstanding(connection, split))
 
-    async def steps(self) -> list[StepRecord]:
-        return await self._run("steps", lambda connection: ledger.read_steps(connection, last_only=False))
+    async def steps(self, *, after: int | None = None) -> list[StepRecord]:
+        return await self._run("steps", lambda connection: ledger.read_steps(connection, after=after))
 
     async def last_step(self) -> StepRecord | None:
         return next(iter(await self._run("last_step", lambda connection: ledger.read_steps(connection, last_only=True))), None)

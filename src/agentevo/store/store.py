@@ -274,8 +274,8 @@ class Store(Protocol):
         """Tasks on their way: queued or leased, and those with a trajectory of `split` that is ready or reserved. The cost grows with the
         answer and not with the store."""
 
-    async def steps(self) -> list[StepRecord]:
-        """Committed steps, in order of their number."""
+    async def steps(self, *, after: int | None = None) -> list[StepRecord]:
+        """Committed steps, those above number `after` or all, in order of their number. The cost grows with the answer only."""
 
     async def last_step(self) -> StepRecord | None: ...
 

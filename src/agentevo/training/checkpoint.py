@@ -27,10 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.errors import CheckpointError
 from agentevo.models.adapters import is_adapter_folder
-from agentevo.models.folder import PARTIAL, atomic_folder
+from agentevo.models.folder import PARTIAL, atomic_folder, sync_to_disk
 from agentevo.models.load import write_model
 from agentevo.training import manifest
-from agentevo.training.manifest import Manifest, sync_folder
+from agentevo.training.manifest import Manifest
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -91,7 +91,7 @@ class Checkpoints:
                 _write_state(trainer_state, staging / "trainer.pt")
                 (staging / "state.json").write_text(json.dumps(run_state, indent=1), encoding="utf-8")
                 sealed = manifest.seal(staging, step, value)
-            sync_folder(self.folder)
+            sync_to_disk(self.folder)
         except (OSError, SafetensorError) as error:
             older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from agentevo.errors import CheckpointError
+from agentevo.models.folder import sync_to_disk
 
 NAME = "checkpoint.json"
 _CHUNK = 1 << 20
@@ -44,12 +44,9 @@ def seal(folder: Path, step: int, value: float | None) -> Manifest:
         digests = list(pool.map(_hash_and_sync, paths))
     files = {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
     manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
-    with (folder / NAME).open("wb") as file:
-        file.write(_encoded(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    for inner in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        sync_folder(inner)
+    (folder / NAME).write_bytes(_encoded(manifest))
+    for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync_to_disk(path)
     return manifest
 
 
@@ -80,22 +77,9 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _hash_and_sync(path: Path) -> str:
     digest = _hash(path)
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_to_disk(path)
     return digest
 
 

@@ -1,0 +1,80 @@
+"""The trainer's side of RUN/weights: the newest version is there, whole, for as long as engines may want it.
+
+Whatever damages it after it was written would leave engines on the version before, and a trainer that waits for attempts of the new one
+would wait for ever. So a trainer that waits looks after it, and writes it again: its model still has those weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import torch
+
+from agentevo.errors import EngineError
+from agentevo.inference.weights import Latest, WeightsFolder
+
+VERIFY_S = 60.0
+"""How often a version is read again whose files look untouched."""
+
+
+class Publication:
+    """See the module. `note` is told when something had to be mended, or can't be."""
+
+    def __init__(self, folder: WeightsFolder, model: torch.nn.Module, *, keep: int, note: Callable[[str], None]) -> None:
+        self._folder, self._model, self._keep, self._note = folder, model, keep, note
+        self._step = 0
+        """Version of the model's weights."""
+        self._latest: Latest | None = None
+        """What is published; None if nothing is yet, or it can't be read."""
+        self._looked_whole: object = None
+        """State of its files before they were read last, and found whole."""
+        self._verified_at = 0.0
+        self._said = ""
+        """The trouble that was told last; it is told once."""
+
+    async def publish(self, step: int) -> None:
+        """The model's weights are version `step`, and engines may have them. What a trainer before this one has published of this version
+        or a later one stays, if it is whole. Raises OSError."""
+        self._step, self._latest = step, self._announced()
+        if self._latest is None or self._latest.version < step:
+            await self._write()
+        else:
+            await self.look_after()
+
+    async def look_after(self) -> None:
+        """While the model is what was published: mends that. Cheap as long as the files look untouched, but for once every VERIFY_S."""
+        if self._latest is not None:
+            late = time.monotonic() - self._verified_at >= VERIFY_S
+            state = self._folder.state(self._latest.version)
+            if state == self._looked_whole and not late:
+                return
+            try:
+                await asyncio.to_thread(self._folder.check, self._latest)
+            except EngineError as error:
+                self._say(f"version {self._latest.version} was damaged after it was published, and is written again: {error}")
+            else:
+                self._looked_whole, self._verified_at = state, time.monotonic()
+                return
+        try:
+            await self._write()
+        except OSError as error:  # the folder is away, or full: again at the next look
+            self._say(f"version {self._step} could not be written again: {error}")
+
+    async def _write(self) -> None:
+        self._latest = self._looked_whole = None
+        sha256 = await asyncio.to_thread(self._folder.write, self._step, self._model, keep=self._keep)
+        self._latest, self._said = Latest(self._step, sha256), ""
+
+    def _announced(self) -> Latest | None:
+        try:
+            return self._folder.announced()
+        except EngineError as error:
+            self._say(str(error))
+            return None
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._note(line)

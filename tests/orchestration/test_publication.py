@@ -1,0 +1,175 @@
+"""What is damaged after it was published is mended while the trainer waits, and engines take it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.weights import WeightsFolder
+from agentevo.orchestration import attempts, publication
+from agentevo.orchestration.attempts import Apart, StopAskedError
+from agentevo.orchestration.components import load_policy
+from agentevo.orchestration.publication import Publication
+from agentevo.orchestration.serve import Follower
+from agentevo.rollout.task_source import TaskSource
+from agentevo.store import open_store
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 4)
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def published(model, notes, tmp_path):
+    """(folder, its writer) at version 2."""
+    folder = WeightsFolder(tmp_path / "weights")
+    made = Publication(folder, model, keep=2, note=notes.append)
+    asyncio.run(made.publish(1))
+    asyncio.run(made.publish(2))
+    return folder, made
+
+
+def whole(folder, model, version=2):
+    assert folder.latest() == version
+    assert torch.equal(folder.read(version, sha256=folder.announced().sha256)["weight"], model.weight)
+    return True
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit": ("version-000002/weights.safetensors", flip),
+    "half of it": ("version-000002/weights.safetensors", lambda path: path.write_bytes(path.read_bytes()[:50])),
+    "no weights": ("version-000002/weights.safetensors", os.unlink),
+    "a torn manifest": ("version-000002/manifest.json", lambda path: path.write_text("{")),
+    "a torn latest": ("latest.json", lambda path: path.write_text("{")),
+    "no latest": ("latest.json", os.unlink),
+    "another latest": ("latest.json", lambda path: path.write_text('{"version": 1, "sha256": "00"}')),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_mended_and_told_once(damage, published, model, notes):
+    folder, made = published
+    asyncio.run(made.look_after())
+    assert notes == []
+    file, spoil = DAMAGE[damage]
+    spoil(folder.folder / file)
+    asyncio.run(made.look_after())
+    assert whole(folder, model)
+    assert len(notes) == 1 and "version 2 was damaged after it was published, and is written again" in notes[0]
+    before = folder.state(2)
+    asyncio.run(made.look_after())
+    assert folder.state(2) == before and len(notes) == 1
+
+
+def test_damage_that_leaves_the_files_times_is_found_a_little_later(published, model, notes, monkeypatch):
+    folder, made = published
+    asyncio.run(made.look_after())
+    path = folder.path(2) / "weights.safetensors"
+    info = path.stat()
+    flip(path)
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+    asyncio.run(made.look_after())
+    assert notes == []
+    monkeypatch.setattr(publication, "VERIFY_S", 0.0)
+    asyncio.run(made.look_after())
+    assert len(notes) == 1 and whole(folder, model)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_trainer_that_comes_back_finds_it_damaged(damage, published, model, notes):
+    """Among them a latest.json that can't be read, which must not end the trainer."""
+    folder, _ = published
+    file, spoil = DAMAGE[damage]
+    spoil(folder.folder / file)
+    asyncio.run(Publication(folder, model, keep=2, note=notes.append).publish(2))
+    assert whole(folder, model)
+    assert len(notes) == (damage not in ("no latest", "another latest")), "those look like a trainer that was killed before it wrote"
+
+
+def test_what_an_earlier_trainer_has_published_stays(published, model, notes):
+    folder, _ = published
+    before = folder.state(2)
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.weight)
+    again = Publication(folder, other, keep=2, note=notes.append)
+    for version in (1, 2):
+        asyncio.run(again.publish(version))
+        assert folder.state(2) == before and whole(folder, model)
+    asyncio.run(again.publish(3))
+    assert whole(folder, other, 3) and notes == []
+
+
+def test_a_folder_that_is_away_is_waited_for(published, model, notes):
+    folder, made = published
+    away = folder.folder.with_name("away")
+    folder.folder.rename(away)
+    folder.folder.write_text("no folder")
+    for _ in range(3):
+        asyncio.run(made.look_after())
+    assert len(notes) == 2 and "can't be read" in notes[0] and "version 2 could not be written again" in notes[1]
+    folder.folder.unlink()
+    away.rename(folder.folder)
+    asyncio.run(made.look_after())
+    assert whole(folder, model)
+
+
+def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_path, monkeypatch):
+    """Under `wait` at staleness 0 no further version would ever come."""
+    monkeypatch.setattr(attempts, "LOOK_S", 0.1)
+    config = small_config(tmp_path / "run", "rollout.poll_s=0.02", "rollout.policy=wait")
+    model = load_policy(config).model
+    notes, log, stopped = [], [], []
+    own = SimpleNamespace(weights_changed=lambda: None, set_version=lambda step: None)
+    weights = WeightsFolder(config.run_dir / "weights")
+
+    def engine():
+        made = TorchEngine(copy.deepcopy(model), config=config.engine)
+        made.set_version(-1)
+        return Follower(weights, made, "continue", deadline_s=10, note=log.append)
+
+    async def taken(follower):
+        async with asyncio.timeout(60):
+            while not await follower.look():
+                await asyncio.sleep(0.02)
+
+    async def work():
+        async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}") as store:
+            parts = SimpleNamespace(config=config, model=model, engine=own, store=store, tasks=TaskSource(config, None))
+            apart = Apart(parts, lambda: bool(stopped), lambda: None, notes.append)
+            await apart.begin(0)
+            flip(weights.path(0) / "weights.safetensors")
+            first = engine()
+            assert not await first.look(), "refused"
+            waiting = asyncio.create_task(apart.round(1, []))
+            await taken(first)
+            async with asyncio.timeout(60):
+                while len(notes) < 2:  # the first mending may still be about to write it
+                    (weights.folder / "latest.json").unlink(missing_ok=True)
+                    await asyncio.sleep(0.2)
+            await taken(engine())
+            stopped.append(True)
+            with pytest.raises(StopAskedError):
+                await waiting
+
+    asyncio.run(work())
+    assert all("was damaged after it was published" in note for note in notes)
+    assert "is not what was written" in log[0] and log[1:] == ["serving version 0"] * 2
