@@ -23,7 +23,7 @@ from functools import partial
 
 from agentevo.agents.agent import Outcome, agents
 from agentevo.agents.policy import Policy
-from agentevo.agents.world_thread import WorldThread
+from agentevo.agents.world_thread import Pace, WorldThread
 from agentevo.config import AgentSection
 from agentevo.environments import TextEnvironment
 from agentevo.errors import RequestTooLongError
@@ -112,13 +112,23 @@ class EnvironmentAgent:
     """Plays one environment per task; `make` builds a fresh world."""
 
     def __init__(self, make: Callable[[], TextEnvironment], section: AgentSection) -> None:
-        self._make, self._section = make, section
+        self._make, self._section, self._pace = make, section, Pace()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run: plays the world that `task.seed` makes."""
-        thread = WorldThread()
-        environment = await thread.call(self._make)
+        thread = WorldThread(self._pace)
+        made: list[TextEnvironment] = []
+
+        def make() -> TextEnvironment:
+            made.append(self._make())
+            return made[0]
+
+        def close() -> None:  # also what was made when nobody waited for it any more
+            for world in made:
+                world.close()
+
         try:
+            environment = await thread.call(make)
             observation, _ = await thread.call(lambda: environment.reset(seed=task.seed))
             episode = _Episode(observation=observation)
             messages = first_messages(environment, observation, self._section)
@@ -137,7 +147,7 @@ class EnvironmentAgent:
             else:
                 episode.truncated = True
         finally:
-            await thread.end(environment.close)
+            await thread.end(close)
         return Outcome(
             reward=sum(episode.turn_rewards.values()),
             success=episode.success,

@@ -1,30 +1,66 @@
 """A world on a thread of its own, so that one that hangs costs its attempt and nobody else.
 
-A quick call is waited for on the spot: nothing else happens meanwhile, as if there were no thread, and the order of events, on which the
-engine's batches depend, stays the same in every run. A call that takes longer than GRACE_S is awaited, with everything else going on, until
-it answers or whoever waits is cancelled. All calls of a world come from the same thread, which some insist on. A thread can't be killed:
-one that never answers stays until the process ends.
+Calls of quick worlds are waited for on the spot: nothing else happens meanwhile, as if there were no thread, and the order of events, on
+which the engine's batches depend, stays the same in every run. Worlds of a kind that is mostly slow are awaited, with everything else going
+on, and so is the rest of any call after GRACE_S. All calls of a world come from the same thread, which some insist on. A thread can't be
+killed: one that never answers stays until the process ends, and a process bears so many.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from agentevo.errors import EnvironmentFailure
+
 T = TypeVar("T")
 
-GRACE_S = 0.05
-"""Worlds that are slower than this play at the same time."""
+SLOW_S = 0.02
+"""A call that takes longer is slow: with many attempts at once, waiting for it on the spot costs more than any order of events is worth."""
+GRACE_S = 0.25
+"""Longest wait on the spot: a quick world on a busy machine."""
+SLOW_CALLS = 3.0
+"""Slow calls after which a kind of world is taken for slow; one is forgotten with every 1 / FORGOTTEN quick ones."""
+FORGOTTEN = 0.05
+MAX_HUNG = 500
+"""Worlds that hang in one process."""
+
+_hung: set[WorldThread] = set()
+"""Given up, with a call that has not come back."""
+
+
+class Pace:
+    """How quick a kind of world is, by its calls so far."""
+
+    def __init__(self) -> None:
+        self._slow_calls = 0.0
+
+    @property
+    def grace_s(self) -> float:
+        """How long to wait for the next call on the spot."""
+        return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
+
+    def took(self, seconds: float) -> None:
+        """Of one call."""
+        change = 1.0 if seconds > SLOW_S else -FORGOTTEN
+        self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
 
 
 class WorldThread:
-    """See the module."""
+    """See the module. `pace` is that of all worlds of its kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        """Raises EnvironmentFailure if too many worlds hang already."""
+        if len(_hung) >= MAX_HUNG:
+            raise EnvironmentFailure(
+                f"{len(_hung)} worlds of this process hang and keep their threads: give their tools deadlines of their own, and start anew"
+            )
+        self._pace = pace
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._pending: Future[Any] | None = None
         threading.Thread(target=self._work, name="world", daemon=True).start()
@@ -35,7 +71,7 @@ class WorldThread:
         self._pending = answer
         self._calls.put((answer, function))
         try:
-            answer.exception(timeout=GRACE_S)
+            answer.exception(timeout=self._pace.grace_s)
         except TimeoutError:
             await asyncio.wait([asyncio.wrap_future(answer)])
         return answer.result()
@@ -43,16 +79,26 @@ class WorldThread:
     async def end(self, close: Callable[[], None]) -> None:
         """`close` is the last call. Not waited for while another one hangs."""
         if self._pending is None or self._pending.done():
-            await self.call(close)
+            try:
+                await self.call(close)
+            finally:
+                self._calls.put(None)
         else:
+            _hung.add(self)
             self._calls.put((Future(), close))
-        self._calls.put(None)
+            self._calls.put(None)
 
     def _work(self) -> None:
         while (wanted := self._calls.get()) is not None:
             answer, function = wanted
             answer.set_running_or_notify_cancel()
+            started = time.monotonic()
             try:
-                answer.set_result(function())
+                found = function()
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+                self._pace.took(time.monotonic() - started)
                 answer.set_exception(error)
+            else:
+                self._pace.took(time.monotonic() - started)
+                answer.set_result(found)
+        _hung.discard(self)

@@ -1,0 +1,128 @@
+"""Worlds on threads: quick ones keep the order of events, slow ones play at the same time, hung ones are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from agentevo.agents import EnvironmentAgent, world_thread
+from agentevo.agents.world_thread import Pace, WorldThread
+from agentevo.config import AgentSection
+from agentevo.errors import EnvironmentFailure
+from agentevo.types import Task
+
+
+def num_worlds() -> int:
+    return sum(thread.name == "world" for thread in threading.enumerate())
+
+
+def test_nothing_else_happens_while_a_quick_world_answers():
+    told: list[str] = []
+
+    async def play(name: str) -> None:
+        thread = WorldThread(Pace())
+        for number in range(3):
+            told.append(f"{name} asks")
+            told.append(await thread.call(lambda number=number: f"{name} has {number}"))
+        await thread.end(lambda: None)
+
+    async def work() -> None:
+        await asyncio.gather(play("a"), play("b"))
+
+    asyncio.run(work())
+    assert told == [line for name in "ab" for number in range(3) for line in (f"{name} asks", f"{name} has {number}")]
+
+
+def test_slow_worlds_of_a_kind_play_at_the_same_time():
+    pace = Pace()
+
+    async def play() -> None:
+        thread = WorldThread(pace)
+        for _ in range(3):
+            await thread.call(lambda: time.sleep(0.1))
+        await thread.end(lambda: None)
+
+    async def work() -> float:
+        started = time.monotonic()
+        await asyncio.gather(*(play() for _ in range(16)))
+        return time.monotonic() - started
+
+    assert asyncio.run(work()) < 2.4, "one after the other they take 4.8 s"
+    assert pace.grace_s == 0.0
+    for _ in range(100):
+        pace.took(0.001)
+    assert pace.grace_s == world_thread.GRACE_S
+
+
+def test_a_few_slow_calls_among_quick_ones_do_not_make_a_kind_slow():
+    pace = Pace()
+    for number in range(1000):
+        pace.took(1.0 if number % 50 == 0 else 0.001)
+        assert pace.grace_s > 0.0
+
+
+def agent_of(make) -> EnvironmentAgent:
+    return EnvironmentAgent(make, AgentSection(format="plain"))
+
+
+def test_a_world_that_can_not_be_made_leaves_no_thread():
+    def broken():
+        raise EnvironmentFailure("no map")
+
+    before = num_worlds()
+    for _ in range(5):
+        with pytest.raises(EnvironmentFailure, match="no map"):
+            asyncio.run(agent_of(broken).run(Task(id="t"), None))
+    ends = time.monotonic() + 5.0
+    while num_worlds() > before and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert num_worlds() == before
+
+
+def test_a_world_whose_making_was_given_up_is_closed_when_it_is_made():
+    go, closed = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self) -> None:
+            go.wait(10.0)
+
+        def close(self) -> None:
+            closed.set()
+
+    async def work() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(agent_of(Late).run(Task(id="t"), None), 0.3)
+
+    asyncio.run(work())
+    assert not closed.is_set()
+    go.set()
+    assert closed.wait(5.0)
+
+
+def test_a_process_bears_so_many_hung_worlds_and_no_more(monkeypatch):
+    monkeypatch.setattr(world_thread, "MAX_HUNG", 2)
+    go = threading.Event()
+
+    async def hang() -> None:
+        thread = WorldThread(Pace())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(thread.call(lambda: go.wait(10.0)), 0.05)
+        await thread.end(lambda: None)
+
+    async def work() -> None:
+        await hang()
+        await hang()
+        with pytest.raises(EnvironmentFailure, match="2 worlds of this process hang"):
+            WorldThread(Pace())
+        go.set()
+        async with asyncio.timeout(5.0):
+            while world_thread._hung:
+                await asyncio.sleep(0.01)
+        thread = WorldThread(Pace())
+        assert await thread.call(lambda: 3) == 3
+        await thread.end(lambda: None)
+
+    asyncio.run(work())
