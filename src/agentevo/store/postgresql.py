@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from agentevo.errors import MissingExtraError, StoreError
 from agentevo.store.clock import Clock, Now
 from agentevo.store.sql import Lock, SQLStore, T, Work
-from agentevo.store.store import RETRIES, RetryPolicy, stores
+from agentevo.store.store import RETRIES, RetryPolicy, stores, without_password
 from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"
@@ -160,7 +160,10 @@ def _parse(url: str) -> tuple[URL, str]:
     try:
         address = make_url(url)
     except (ArgumentError, ValueError) as error:
-        raise StoreError(f"{url!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE ({error})") from error
+        shown = without_password(url)
+        raise StoreError(
+            f"{shown!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE ({type(error).__name__})"
+        ) from None
     schema = address.query.get("schema", DEFAULT_SCHEMA)
     if not address.database:
         raise StoreError(f"{address.render_as_string()!r} names no database: write postgresql://USER@HOST/DATABASE")

@@ -25,6 +25,7 @@ A store object belongs to one event loop; any number of processes may open the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from importlib import import_module
 from types import TracebackType
@@ -320,6 +321,11 @@ SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql", "mongodb": "mongodb",
 """Scheme of a URL -> the module of this package that registers its opener, imported when it is asked for."""
 
 
+def without_password(url: str) -> str:
+    """For messages."""
+    return re.sub(":[^:@/]*@", ":***@", url)
+
+
 async def open_store(
     url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
 ) -> Store:
@@ -330,7 +336,9 @@ async def open_store(
     """
     scheme, separator, _ = url.partition("://")
     if not separator:
-        raise StoreError(f"{url!r} is not the URL of a store: write it as sqlite:///PATH, postgresql://... or mongodb://...")
+        raise StoreError(
+            f"{without_password(url)!r} is not the URL of a store: write it as sqlite:///PATH, postgresql://... or mongodb://..."
+        )
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
     return await stores.get(scheme)(url, timeout_s=timeout_s, create=create, retries=retries, clock=clock)
