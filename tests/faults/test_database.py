@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import pytest
 from fault_checks import check, expected_ids
 from fault_hooks import SHORT_S
 from fault_lives import Component, Nursery, finish
@@ -92,28 +91,18 @@ def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, member
     assert check(config).trained == expected_ids(config)
 
 
-@pytest.fixture
-def postgresql() -> Iterator[PostgreSQL]:
-    if reason := PostgreSQL.why_not():
-        pytest.skip(reason)
-    server = PostgreSQL()
-    server.start()
-    yield server
-    server.delete()
-
-
-def test_postgresql_that_is_restarted(small: Small, members: Members, postgresql: PostgreSQL, kills: int) -> None:
+def test_postgresql_that_is_restarted(small: Small, members: Members, own_postgresql: PostgreSQL, kills: int) -> None:
     """By the order to stop at once, and by SIGKILL to its first process; each time it is away for a moment."""
-    config = small(f"trainer.steps={8 + kills // 10}", f"store.url={postgresql.url(unused_name())}")
+    config = small(f"trainer.steps={8 + kills // 10}", f"store.url={own_postgresql.url(unused_name())}")
     rng = random.Random(3)
 
     def disturb() -> None:
         if rng.random() < 0.5:
-            postgresql.stop("immediate")
+            own_postgresql.stop("immediate")
         else:
-            postgresql.kill()
+            own_postgresql.kill()
         time.sleep(rng.uniform(0.0, 0.5))
-        postgresql.start()
+        own_postgresql.start()
 
     with meanwhile(disturb, every_s=(0.1, 1.0), seed=3) as restarts:
         finish(members(config, *APART))

@@ -11,6 +11,7 @@ import torch
 from fault_checks import Account, account, check, expected_ids, final_weights
 from fault_lives import PHASES_OF, Component, Tally, attack
 from fault_world import under
+from servers import unused_name
 
 from agentevo.config import RunConfig
 
@@ -67,6 +68,16 @@ def test_policies_that_take_what_is_ready(
     """What they train on depends on the moment; the bound and the ledger do not."""
     config = small(steps(kills // 10, 4), *under(policy))
     killed(members, config, kinds, victim, kills // 10, seed=2)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", ["sample", "learn"])
+@pytest.mark.parametrize("server", ["postgresql", "mongodb"])
+def test_on_a_database_server(server: str, victim: str, kills: int, small: Small, members: Members, request: pytest.FixtureRequest) -> None:
+    few = max(3, kills // 15)
+    config = small(steps(few, 4), f"store.url={request.getfixturevalue(server).url(unused_name())}")
+    _, found = killed(members, config, APART, victim, few, seed=4)
+    assert found.trained == expected_ids(config)
 
 
 @pytest.mark.timeout(3600)

@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from server_fixtures import running_mongodb
 from servers import MongoDB, PostgreSQL, unused_name
 
 from agentevo.errors import StoreError, StoreUnavailableError
@@ -150,16 +151,6 @@ asyncio.run(main(sys.argv[1]))
     asyncio.run(scenario())
 
 
-@pytest.fixture
-def own_postgresql() -> object:
-    if reason := PostgreSQL.why_not():
-        pytest.skip(reason)
-    server = PostgreSQL()
-    server.start()
-    yield server
-    server.delete()
-
-
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_a_postgresql_server_that_restarts_is_waited_for(own_postgresql: PostgreSQL, mode: str) -> None:
     server = own_postgresql
@@ -230,28 +221,19 @@ def test_postgresql_urls_and_foreign_schemas_are_refused(postgresql: PostgreSQL)
 
 
 def test_a_mongodb_server_without_transactions_is_refused(tmp_path: Path) -> None:
-    if reason := MongoDB.why_not():
-        pytest.skip(reason)
-    server = MongoDB(tmp_path / "data", replica_set="")
-
-    async def scenario() -> None:
+    async def scenario(server: MongoDB) -> None:
         with pytest.raises(StoreError, match=r"has no transactions.*--replSet"):
             await open_store(server.url(unused_name()), timeout_s=20)
 
-    try:
-        asyncio.run(scenario())
-    finally:
-        server.stop()
+    with running_mongodb(tmp_path, replica_set="") as server:
+        asyncio.run(scenario(server))
 
 
 def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -> None:
-    if reason := MongoDB.why_not():
-        pytest.skip(reason)
     if "AGENTEVO_TEST_MONGODB" in os.environ:
         pytest.skip("a server that was given is not ours to stop")
-    server = MongoDB(tmp_path / "data")
 
-    async def scenario() -> None:
+    async def scenario(server: MongoDB) -> None:
         async with await open_store(server.url(unused_name()), timeout_s=3) as store:
             await store.add_tasks([Task(id="x")])
             lease = await store.lease_task("w", lease_s=60)
@@ -261,7 +243,8 @@ def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -
                 with pytest.raises(StoreUnavailableError, match="can't be used now"):
                     await call
 
-    asyncio.run(scenario())
+    with running_mongodb(tmp_path) as server:
+        asyncio.run(scenario(server))
 
 
 def test_mongodb_urls_and_foreign_databases_are_refused(mongodb: MongoDB) -> None:
