@@ -57,11 +57,11 @@ def test_a_server_that_goes_away_and_comes_back(own_postgresql, make_service, mo
         async def restart():
             await asyncio.sleep(0.5)
             await asyncio.to_thread(own_postgresql.stop, "immediate")
-            await asyncio.sleep(4.0)
+            await asyncio.sleep(2.5)
             await asyncio.to_thread(own_postgresql.start)
 
         async with await open_store(url, timeout_s=1.5) as store:
-            engine = moving_engine(version=30, pause_s=0.1)
+            engine = moving_engine(version=30, pause_s=0.05)
             service = make_service(engine, store, {"max_attempts": 4, "staleness": 2}, steps=30, patience_s=60.0)
             counts, found = await all_ready(url, [service], 120, restart)
         assert counts["tasks/completed"] == 60 and len({t.id for t in found}) == 120
