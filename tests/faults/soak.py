@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import ctypes
 import json
+import os
 import random
 import shutil
 import signal
@@ -59,7 +60,7 @@ class Footprint:
         return cls(
             memory_mb=fmean(one.memory_info().rss / 1e6 for one in processes),
             open_files=sum(one.num_fds() for one in processes),
-            stored_files=sum(1 for _ in config.run_dir.rglob("*")),
+            stored_files=sum(len(names) for _, _, names in os.walk(config.run_dir)),
             leases=asyncio.run(_num_leases(config)),
         )
 
@@ -102,7 +103,7 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
             kills += 1
             next_kill = time.monotonic() + rng.uniform(0.2, 1.8) * every_s
     end(parts)
-    left = set(psutil.Process().children(recursive=True)) - ours
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - ours, timeout=1.0)
     assert not left, f"processes are left: {left}"
     found = check(config, complete=False)
     leased = [name for name, task in found.tasks.items() if task.state == "leased"]
