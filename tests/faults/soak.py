@@ -86,10 +86,29 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
         ],
     )
     parts = [Component(nursery, kind, f"{kind}-{index}", config, folder) for index, kind in enumerate(KINDS)]
-    seen: list[Footprint] = []
-    kills = 0
+    try:
+        kills, seen = _attack(parts, config, minutes, every_s, rng)
+        end(parts)
+    finally:
+        for part in parts:
+            if part.process is not None and part.process.is_alive():
+                part.kill()
+    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - ours, timeout=1.0)
+    assert not left, f"processes are left: {left}"
+    found = check(config, complete=False)
+    leased = [name for name, task in found.tasks.items() if task.state == "leased"]
+    assert not leased, f"leases are left: {leased}"
+    return {"minutes": minutes, "policy": policy, "kills": kills} | summary(found) | growth(seen)
+
+
+def _attack(
+    parts: Sequence[Component], config: RunConfig, minutes: float, every_s: float, rng: random.Random
+) -> tuple[int, list[Footprint]]:
+    """(kills, a look at every second)."""
     for part in parts:
         part.start()
+    seen: list[Footprint] = []
+    kills = 0
     ends, next_kill = time.monotonic() + 60.0 * minutes, time.monotonic() + every_s
     while time.monotonic() < ends:
         time.sleep(SAMPLE_S)
@@ -102,13 +121,7 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
             victim.start()
             kills += 1
             next_kill = time.monotonic() + rng.uniform(0.2, 1.8) * every_s
-    end(parts)
-    _, left = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - ours, timeout=1.0)
-    assert not left, f"processes are left: {left}"
-    found = check(config, complete=False)
-    leased = [name for name, task in found.tasks.items() if task.state == "leased"]
-    assert not leased, f"leases are left: {leased}"
-    return {"minutes": minutes, "policy": policy, "kills": kills} | summary(found) | growth(seen)
+    return kills, seen
 
 
 def end(parts: Sequence[Component]) -> None:
