@@ -17,6 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -114,7 +115,8 @@ def _attack(
         time.sleep(SAMPLE_S)
         for part in parts:
             assert part.process.is_alive(), f"{part.name} ended by itself with {part.process.exitcode}:\n{part.tail()}"
-        seen.append(Footprint.of(parts, config))
+        with suppress(psutil.NoSuchProcess):  # the next look says whose
+            seen.append(Footprint.of(parts, config))
         if next_kill <= time.monotonic() < ends - CALM_S:
             victim = rng.choice(parts)
             victim.kill()
