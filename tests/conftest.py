@@ -41,6 +41,8 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
 
+pytest_plugins = ["server_fixtures"]
+
 hypothesis.settings.register_profile("any-machine", deadline=None)
 hypothesis.settings.load_profile("any-machine")
 

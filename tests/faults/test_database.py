@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import pytest
 from fault_checks import check, expected_ids
 from fault_hooks import SHORT_S
 from fault_lives import Component, Nursery, finish
@@ -26,18 +25,25 @@ APART = ("serve", "sample", "learn")
 
 
 @contextmanager
-def meanwhile(disturb: Callable[[], None], *, every_s: tuple[float, float], seed: int) -> Iterator[list[int]]:
-    """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each."""
+def meanwhile(
+    disturb: Callable[[], bool], trainer: Component, *, least: int, every_s: tuple[float, float], seed: int
+) -> Iterator[list[int]]:
+    """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each time that it has come to something.
+    `trainer` does not begin its last step before there are `least`."""
     done, over, rng, errors = [], threading.Event(), random.Random(seed), []
+    trainer.marks.hold_at = trainer.config.trainer.steps - 1
 
     def work() -> None:
         while not over.wait(rng.uniform(*every_s)):
             try:
-                disturb()
+                if disturb():
+                    done.append(len(done))
             except BaseException as error:
                 errors.append(error)
                 raise
-            done.append(len(done))
+            finally:
+                if errors or len(done) >= least:
+                    trainer.marks.hold_at = 0
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -48,6 +54,7 @@ def meanwhile(disturb: Callable[[], None], *, every_s: tuple[float, float], seed
         thread.join()
     if errors:
         raise errors[0]
+    assert len(done) >= least
 
 
 def killed_while_it_writes(path: str) -> None:
@@ -60,63 +67,59 @@ def killed_while_it_writes(path: str) -> None:
 
 
 def test_sqlite_whose_writers_are_killed(small: Small, members: Members, nursery: Nursery) -> None:
-    config = small("trainer.steps=30")
+    config = small("trainer.steps=20")
     path = config.run_dir / "store.sqlite"
 
-    def disturb() -> None:
-        if path.exists() and sqlite3.connect(path).execute("SELECT count(*) FROM sqlite_master WHERE name = 'tasks'").fetchone()[0]:
-            assert nursery.run(killed_while_it_writes, str(path)) == -signal.SIGKILL
+    def disturb() -> bool:
+        if not path.exists():
+            return False
+        if not sqlite3.connect(path).execute("SELECT count(*) FROM sqlite_master WHERE name = 'tasks'").fetchone()[0]:
+            return False
+        assert nursery.run(killed_while_it_writes, str(path)) == -signal.SIGKILL
+        return True
 
-    with meanwhile(disturb, every_s=(0.02, 0.2), seed=1) as deaths:
-        finish(members(config, "train"))
-    assert len(deaths) >= 10
+    parts = members(config, "train")
+    with meanwhile(disturb, parts[-1], least=10, every_s=(0.02, 0.2), seed=1):
+        finish(parts)
     assert check(config).trained == expected_ids(config)
 
 
 def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, members: Members) -> None:
-    config = small("trainer.steps=40")
+    config = small("trainer.steps=20")
     path = config.run_dir / "store.sqlite"
 
-    def disturb() -> None:
+    def disturb() -> bool:
         if not path.exists():
-            return
+            return False
         connection = sqlite3.connect(path, timeout=60.0, isolation_level=None)
         connection.execute("BEGIN IMMEDIATE")
-        time.sleep(3 * SHORT_S)
+        time.sleep(2 * SHORT_S)
         connection.execute("ROLLBACK")
         connection.close()
+        return True
 
-    with meanwhile(disturb, every_s=(0.3, 0.8), seed=2) as locks:
-        finish(members(config, *APART, before="fault_hooks:short_store_deadline"))
-    assert len(locks) >= 2
+    parts = members(config, *APART, before="fault_hooks:short_store_deadline")
+    with meanwhile(disturb, parts[-1], least=3, every_s=(0.3, 0.8), seed=2):
+        finish(parts)
     assert check(config).trained == expected_ids(config)
 
 
-@pytest.fixture
-def postgresql() -> Iterator[PostgreSQL]:
-    if reason := PostgreSQL.why_not():
-        pytest.skip(reason)
-    server = PostgreSQL()
-    server.start()
-    yield server
-    server.delete()
-
-
-def test_postgresql_that_is_restarted(small: Small, members: Members, postgresql: PostgreSQL, kills: int) -> None:
+def test_postgresql_that_is_restarted(small: Small, members: Members, own_postgresql: PostgreSQL, kills: int) -> None:
     """By the order to stop at once, and by SIGKILL to its first process; each time it is away for a moment."""
-    config = small(f"trainer.steps={8 + kills // 10}", f"store.url={postgresql.url(unused_name())}")
+    config = small(f"trainer.steps={8 + kills // 10}", f"store.url={own_postgresql.url(unused_name())}")
     rng = random.Random(3)
 
-    def disturb() -> None:
+    def disturb() -> bool:
         if rng.random() < 0.5:
-            postgresql.stop("immediate")
+            own_postgresql.stop("immediate")
         else:
-            postgresql.kill()
+            own_postgresql.kill()
         time.sleep(rng.uniform(0.0, 0.5))
-        postgresql.start()
+        own_postgresql.start()
+        return True
 
-    with meanwhile(disturb, every_s=(0.1, 1.0), seed=3) as restarts:
-        finish(members(config, *APART))
+    parts = members(config, *APART)
+    with meanwhile(disturb, parts[-1], least=3, every_s=(0.1, 1.0), seed=3) as restarts:
+        finish(parts)
     print(f"{len(restarts)} restarts")
-    assert len(restarts) >= 3
     assert check(config).trained == expected_ids(config)

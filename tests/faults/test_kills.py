@@ -10,6 +10,8 @@ import pytest
 import torch
 from fault_checks import Account, account, check, expected_ids, final_weights
 from fault_lives import PHASES_OF, Component, Tally, attack
+from fault_world import under
+from servers import unused_name
 
 from agentevo.config import RunConfig
 
@@ -50,11 +52,32 @@ def test_a_part_that_is_killed(victim: str, kinds: tuple[str, ...], per_kill: fl
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("policy", ["mask", "cancel"])
-def test_policies_that_take_what_is_ready(policy: str, kills: int, small: Small, members: Members) -> None:
+@pytest.mark.parametrize(
+    ("policy", "kinds", "victim"),
+    [
+        ("mask", ("train",), "train"),
+        ("cancel", ("train",), "train"),
+        ("mask", APART, "sample"),
+        ("cancel", APART, "serve"),
+        ("correct", APART, "learn"),
+    ],
+)
+def test_policies_that_take_what_is_ready(
+    policy: str, kinds: tuple[str, ...], victim: str, kills: int, small: Small, members: Members
+) -> None:
     """What they train on depends on the moment; the bound and the ledger do not."""
-    config = small(steps(kills // 10, 6), f"rollout.policy={policy}")
-    killed(members, config, ("train",), "train", kills // 10, seed=2)
+    config = small(steps(kills // 10, 4), *under(policy))
+    killed(members, config, kinds, victim, kills // 10, seed=2)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", ["sample", "learn"])
+@pytest.mark.parametrize("server", ["postgresql", "mongodb"])
+def test_on_a_database_server(server: str, victim: str, kills: int, small: Small, members: Members, request: pytest.FixtureRequest) -> None:
+    few = max(3, kills // 15)
+    config = small(steps(few, 4), f"store.url={request.getfixturevalue(server).url(unused_name())}")
+    _, found = killed(members, config, APART, victim, few, seed=4)
+    assert found.trained == expected_ids(config)
 
 
 @pytest.mark.timeout(3600)

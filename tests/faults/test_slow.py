@@ -37,13 +37,13 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_world_that_never_answers(staleness: int, small: Small, members: Members) -> None:
     """One world in eight hangs at its first action: its attempts fail with the reason, all others are trained on."""
-    config = small("trainer.steps=6", "environment.hangs=8", "agent.timeout_s=4", f"rollout.staleness={staleness}")
+    config = small("trainer.steps=6", "environment.hangs=8", "agent.timeout_s=2", f"rollout.staleness={staleness}")
     finish(members(config, "train"))
     found = check(config)
     hung = {name for name, one in found.trajectories.items() if one.trajectory.status == "failed"}
     assert hung and found.trained.keys() == expected_ids(config).keys() - hung
     for name in hung:
-        assert "agent.timeout_s=4 s" in str(found.trajectories[name].trajectory.error)
+        assert "agent.timeout_s=2 s" in str(found.trajectories[name].trajectory.error)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from servers import PostgreSQL, unused_name
+from servers import unused_name
 
 from agentevo.errors import ConfigError
 from agentevo.orchestration.run import Run, train
@@ -37,15 +37,8 @@ def test_overwriting_a_run_empties_its_store(tmp_path, small_config, quiet_view)
     train_twice(small_config, quiet_view, tmp_path / "run", f"sqlite:///{tmp_path / 'shared.sqlite'}")
 
 
-def test_overwriting_a_run_empties_its_schema(tmp_path, small_config, quiet_view):
-    if reason := PostgreSQL.why_not():
-        pytest.skip(reason)
-    server = PostgreSQL()
-    server.start()
-    try:
-        train_twice(small_config, quiet_view, tmp_path / "run", server.url(unused_name()))
-    finally:
-        server.delete()
+def test_overwriting_a_run_empties_its_schema(tmp_path, small_config, quiet_view, postgresql):
+    train_twice(small_config, quiet_view, tmp_path / "run", postgresql.url(unused_name()))
 
 
 def test_another_run_s_store_is_refused_and_left_alone_whatever_is_overwritten(tmp_path, small_config, quiet_view):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,11 @@ class TwoTurns:
             await waits
         await policy.generate([*messages, reply.message, Message("user", "Go on.")])
         return Outcome(reward=1.0, success=True)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'store.sqlite'}"
 
 
 @pytest.fixture

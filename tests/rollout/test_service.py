@@ -1,58 +1,21 @@
-"""The sampler's service: what is admitted when, whose group is written, and what becomes of everything that breaks."""
+"""The sampler's service: what is admitted when, whose group is written, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import asynccontextmanager
 
 import pytest
+from services import counted, num_begun, num_groups, num_running, serving, tasks_of, until
 
 from agentevo.errors import (
-    DeadlineExceededError,
-    EngineError,
-    EngineUnavailableError,
-    RequestTooLongError,
-    StoreError,
     StoreUnavailableError,
 )
-from agentevo.rollout import service as service_module
 from agentevo.store.store import RetryPolicy, open_store
 from agentevo.types import Task, Trajectory
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def url(tmp_path) -> str:
-    return f"sqlite:///{tmp_path / 'store.sqlite'}"
-
-
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def serving(*services):
-    """Runs them; a failure of one is raised at the end. `stop` is a list to fill."""
-    stop: list[bool] = []
-    running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
-    try:
-        yield stop
-    finally:
-        stop.append(True)
-        await asyncio.gather(*running)
-
-
-def num_groups(store, count: int):
-    async def there() -> bool:
-        return len({s.group_id for s in await store.summaries(split="train")}) >= count
-
-    return there
 
 
 def oldest(trajectory: Trajectory) -> int:
@@ -106,7 +69,7 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
             assert counts["trajectories/train/committed"] == 4 * steps == sum(n for key, n in counts.items() if "train/" in key)
             sampled = Counter(session for engine in engines for session, _ in engine.begun)
             assert set(sampled.values()) == {2}, "each attempt was made once, in two turns"
-            assert [task.task.metadata["step"] for task in [one async for one in store.tasks()]] == sorted(list(range(1, steps + 1)) * 2)
+            assert [task.task.metadata["step"] for task in await tasks_of(store)] == sorted(list(range(1, steps + 1)) * 2)
 
     asyncio.run(scenario())
     assert max(ages) <= eta and min(ages) >= 0
@@ -131,7 +94,7 @@ def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, m
             async with serving(make_service(engine, store, {"staleness": 1}, steps=4)):
                 await until(num_groups(store, 2))
             assert {oldest(one.trajectory) async for one in store.trajectories()} == {3}
-            stored = [one async for one in store.tasks()]
+            stored = await tasks_of(store)
             assert {one.task.metadata["step"] for one in stored} == {4}
             errors = [event.error for one in stored for event in one.history]
             assert errors and all("drew a token under version 0, too old for step 4 with rollout.staleness=1" in e for e in errors)
@@ -232,24 +195,16 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(url, make
             store.renew, store.lease_tasks = away, once
             second = make_service(moving_engine(), other, {"lease_s": 0.15}, steps=1, worker="second")
             async with serving(first):
-
-                async def taken():
-                    return len(slow.begun) >= 4
-
-                await until(taken)
+                await until(num_begun(slow, 4))
                 async with serving(second):
                     await until(num_groups(other, 2))
                 written = [one async for one in other.trajectories()]
                 hold.set()
-
-                async def given_up():
-                    return first.stats()["sampler/groups_running"] == 0
-
-                await until(given_up)
+                await until(num_running(first, 0))
                 store.renew, store.lease_tasks = renew, lease_tasks
             assert first.stats()["sampler/leases_lost"] == 2 and first.stats()["sampler/groups_written"] == 0
             assert [one async for one in other.trajectories()] == written and len(written) == 4
-            assert {one.fencing_id for one in [t async for t in other.tasks()]} == {2}
+            assert {one.fencing_id for one in await tasks_of(other)} == {2}
 
     asyncio.run(scenario())
 
@@ -270,7 +225,7 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(url, make_service, mo
             async with serving(service):
 
                 async def leased_again():
-                    return {one.fencing_id for one in [t async for t in store.tasks()]} == {3}
+                    return {one.fencing_id for one in await tasks_of(store)} == {3}
 
                 await until(leased_again)
                 hold.set()
@@ -296,11 +251,7 @@ def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(url, make_
                     other._clock = clock
                     stolen = await other.lease_tasks("thief", lease_s=60, limit=1)
                 assert len(stolen) == 1
-
-                async def gone():
-                    return service.stats()["sampler/groups_running"] == 1
-
-                await until(gone)
+                await until(num_running(service, 1))
                 assert service.stats()["sampler/leases_lost"] == 1
                 hold.set()
                 await until(num_groups(store, 1))
@@ -311,117 +262,6 @@ def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(url, make_
 
 def _later(now):
     return now._replace(steady=now.steady + 3600)
-
-
-def test_infrastructure_is_retried_and_set_aside_at_the_bound(url, make_service, moving_engine):
-    async def scenario():
-        retries = RetryPolicy(max_failures=3, first_delay_s=0.01)
-        engine = moving_engine(fails=[DeadlineExceededError("late"), EngineError("a step failed")])
-        async with await open_store(url, retries=retries) as store:
-            service = make_service(engine, store, steps=1)
-            async with serving(service):
-                await until(num_groups(store, 2))
-            assert service.stats()["sampler/tasks_retried"] in (1, 2), "two failures, of one group or of two"
-            assert {s.status for s in await store.summaries()} == {"completed"}, "an engine's failure is nobody's failed attempt"
-
-    asyncio.run(scenario())
-
-
-def test_a_task_whose_engine_always_fails_becomes_poison(url, make_service, moving_engine, two_turns):
-    async def scenario():
-        async with await open_store(url, retries=RetryPolicy(max_failures=3, first_delay_s=0.01)) as store:
-            engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
-            service = make_service(engine, store, steps=1)
-            async with serving(service):
-
-                async def poisoned():
-                    return (await store.counts())["tasks/poison"] == 2
-
-                await until(poisoned)
-            assert await store.summaries() == []
-            assert service.stats()["sampler/tasks_poisoned"] == 2
-            stored = [one async for one in store.tasks()]
-            assert all("EngineError: the engine's step failed: boom" in str(one.error) and one.num_failures == 3 for one in stored)
-
-    asyncio.run(scenario())
-
-
-def test_what_an_agent_swallows_is_still_the_engines_failure(url, make_service, moving_engine):
-    class Swallower:
-        async def run(self, task, policy):
-            from agentevo.agents import Outcome
-            from agentevo.types import Message
-
-            try:
-                await policy.generate([Message("user", "left")])
-            except EngineError:
-                return Outcome(reward=0.0, success=False)
-            return Outcome(reward=1.0, success=True)
-
-    async def scenario():
-        async with await open_store(url, retries=RetryPolicy(first_delay_s=0.01)) as store:
-            engine = moving_engine(fails=[EngineError("gone"), RequestTooLongError("too long")])
-            async with serving(make_service(engine, store, steps=1, agent=Swallower())):
-                await until(num_groups(store, 2))
-            rewards = sorted(s.reward for s in await store.summaries())
-            assert rewards in ([0.0, 1.0, 1.0, 1.0], [1.0] * 4), (
-                "a request that is too long is the agent's own, and may be cut with its group"
-            )
-            assert {s.status for s in await store.summaries()} == {"completed"}
-            assert sum(one.num_failures for one in [t async for t in store.tasks()]) == 1
-
-    asyncio.run(scenario())
-
-
-def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, moving_engine):
-    async def scenario():
-        engine = moving_engine(fails=[EngineUnavailableError("none left")] * 3)
-        async with await open_store(url) as store:
-            service = make_service(engine, store, {"staleness": 1}, steps=2)
-            engine.version = -1
-            async with serving(service):
-                await asyncio.sleep(0.1)
-                assert engine.begun == [] and (await store.counts())["tasks/queued"] == 0, "nothing is known of the weights"
-                engine.version = 0
-                await until(num_groups(store, 4))
-            assert service.stats()["sampler/unreached"] >= 1
-            assert [one.num_failures for one in [t async for t in store.tasks()]] == [0] * 4
-
-    asyncio.run(scenario())
-
-
-def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(url, make_service, moving_engine, monkeypatch):
-    monkeypatch.setattr(service_module, "MAX_UNREACHED", 2)
-
-    async def scenario():
-        async with await open_store(url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)) as store:
-            engine = moving_engine(fails=[EngineUnavailableError("none left")] * 1000)
-            async with serving(make_service(engine, store, steps=1)):
-
-                async def poisoned():
-                    return (await store.counts())["tasks/poison"] == 2
-
-                await until(poisoned)
-
-    asyncio.run(scenario())
-
-
-def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
-    def between(task, policy):
-        if policy._name.endswith("#1"):
-            raise ValueError("no such move")
-
-    async def scenario():
-        async with await open_store(url) as store:
-            async with serving(make_service(moving_engine(), store, steps=1, agent=two_turns(between))):
-                await until(num_groups(store, 2))
-            found = await store.summaries()
-            assert sorted((s.attempt, s.status, s.state, s.error) for s in found) == [
-                *[(0, "completed", "ready", None)] * 2,
-                *[(1, "failed", "failed", "ValueError: no such move")] * 2,
-            ]
-
-    asyncio.run(scenario())
 
 
 def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_turns):
@@ -461,11 +301,7 @@ def test_only_cancel_cancels_by_age(policy, url, make_service, moving_engine, tw
         async with await open_store(url) as store:
             rollout = {"policy": policy, "staleness": 1}
             async with serving(make_service(engine, store, rollout, agent=two_turns(lambda *_: hold.wait()), steps=2, tree=tree)):
-
-                async def begun():
-                    return len(engine.begun) >= 8
-
-                await until(begun)
+                await until(num_begun(engine, 8))
                 await asyncio.sleep(0.05)
                 engine.version = 9
                 await asyncio.sleep(0.1)
@@ -483,12 +319,8 @@ def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, t
         async with await open_store(url) as store:
             service = make_service(engine, store, agent=two_turns(lambda *_: hold.wait()), steps=1)
             async with serving(service):
-
-                async def begun():
-                    return len(engine.begun) == 4
-
-                await until(begun)
-            stored = [one async for one in store.tasks()]
+                await until(num_begun(engine, 4))
+            stored = await tasks_of(store)
             assert [(one.state, one.num_failures, one.num_expiries, one.history) for one in stored] == [("queued", 0, 0, [])] * 2
             assert service.stats()["sampler/tasks_returned"] == 2 and service.stats()["sampler/groups_running"] == 0
             assert await store.summaries() == []
@@ -505,64 +337,11 @@ def test_a_service_that_is_cancelled_stops_as_cleanly(url, make_service, moving_
         async with await open_store(url) as store:
             service = make_service(engine, store, agent=two_turns(lambda *_: hold.wait()), steps=1)
             running = asyncio.create_task(service.run(lambda: False))
-
-            async def begun():
-                return len(engine.begun) == 4
-
-            await until(begun)
+            await until(num_begun(engine, 4))
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
             assert (await store.counts())["tasks/queued"] == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engine):
-    """Every other call of the store fails, before or after it has happened: all groups are written once."""
-
-    async def scenario():
-        rng = random.Random(3)
-        async with await open_store(url) as store:
-
-            def shaky(name):
-                call = getattr(store, name)
-
-                async def tried(*arguments, **more):
-                    if rng.random() < 0.25:
-                        raise StoreUnavailableError("connection refused")
-                    done = await call(*arguments, **more)
-                    if rng.random() < 0.25 and name != "lease_tasks":
-                        raise DeadlineExceededError("the answer was lost")
-                    return done
-
-                setattr(store, name, tried)
-
-            names = ("add_tasks", "outstanding", "lease_tasks", "renew", "write_trajectories", "summaries", "last_step")
-            for name in names:
-                shaky(name)
-            service = make_service(moving_engine(version=9), store, {"staleness": 1}, steps=6)
-            async with serving(service), await open_store(url) as other:
-                await until(num_groups(other, 12))
-            async with await open_store(url) as other:
-                assert (await other.counts())["trajectories/train/ready"] == 24
-                assert (await other.counts())["tasks/completed"] == 12
-            assert service.stats()["sampler/groups_written"] == 12 and service.stats()["sampler/leases_lost"] == 0
-
-    asyncio.run(scenario())
-
-
-def test_a_database_that_stays_away_ends_the_service(url, make_service, moving_engine):
-    async def scenario():
-        async with await open_store(url) as store:
-            service = make_service(moving_engine(), store, {"policy": "mask"}, patience_s=0.2)
-
-            async def away(split):
-                raise StoreUnavailableError("connection refused")
-
-            store.outstanding = away
-            with pytest.raises(StoreUnavailableError, match=r"outstanding: given up after 0.2 s: connection refused"):
-                await service.run(lambda: False)
 
     asyncio.run(scenario())
 
@@ -572,9 +351,7 @@ def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, mo
         async with await open_store(url) as store:
             async with serving(make_service(moving_engine(), store, steps=1)):
                 await until(num_groups(store, 2))
-            again = [
-                Task(id=f"{one.task.id}", metadata=one.task.metadata, query=one.task.query) for one in [t async for t in store.tasks()]
-            ]
+            again = [Task(id=f"{one.task.id}", metadata=one.task.metadata, query=one.task.query) for one in await tasks_of(store)]
             written = [one async for one in store.trajectories()]
         second = url.replace("store.sqlite", "second.sqlite")
         async with await open_store(second) as store:
@@ -583,77 +360,7 @@ def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, mo
             engine = moving_engine()
             service = make_service(engine, store, steps=1)
             async with serving(service):
-
-                async def completed():
-                    return (await store.counts())["tasks/completed"] == 2
-
-                await until(completed)
+                await until(counted(store, "tasks/completed", 2))
             assert engine.begun == [] and service.stats()["sampler/groups_known"] == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside(url, make_service, moving_engine, two_turns):
-    def between(task, policy):
-        if "/train@" in policy._name and task.id in ("t0", "t1", "t2"):
-            raise ValueError("no")
-
-    async def scenario():
-        tree = {"algorithm": {"name": "remax"}}
-        async with await open_store(url) as store:
-            async with serving(make_service(moving_engine(version=2), store, steps=3, agent=two_turns(between), tree=tree)):
-                await until(num_groups(store, 12))
-            beside = {s.task_id: s for s in await store.summaries() if "/baseline@" in s.group_id}
-            for name, summary in beside.items():
-                useless = name in ("t0", "t1", "t2")
-                assert summary.state == ("failed" if useless else "ready")
-                assert summary.error == ("cut: no attempt of its group completed" if useless else None)
-            assert await store.outstanding("train") == 3, "of the three whose attempts completed"
-
-    asyncio.run(scenario())
-
-
-def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_engine):
-    class NaN:
-        async def run(self, task, policy):
-            from agentevo.agents import Outcome
-            from agentevo.types import Message
-
-            await policy.generate([Message("user", "left")])
-            return Outcome(reward=float("nan") if policy._name.endswith("#0") else 1.0, success=False)
-
-    async def scenario():
-        async with await open_store(url) as store:
-            async with serving(make_service(moving_engine(), store, steps=1, agent=NaN())):
-                await until(num_groups(store, 2))
-            assert {(s.attempt, s.status, s.error) for s in await store.summaries()} == {
-                (0, "failed", "the agent's reward is nan"),
-                (1, "completed", None),
-            }
-
-    asyncio.run(scenario())
-
-
-def test_what_the_store_refuses_fails_the_task_with_the_reason(url, make_service, moving_engine):
-    class Partial:
-        async def run(self, task, policy):
-            from agentevo.agents import Outcome
-            from agentevo.types import Message
-
-            await policy.generate([Message("user", "left")])
-            return Outcome(reward=1.0, success=True, metrics={"reward_parts/odd": 1.0})
-
-    async def scenario():
-        async with await open_store(url) as store:
-            service = make_service(moving_engine(), store, steps=1, agent=Partial())
-            async with serving(service):
-
-                async def failed():
-                    return (await store.counts())["tasks/failed"] == 2
-
-                await until(failed)
-            assert all("a name that parts of the reward have" in str(one.error) for one in [t async for t in store.tasks()])
-            with pytest.raises(StoreError):
-                await store.trajectory("t0/train@1#0")
 
     asyncio.run(scenario())

@@ -6,27 +6,11 @@ import asyncio
 from collections import Counter
 
 import pytest
-from servers import MongoDB, PostgreSQL, unused_name
+from servers import unused_name
 
 from agentevo.store.store import open_store
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(params=["sqlite", "postgresql", "mongodb"])
-def server(request, tmp_path):
-    """(URL of a store, the server or None)."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'store.sqlite'}", None
-        return
-    kind = {"postgresql": PostgreSQL, "mongodb": MongoDB}[request.param]
-    if reason := kind.why_not():
-        pytest.skip(reason)
-    found = PostgreSQL() if kind is PostgreSQL else MongoDB(tmp_path / "data")
-    if isinstance(found, PostgreSQL):
-        found.start()
-    yield found.url(unused_name()), found
-    found.delete() if isinstance(found, PostgreSQL) else found.stop()
 
 
 async def all_ready(url, services, count, meanwhile=None):
@@ -46,17 +30,15 @@ async def all_ready(url, services, count, meanwhile=None):
         return await store.counts(), [one.trajectory async for one in store.trajectories()]
 
 
-def test_several_services_never_sample_a_group_twice(server, make_service, moving_engine):
-    url, _ = server
-
+def test_several_services_never_sample_a_group_twice(any_store, make_service, moving_engine):
     async def scenario():
         engines = [moving_engine(version=5, seed=seed, pause_s=0.01) for seed in range(3)]
-        stores = [await open_store(url) for _ in engines]
+        stores = [await open_store(any_store) for _ in engines]
         services = [
             make_service(engine, store, {"max_attempts": 4}, worker=f"w{i}")
             for i, (engine, store) in enumerate(zip(engines, stores, strict=True))
         ]
-        counts, found = await all_ready(url, services, 24)
+        counts, found = await all_ready(any_store, services, 24)
         for store in stores:
             await store.close()
         asked = Counter(session for engine in engines for session, _ in engine.begun)
@@ -68,20 +50,18 @@ def test_several_services_never_sample_a_group_twice(server, make_service, movin
     asyncio.run(scenario())
 
 
-def test_a_server_that_goes_away_and_comes_back(server, make_service, moving_engine):
-    url, database = server
-    if not isinstance(database, PostgreSQL):
-        pytest.skip("only PostgreSQL's server can be stopped and started in a test")
+def test_a_server_that_goes_away_and_comes_back(own_postgresql, make_service, moving_engine):
+    url = own_postgresql.url(unused_name())
 
     async def scenario():
         async def restart():
             await asyncio.sleep(0.5)
-            await asyncio.to_thread(database.stop, "immediate")
-            await asyncio.sleep(4.0)
-            await asyncio.to_thread(database.start)
+            await asyncio.to_thread(own_postgresql.stop, "immediate")
+            await asyncio.sleep(2.5)
+            await asyncio.to_thread(own_postgresql.start)
 
         async with await open_store(url, timeout_s=1.5) as store:
-            engine = moving_engine(version=30, pause_s=0.1)
+            engine = moving_engine(version=30, pause_s=0.05)
             service = make_service(engine, store, {"max_attempts": 4, "staleness": 2}, steps=30, patience_s=60.0)
             counts, found = await all_ready(url, [service], 120, restart)
         assert counts["tasks/completed"] == 60 and len({t.id for t in found}) == 120

@@ -11,50 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import MongoDB, PostgreSQL, unused_name
 
 import agentevo.store
 from agentevo.store import Now
 from agentevo.types import Message, Task, Trajectory, Turn
 
 
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgreSQL]:
-    if reason := PostgreSQL.why_not():
-        pytest.skip(reason)
-    server = PostgreSQL()
-    server.start()
-    yield server
-    server.delete()
-
-
-@pytest.fixture(scope="session")
-def mongodb(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MongoDB]:
-    if reason := MongoDB.why_not():
-        pytest.skip(reason)
-    server = MongoDB(tmp_path_factory.mktemp("mongodb") / "data")
-    yield server
-    server.stop()
-
-
-BACKENDS = ("sqlite", "postgresql", "mongodb")
-
-
-@pytest.fixture(params=BACKENDS)
-def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
-    """URLs of stores that don't exist yet, of every backend in turn."""
-
-    def make() -> str:
-        name = unused_name()
-        return f"sqlite:///{tmp_path / name}" if request.param == "sqlite" else server.url(name)
-
-    server = None if request.param == "sqlite" else request.getfixturevalue(request.param)
-    return make
-
-
 @pytest.fixture
-def url(new_url: Callable[[], str]) -> str:
-    return new_url()
+def url(any_store: str) -> str:
+    return any_store
 
 
 @pytest.fixture

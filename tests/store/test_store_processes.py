@@ -13,6 +13,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from server_fixtures import running_mongodb
 from servers import MongoDB, PostgreSQL, unused_name
 
 from agentevo.errors import StoreError, StoreUnavailableError
@@ -93,7 +94,8 @@ async def check_whole(store: Store, num_tasks: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_kills_lose_nothing_and_double_nothing(new_url: Callable[[], str], start_script: Start) -> None:
-    num_tasks, kills, rng = 300, 20, random.Random(7)
+    """Kills are spread over the work: each waits until its share of the tasks is committed."""
+    num_tasks, kills, rng = 100, 20, random.Random(7)
 
     async def scenario() -> None:
         url = new_url()
@@ -103,21 +105,25 @@ def test_kills_lose_nothing_and_double_nothing(new_url: Callable[[], str], start
             def start(slot: int) -> Popen[str]:
                 return start_script(TRAINER, url) if slot == 0 else start_script(SAMPLER, url, f"w{slot}-{rng.random()}")
 
+            async def until_committed(tasks: int) -> None:
+                deadline = time.monotonic() + 300
+                while (await store.counts())["trajectories/train/committed"] < 2 * tasks:
+                    assert all(process.poll() is None for process in slots), "a process died by itself"
+                    assert time.monotonic() < deadline, await store.counts()
+                    await asyncio.sleep(0.02)
+
             slots = [start(slot) for slot in range(4)]
             for kill in range(kills):
                 victim = kill % len(slots)
                 output = slots[victim].stdout
                 assert output is not None
                 assert await asyncio.to_thread(output.readline) == "open\n"
+                await until_committed(num_tasks * kill // (kills + 4))
                 await asyncio.sleep(rng.random() * 0.15)
                 slots[victim].kill()
                 assert slots[victim].wait() == -signal.SIGKILL
                 slots[victim] = start(victim)
-            deadline = time.monotonic() + 300
-            while (await store.counts())["trajectories/train/committed"] < 2 * num_tasks:
-                assert all(process.poll() is None for process in slots), "a process died by itself"
-                assert time.monotonic() < deadline, await store.counts()
-                await asyncio.sleep(0.1)
+            await until_committed(num_tasks)
             for process in slots:
                 process.kill()
                 process.wait()
@@ -148,16 +154,6 @@ asyncio.run(main(sys.argv[1]))
             assert sorted(" ".join(outputs).split()) == sorted(f"t{i}" for i in range(200))
 
     asyncio.run(scenario())
-
-
-@pytest.fixture
-def own_postgresql() -> object:
-    if reason := PostgreSQL.why_not():
-        pytest.skip(reason)
-    server = PostgreSQL()
-    server.start()
-    yield server
-    server.delete()
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
@@ -230,29 +226,20 @@ def test_postgresql_urls_and_foreign_schemas_are_refused(postgresql: PostgreSQL)
 
 
 def test_a_mongodb_server_without_transactions_is_refused(tmp_path: Path) -> None:
-    if reason := MongoDB.why_not():
-        pytest.skip(reason)
-    server = MongoDB(tmp_path / "data", replica_set="")
-
-    async def scenario() -> None:
+    async def scenario(server: MongoDB) -> None:
         with pytest.raises(StoreError, match=r"has no transactions.*--replSet"):
             await open_store(server.url(unused_name()), timeout_s=20)
 
-    try:
-        asyncio.run(scenario())
-    finally:
-        server.stop()
+    with running_mongodb(tmp_path, replica_set="") as server:
+        asyncio.run(scenario(server))
 
 
 def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -> None:
-    if reason := MongoDB.why_not():
-        pytest.skip(reason)
     if "AGENTEVO_TEST_MONGODB" in os.environ:
         pytest.skip("a server that was given is not ours to stop")
-    server = MongoDB(tmp_path / "data")
 
-    async def scenario() -> None:
-        async with await open_store(server.url(unused_name()), timeout_s=3) as store:
+    async def scenario(server: MongoDB) -> None:
+        async with await open_store(server.url(unused_name()), timeout_s=2) as store:
             await store.add_tasks([Task(id="x")])
             lease = await store.lease_task("w", lease_s=60)
             assert lease is not None
@@ -261,7 +248,8 @@ def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -
                 with pytest.raises(StoreUnavailableError, match="can't be used now"):
                     await call
 
-    asyncio.run(scenario())
+    with running_mongodb(tmp_path) as server:
+        asyncio.run(scenario(server))
 
 
 def test_mongodb_urls_and_foreign_databases_are_refused(mongodb: MongoDB) -> None:

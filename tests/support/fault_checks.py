@@ -58,7 +58,7 @@ def check(config: RunConfig, *, complete: bool = True) -> Account:
     assert [one.step for one in found.steps] == list(range(1, last + 1)), "steps are missing"
     _check_once(found)
     _check_ages(found, config)
-    _check_groups(found, config)
+    _check_groups(found, config, complete=complete)
     assert not found.audit.violations, "\n".join(map(str, found.audit.violations))
     assert not found.audit.poison, found.audit.poison
     weights = final_weights(config, complete=complete)
@@ -95,9 +95,10 @@ def _check_ages(found: Account, config: RunConfig) -> None:
         assert masked == step.record["plan"]["masked_tokens"], f"step {step.step}"
 
 
-def _check_groups(found: Account, config: RunConfig) -> None:
+def _check_groups(found: Account, config: RunConfig, *, complete: bool) -> None:
     """No attempt is lost: each group has all its members once, each of which was trained on, left out for a stated reason, failed for one,
-    or can still be trained on."""
+    or can still be trained on. Of a run that is not complete the next step may be reserved: a trainer was killed over it."""
+    begun = None if complete else len(found.steps) + 1
     groups: defaultdict[str, list[StoredTrajectory]] = defaultdict(list)
     for one in found.trajectories.values():
         groups[one.trajectory.group_id].append(one)
@@ -106,7 +107,7 @@ def _check_groups(found: Account, config: RunConfig) -> None:
         assert sorted(one.trajectory.attempt for one in members) == list(range(size)), f"{name} is not whole"
         assert len({one.trained_step for one in members if one.state == "committed"}) <= 1, f"{name} is in several steps"
         for one in members:
-            assert one.state != "reserved", f"{one.trajectory.id} is still reserved"
+            assert one.state != "reserved" or one.trained_step == begun, f"{one.trajectory.id} is still reserved"
             assert one.state != "dropped" or one.drop_reason, one.trajectory.id
             assert one.state != "failed" or one.trajectory.error, one.trajectory.id
     sampled = {members[0].trajectory.task_id for members in groups.values()}

@@ -36,6 +36,7 @@ PRELOADED = [
     "agentevo.orchestration.run",
     "agentevo.orchestration.sample",
     "agentevo.orchestration.serve",
+    "agentevo.store.mongodb",
     "agentevo.store.postgresql",
     "agentevo.store.sqlite",
     "agentevo.training.trainer",
@@ -43,7 +44,8 @@ PRELOADED = [
     "fault_lives",
     "fault_warm",
 ]
-_LOOP, _STORE = "agentevo.orchestration.loop:Loop.", "agentevo.store.sql:SQLStore."
+_LOOP = "agentevo.orchestration.loop:Loop."
+_SQL, _MONGODB = "agentevo.store.sql:SQLStore.", "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
     "begin": ["agentevo.orchestration.training_run:beginning"],
     "redo": ["agentevo.orchestration.redo:_redo_step"],
@@ -59,10 +61,10 @@ PHASES = {
     "weights read": ["agentevo.inference.weights:WeightsFolder.read"],
     "publish": ["agentevo.inference.torch_engine:TorchEngine.publish"],
     "generate": ["agentevo.inference.torch_engine:TorchEngine.generate", "agentevo.inference.remote:RemoteEngine.generate"],
-    "tasks added": [_STORE + "add_tasks"],
-    "lease": [_STORE + "lease_tasks"],
-    "renew": [_STORE + "renew"],
-    "attempts written": [_STORE + "write_trajectories"],
+    "tasks added": [_SQL + "add_tasks", _MONGODB + "add_tasks"],
+    "lease": [_SQL + "lease_tasks", _MONGODB + "lease_tasks"],
+    "renew": [_SQL + "renew", _MONGODB + "renew"],
+    "attempts written": [_SQL + "write_trajectories", _MONGODB + "write_trajectories"],
 }
 """Phase -> functions that are it while they run. (`sampling` is generate; a life that is in none starts, waits or ends.)"""
 NAMES = list(PHASES)

@@ -31,6 +31,12 @@ SMALL: dict[str, Any] = {
 """Some 40 ms of computing per step."""
 
 
+def under(policy: str) -> list[str]:
+    """What makes SMALL a recipe with that `rollout.policy`."""
+    weights = ["algorithm.importance=token_tis", "algorithm.old_logprobs=recomputed"] if policy == "correct" else []
+    return [f"rollout.policy={policy}", *weights]
+
+
 class LotteryConfig(EnvironmentConfig):
     """Two draws."""
 

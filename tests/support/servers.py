@@ -17,8 +17,8 @@ import psutil
 MONGODB_PROGRAM = """
 import sys, time
 from secantus import SecantusDBServer
-# A transaction whose client was killed is in everybody's way until it is given up: after 5 seconds, and not 60, that tests need not wait.
-server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None, transaction_lifetime_seconds=5.0)
+# A transaction whose client was killed is in everybody's way until it is given up: after 2 seconds, and not 60, that tests need not wait.
+server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None, transaction_lifetime_seconds=2.0)
 server.start()
 print(server.uri, flush=True)
 sys.stdin.read()

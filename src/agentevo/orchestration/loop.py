@@ -34,7 +34,8 @@ from agentevo.types import Baselines
 
 
 class Progress(msgspec.Struct):
-    """What a run has come to; saved with every step and every checkpoint."""
+    """What a run has come to; saved with every step and every checkpoint (with a step: only the warnings since the one before, or a long
+    run's records would grow with every step)."""
 
     step: int = 0
     """Committed steps."""
@@ -70,6 +71,8 @@ class Loop:
         self.collector = Collector(parts.config, attempts, parts.tasks)
         self.monitor = CollapseMonitor()
         self.progress = Progress()
+        self._recorded = 0
+        """So many of the warnings are in the records of committed steps."""
         self.profiling = Profiling(parts.config.profile, parts.config.run_dir, parts.model, warn=self.warn, note=view.note)
         self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
@@ -167,16 +170,18 @@ class Loop:
         return trained_ids
 
     async def _commit(self, step: int, plan: Plan, metrics: dict[str, float], checkpoint: dict[str, str] | None) -> None:
+        new = self.progress.warnings[self._recorded :]
         record = {
             "metrics": metrics,
             KEY: plan.to_record(),
             "collector": self.collector.state_dict(),
-            "progress": msgspec.to_builtins(self.progress),
+            "progress": msgspec.to_builtins(msgspec.structs.replace(self.progress, warnings=new)),
             "checkpoint": checkpoint,
         }
         await patiently(
             lambda: self.parts.store.commit_step(step, record, ids=plan.ids), within_s=PATIENCE_S, what=f"committing step {step}"
         )
+        self._recorded += len(new)
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts. `label` tells two of one step apart."""
@@ -209,10 +214,14 @@ class Loop:
 
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""
-        self.progress = msgspec.convert(run_state["progress"], Progress)
+        self.go_on_from(msgspec.convert(run_state["progress"], Progress))
         self.monitor.load_state_dict(run_state["monitor"])
         self.collector.load_state_dict(run_state["collector"])
         self._clock = time.perf_counter()
+
+    def go_on_from(self, progress: Progress) -> None:
+        """That much is committed, all its warnings included."""
+        self.progress, self._recorded = progress, len(progress.warnings)
 
     def wall_s(self) -> float:
         return self.progress.wall_s + time.perf_counter() - self._clock

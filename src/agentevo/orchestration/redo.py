@@ -86,10 +86,12 @@ async def redo_step(trainer: Learner, store: Store, step: StepRecord) -> dict[st
 
 
 async def _redo_step(loop: Loop, step: StepRecord) -> None:
+    earlier = [*loop.progress.warnings]
     _compare(loop, step, await redo_step(loop.trainer, loop.parts.store, step))
     loop.observe(step.step, {key: math.nan if value is None else value for key, value in step.record["metrics"].items()})
     loop.collector.load_state_dict(step.record["collector"])
-    loop.progress = msgspec.convert(step.record["progress"], Progress)
+    progress = msgspec.convert(step.record["progress"], Progress)
+    loop.go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
 
 
 def _compare(loop: Loop, step: StepRecord, trained: dict[str, float]) -> None:

@@ -1,0 +1,71 @@
+"""Running sampler services in a test, and waiting for what they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from agentevo.rollout.service import SamplerService
+from agentevo.store.store import Store, StoredTask
+
+Condition = Callable[[], Awaitable[bool]]
+
+
+async def until(condition: Condition, within_s: float = 30.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(*services: SamplerService) -> AsyncIterator[list[bool]]:
+    """Runs them; a failure of one is raised at the end. `stop` is a list to fill."""
+    stop: list[bool] = []
+    running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
+    try:
+        yield stop
+    finally:
+        stop.append(True)
+        await asyncio.gather(*running)
+
+
+def num_groups(store: Store, count: int) -> Condition:
+    """At least so many groups are written."""
+
+    async def there() -> bool:
+        return len({s.group_id for s in await store.summaries(split="train")}) >= count
+
+    return there
+
+
+def counted(store: Store, key: str, count: int) -> Condition:
+    """`Store.counts` has come to that."""
+
+    async def there() -> bool:
+        return (await store.counts())[key] == count
+
+    return there
+
+
+def num_begun(engine: Any, count: int) -> Condition:
+    """A MovingEngine has begun at least so many requests."""
+
+    async def there() -> bool:
+        return len(engine.begun) >= count
+
+    return there
+
+
+def num_running(service: SamplerService, count: int) -> Condition:
+    """The service has so many groups under way."""
+
+    async def there() -> bool:
+        return service.stats()["sampler/groups_running"] == count
+
+    return there
+
+
+async def tasks_of(store: Store) -> list[StoredTask]:
+    return [one async for one in store.tasks()]
