@@ -150,7 +150,8 @@ class Stream:
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         """See Attempts.round. Raises StopAskedError."""
         if self._config.rollout.policy == "wait":
-            await self._until(lambda: self._finished(step, self._tasks.queued(step)))
+            queued = self._tasks.queued(step)
+            await self._until(lambda: self._finished(step, queued))
             return Round([one.trajectory for one in await self._read(step=step, split="train")])
         if step != self._step:
             first, self._step, self._taken = self._step == 0, step, set()
