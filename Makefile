@@ -2,12 +2,14 @@
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
+#   JOBS              processes that run the tests, each on one core (2)
 #   SOAK              arguments of the soak, e.g. SOAK="--minutes 60 --out benchmarks/results/soak.json"
 #   TORCH_INDEX_ARGS  extra arguments for installing torch. On a machine without a GPU, where pip would fetch the large CUDA build:
 #                       make quickstart TORCH_INDEX_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 TORCH_INDEX_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -20,7 +22,7 @@ quickstart: $(VENV)/.core
 	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 # Hours: 500 kills of each part, then twenty minutes of everything with kills of anything (docs/faults.md).
 soak: $(VENV)/.dev
