@@ -22,7 +22,7 @@ quickstart: $(VENV)/.core
 	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Hours: 500 kills of each part, then twenty minutes of everything with kills of anything (docs/faults.md).
 soak: $(VENV)/.dev
