@@ -43,7 +43,7 @@ RECIPE: dict[str, Any] = {
     "agent": {"format": "plain", "max_turns": 5, "memory": "turn"},
     "sampling": {"max_new_tokens": 3},
     "algorithm": {"name": "starpo", "entropy_coef": 0.1, "entropy_target": 0.7, "drop_zero_variance": False},
-    "trainer": {"steps": 24, "groups_per_step": 16, "group_size": 8, "learning_rate": 3.0e-4, "minibatches": 2},
+    "trainer": {"steps": 36, "groups_per_step": 16, "group_size": 8, "learning_rate": 3.0e-4, "minibatches": 2},
     "cold_start": {"episodes": 100, "batch_episodes": 8, "learning_rate": 2.0e-3, "random_action_rate": 0.5},
     "evaluation": {"tasks": 128, "every": 0},
     "checkpoint": {"every": 0},
