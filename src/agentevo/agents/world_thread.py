@@ -20,7 +20,7 @@ from agentevo.errors import EnvironmentFailure
 
 T = TypeVar("T")
 
-SLOW_S = 0.02
+SLOW_S = 0.05
 """A call that takes longer is slow: with many attempts at once, waiting for it on the spot costs more than any order of events is worth."""
 GRACE_S = 0.25
 """Longest wait on the spot: a quick world on a busy machine."""
