@@ -127,8 +127,8 @@ async def fill(store: Store, rows: int, rng: random.Random) -> int:
     return step
 
 
-async def measure(url: str, rows: list[int], repeats: int) -> list[dict[str, Any]]:
-    """For each size: trajectories per second by operation, medians of the rounds after one that warms up."""
+async def measure(name: str, url: str, rows: list[int], repeats: int) -> list[dict[str, Any]]:
+    """For each size: trajectories per second by operation, medians of the rounds after one that warms up; on stderr as they come."""
     rng = random.Random(0)
     found = []
     async with await open_store(url, timeout_s=300) as store:
@@ -137,6 +137,8 @@ async def measure(url: str, rows: list[int], repeats: int) -> list[dict[str, Any
             watches = [await one_round(store, number, step + 1 + number * GROUPS, rng) for number in range(repeats + 1)][1:]
             per_s = {name: statistics.median(GROUP * GROUPS / watch.total(name) for watch in watches) for name in OPERATIONS}
             millis = {name: 1e3 * statistics.median(second for watch in watches for second in watch.seconds[name]) for name in OPERATIONS}
+            columns = "".join(f"{op} {per_s[op]:8,.0f} ({millis[op]:6.1f})  " for op in OPERATIONS)
+            print(f"  {name:11}{size:>9,} rows  {columns}", file=sys.stderr, flush=True)
             found.append({"rows": size, "per_s": per_s, "median_ms": millis, "bytes": await store.size_bytes()})
     return found
 
@@ -178,10 +180,7 @@ def over_backends(backends: list[str], rows: list[int], repeats: int) -> tuple[d
     with servers(backends) as urls:
         for name, make in urls.items():
             sizes = [size for size in rows if size <= 100_000 or name != "mongodb"]
-            results[name] = asyncio.run(measure(make(), sizes, repeats))
-            for one in results[name]:
-                columns = "".join(f"{op} {one['per_s'][op]:8,.0f} ({one['median_ms'][op]:6.1f})  " for op in OPERATIONS)
-                print(f"  {name:11}{one['rows']:>9,} rows  {columns}", file=sys.stderr, flush=True)
+            results[name] = asyncio.run(measure(name, make(), sizes, repeats))
             small, large = results[name][0], results[name][-1]
             if small is not large:
                 shares = {op: small["median_ms"][op] / large["median_ms"][op] for op in OPERATIONS}
