@@ -29,7 +29,7 @@ soak: $(VENV)/.dev
 	AGENTEVO_FAULT_KILLS=500 $(BIN)/python -m pytest -s tests/faults
 	PYTHONPATH=tests/support $(BIN)/python tests/faults/soak.py $(SOAK)
 
-bench: $(VENV)/.core
+bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
 
 lint: $(VENV)/.dev

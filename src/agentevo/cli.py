@@ -12,13 +12,14 @@ matplotlib) is imported inside the command that needs it, so `agentevo --help` a
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo import __version__, cli_audit, cli_processes
+from agentevo import __version__, cli_audit, cli_processes, cli_store
+from agentevo.cli_table import print_table
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from agentevo.orchestration.verdicts import Verdict
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
-
-T = TypeVar("T")
 
 app = typer.Typer(
     name="agentevo",
@@ -43,17 +42,13 @@ config_commands = typer.Typer(no_args_is_help=True, help="What a recipe resolves
 trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
 app.add_typer(models, name="models")
 app.add_typer(config_commands, name="config")
-stores = typer.Typer(no_args_is_help=True, help="What a store holds, moving it, tidying it up.")
 app.add_typer(trajectories, name="trajectories")
-app.add_typer(stores, name="store")
+app.add_typer(cli_store.stores, name="store")
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Path of a .yaml file, or the name of a packaged recipe (`agentevo list recipes`).")
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Changes to the recipe, such as trainer.steps=10.")]
-StoreOf = Annotated[
-    str, typer.Argument(metavar="URL|RUN_DIR", help="A store such as sqlite:///PATH or postgresql://..., or the folder of a run.")
-]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/coins.")]
 
 
@@ -162,7 +157,7 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
         raise ConfigError("--resume goes on with the sweep in the folder and run.overwrite deletes it: give only one of the two")
     if dry_run:
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
-        _print_table((one.name, ", ".join(f"{key}={value}" for key, value in one.changes.items())) for one in sweep.members)
+        print_table((one.name, ", ".join(f"{key}={value}" for key, value in one.changes.items())) for one in sweep.members)
         return
     from agentevo.observability.sweep_view import SweepView
     from agentevo.orchestration.sweep import run_sweep
@@ -316,7 +311,7 @@ def list_names(
         guess = nearest(kind, list(LISTS))
         hint = f"did you mean {guess!r}? " if guess else ""
         raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(LISTS)}")
-    _print_table(LISTS[kind]())
+    print_table(LISTS[kind]())
 
 
 @models.command("list")
@@ -324,7 +319,7 @@ def list_models() -> None:
     """List the known models and whether they are on this machine."""
     from agentevo.listings import models as known
 
-    _print_table(known())
+    print_table(known())
 
 
 @models.command("get")
@@ -355,7 +350,7 @@ def explain(
 
     keys = recipe_keys()
     if not key:
-        _print_table((section.key, section.meaning) for section in keys.sections())
+        print_table((section.key, section.meaning) for section in keys.sections())
         return
     if key not in keys.names() and key.startswith("algorithm.") and (found := describe(key.removeprefix("algorithm."))):
         print("\n\n".join(found))
@@ -399,68 +394,6 @@ def show(
     Console().print(render_trajectory(trajectory, token_texts(run_dir) or (lambda token: f"<{token}>")))
 
 
-STORE_TIMEOUT_S = 3600.0
-"""Of one call, where a whole store is read, moved or tidied up."""
-
-
-def _with_store(target: str, work: Callable[[Store], Awaitable[T]], *, create: bool = False) -> T:
-    from agentevo.run_folder import run_store_url, use_store
-
-    url = target if "://" in target else run_store_url(Path(target))
-    return use_store(url, work, create=create, timeout_s=STORE_TIMEOUT_S)
-
-
-@stores.command("stats")
-def store_stats(target: StoreOf) -> None:
-    """Count tasks, trajectories, turns and steps by their place in the ledger."""
-
-    async def work(store: Store) -> tuple[dict[str, int], int]:
-        return await store.counts(), await store.size_bytes()
-
-    counts, size = _with_store(target, work)
-    _print_table((name, f"{count:,}") for name, count in counts.items() if count or "/" not in name)
-    _print_table([("size", f"{size / 1e6:,.1f} MB")])
-
-
-@stores.command("gc")
-def store_gc(
-    target: StoreOf,
-    dropped: Annotated[bool, typer.Option("--dropped", help="Also delete the turns of dropped trajectories; their record stays.")] = False,
-) -> None:
-    """Queue tasks again whose lease ran out an hour ago, delete what belongs to nothing, give space back to the disk."""
-    done = _with_store(target, lambda store: store.gc(dropped=dropped))
-    _print_table(
-        [
-            ("leases queued again", f"{done['leases']:,}"),
-            ("orphans deleted", f"{done['orphans']:,}"),
-            ("dropped trajectories emptied", f"{done['tokens']:,}"),
-            ("given back", f"{done['bytes'] / 1e6:,.1f} MB"),
-        ]
-    )
-
-
-@stores.command("export")
-def store_export(
-    target: StoreOf, out: Annotated[Path, typer.Argument(metavar="OUT.jsonl[.gz]", help="File to write, one row a line.")]
-) -> None:
-    """Write a whole store (tasks, trajectories, steps, and where each is in the ledger) to a file."""
-    from agentevo.store import export_store
-
-    print(f"{_with_store(target, lambda store: export_store(store, out)):,} rows written to {out}")
-
-
-@stores.command("import")
-def store_import(
-    target: StoreOf, source: Annotated[Path, typer.Argument(metavar="IN.jsonl[.gz]", help="What `agentevo store export` has written.")]
-) -> None:
-    """Read such a file into a store, new or not, of any kind. Rows that are there already are left as they are."""
-    from agentevo.store import import_store
-
-    if not source.is_file():
-        raise ConfigError(f"{source}: no such file: give what `agentevo store export` has written")
-    print(f"{_with_store(target, lambda store: import_store(store, source), create=True):,} new rows in {target}")
-
-
 def _choose(found: Sequence[TrajectorySummary], trajectory_id: str, which: str, run_dir: Path) -> str:
     if trajectory_id:
         matches = [one.id for one in found if one.id == trajectory_id] or [one.id for one in found if one.id.startswith(trajectory_id)]
@@ -486,10 +419,3 @@ def _explanation_text(one: Explanation) -> str:
     return "\n".join(
         [*lines, f"  type     {one.type}", f"  default  {one.default or 'none: it must be given'}", f"  unit     {one.unit or 'none'}"]
     )
-
-
-def _print_table(rows: Iterable[tuple[str, str]]) -> None:
-    rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, text in rows:
-        print(f"{name:<{width}}  {text}".rstrip())

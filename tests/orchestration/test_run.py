@@ -14,6 +14,7 @@ from agentevo.config import build_config
 from agentevo.errors import CheckpointError, ConfigError, MissingExtraError
 from agentevo.observability import read_metrics
 from agentevo.orchestration.run import Run, evaluate_model, run_coroutine, train
+from agentevo.orchestration.training_run import only_trainer
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
@@ -137,6 +138,19 @@ def test_an_empty_folder_is_fine_and_an_old_run_can_be_overwritten(tmp_path, sma
     (folder / "left over").write_text("x")
     train(small_config(folder, *quick, "run.overwrite=true"), view=quiet_view())
     assert not (folder / "left over").exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_is_being_trained_is_left_alone(resume, tmp_path, small_config, quiet_view):
+    """Its samplers read config.yaml when they start again, and its trainer writes into the folder."""
+    folder = tmp_path / "run"
+    train(small_config(folder, "trainer.steps=1", "evaluation.every=0"), view=quiet_view())
+    with only_trainer(folder):
+        before = snapshot(folder)
+        with pytest.raises(ConfigError, match="another process trains there: stop it first"):
+            train(small_config(folder, "trainer.steps=2", f"run.overwrite={not resume}"), resume=resume, view=quiet_view())
+        assert snapshot(folder) == before
+    assert train(small_config(folder, "trainer.steps=2"), resume=True, view=quiet_view()).summary["steps"] == 2
 
 
 def test_resuming_nothing_is_refused(tmp_path, small_config, quiet_view):

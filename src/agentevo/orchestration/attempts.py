@@ -17,27 +17,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
-from agentevo.errors import AgentEvoError, EngineError, TrainingError
+from agentevo.errors import AgentEvoError, EngineError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import Components
+from agentevo.orchestration.lost_attempts import LostAttempts, in_vain
 from agentevo.orchestration.publication import Publication
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
-from agentevo.store.store import StoredTrajectory, TaskState, TrajectoryFilter
+from agentevo.store.store import StoredTask, StoredTrajectory, TrajectoryFilter
 from agentevo.training.twin import load_weights, trained_parameters, weights_of
 from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
 
-GIVEN_UP: tuple[TaskState, ...] = ("poison", "failed")
-"""States of tasks that will never have a group."""
-
-
 LOOK_S = 5.0
 """How often a waiting trainer looks at what becomes of the attempts."""
-FAILED_STEPS = 3
-"""Steps' worth of attempts that may fail in a row."""
 
 
 class StopAskedError(AgentEvoError):
@@ -129,44 +124,78 @@ class Stream:
     """Groups as samplers finish them, out of the store.
 
     A step that was reserved and not committed when its trainer was killed gets the same groups again: its weights may have served already,
-    and drawn tokens that bear its number.
+    and drawn tokens that bear its number. If they have (`serves_early`) and nothing is reserved, it trained on nothing, and does so again.
     """
 
     def __init__(
         self,
         parts: Components,
+        lost: LostAttempts,
         stop: Callable[[], bool],
         check: Callable[[], None],
+        *,
+        serves_early: bool,
         look_after: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`serves_early`: the engine has a step's weights before the step is committed."""
         config = parts.config
-        self._config, self._store, self._tasks, self._stop, self._check = config, parts.store, parts.tasks, stop, check
-        self._look_after = look_after
+        self._config, self._store, self._tasks, self._lost, self._stop, self._check = config, parts.store, parts.tasks, lost, stop, check
+        self._serves_early, self._look_after = serves_early, look_after
         """What else to see to, every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._step, self._taken = 0, set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
-        """See Attempts.round. Raises StopAskedError."""
-        if self._config.rollout.policy == "wait":
-            queued = self._tasks.queued(step)
-            await self._until(lambda: self._finished(step, queued))
-            return Round([one.trajectory for one in await self._read(step=step, split="train")])
+        """See Attempts.round. Raises StopAskedError, and TrainingError where waiting is in vain."""
+        found = await (self._own(step) if self._config.rollout.policy == "wait" else self._ready(step, len(tasks)))
+        await self._lost.look()
+        self._lost.round_ended()
+        return found
+
+    async def _own(self, step: int) -> Round:
+        """`wait`: the groups of the step's own tasks, in their order."""
+        groups = {task.id: group_name(task.id, "train", step) for task in self._tasks.queued(step)}
+        aside: list[StoredTask] = []
+
+        async def finished() -> bool:
+            """Whether every task has its group, or never will."""
+            there = {summary.group_id for summary in await self._store.summaries(split="train", step=step)}
+            missing = [task for task, group in groups.items() if group not in there]
+            aside[:] = await self._lost.set_aside(missing) if missing else []
+            return len(aside) == len(missing)
+
+        await self._until(finished)
+        if len(aside) == len(groups):
+            raise in_vain(step, aside)
+        found = [one.trajectory for one in await self._read(step=step, split="train")]
+        order = {group: place for place, group in enumerate(groups.values())}
+        return Round(sorted(found, key=lambda one: order.get(one.group_id, len(order))))
+
+    async def _ready(self, step: int, wanted: int) -> Round:
+        """The first groups that are ready, whichever tasks they are of."""
         if step != self._step:
             first, self._step, self._taken = self._step == 0, step, set()
             reserved = dict.fromkeys(one.trajectory.group_id for one in await self._read(trained_step=step)) if first else {}
             if reserved:
                 return Round(await self._groups(reserved), last=True)
-        size, limit = self._config.trainer.group_size, len(self._taken) + len(tasks)
+            if first and self._serves_early and await self._served(step):
+                return Round([], last=True)
+        size, limit = self._config.trainer.group_size, len(self._taken) + wanted
 
         async def fresh() -> list[str]:
-            groups = [name for name in await self._store.ready_groups("train", size=size, limit=limit) if name not in self._taken]
-            return groups if len(groups) >= len(tasks) else []
+            listed = await self._store.ready_groups("train", size=size, limit=2 * limit if self._baseline else limit)
+            groups = [name for name in listed if name not in self._taken and f"/{BASELINE}@" not in name]
+            return groups if len(groups) >= wanted else []
 
-        groups = (await self._until(fresh))[: len(tasks)]
+        groups = (await self._until(fresh))[:wanted]
         self._taken.update(groups)
         return Round(await self._groups(groups))
+
+    async def _served(self, step: int) -> bool:
+        """Whether weights of this step, which is not committed, have drawn tokens."""
+        ready = await self._read(state="ready", split="train")
+        return any(step in turn.versions for one in ready for turn in one.trajectory.turns)
 
     async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
         """Their members, but for those that a killed trainer has dropped already, and the greedy attempts beside them."""
@@ -183,29 +212,13 @@ class Stream:
 
         return await patiently(read, within_s=PATIENCE_S, what="reading attempts")
 
-    async def _finished(self, step: int, tasks: Sequence[Task]) -> bool:
-        """Whether every task of the step has its group, or never will."""
-        there = {summary.group_id for summary in await self._store.summaries(split="train", step=step)}
-        missing = {task.id for task in tasks if group_name(task.id, "train", step) not in there}
-        if not missing:
-            return True
-        given_up = {stored.task.id for state in GIVEN_UP async for stored in self._store.tasks(state=state)}
-        return missing <= given_up
-
-    async def _check_attempts(self) -> None:
-        """Raises TrainingError when attempt after attempt fails: waiting would go on for ever."""
-        wanted = FAILED_STEPS * self._config.trainer.groups_per_step * self._config.trainer.group_size
-        newest = await self._store.summaries(split="train", limit=wanted, newest_first=True)
-        if len(newest) == wanted and all(one.status == "failed" for one in newest):
-            raise TrainingError(f"the last {wanted} attempts have all failed, the newest with: {newest[0].error}")
-
     async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Asks every `rollout.poll_s` until the answer is not empty or false."""
         looked = time.monotonic()
         while not (answer := await patiently(ask, within_s=PATIENCE_S, what="waiting for attempts")):
             self._check()
             if time.monotonic() - looked > LOOK_S:
-                await self._check_attempts()
+                await self._lost.check()
                 if self._look_after is not None:
                     await self._look_after()
                 looked = time.monotonic()
@@ -218,15 +231,17 @@ class Stream:
 class Beside:
     """See the module."""
 
-    def __init__(self, parts: Components, stop: Callable[[], bool]) -> None:
+    def __init__(self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]) -> None:
         self._parts, self._config = parts, parts.config
         self._service = SamplerService(parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train")
         self._ended = False
-        self._stream = Stream(parts, stop, self._check)
+        self._lost = LostAttempts(parts.config, parts.store, note)
+        self._stream = Stream(parts, self._lost, stop, self._check, serves_early=True)
         self._task: asyncio.Task[None] | None = None
         self._slept_s = 0.0
 
     async def begin(self, step: int) -> None:
+        await self._lost.look()
         engine = self._parts.engine
         if engine.model is not self._parts.model:
             load_weights(trained_parameters(engine.model), weights_of(trained_parameters(self._parts.model)))
@@ -285,17 +300,17 @@ class Beside:
 class Apart:
     """See the module."""
 
-    def __init__(
-        self, parts: Components, stop: Callable[[], bool], check: Callable[[], None], note: Callable[[str], None] = lambda line: None
-    ) -> None:
+    def __init__(self, parts: Components, stop: Callable[[], bool], check: Callable[[], None], note: Callable[[str], None]) -> None:
         self._parts = parts
         folder = WeightsFolder(parts.config.run_dir / "weights")
         self._publication = Publication(folder, parts.model, keep=parts.config.rollout.keep_versions, note=note)
-        self._stream = Stream(parts, stop, check, self._publication.look_after)
+        self._lost = LostAttempts(parts.config, parts.store, note)
+        self._stream = Stream(parts, self._lost, stop, check, serves_early=False, look_after=self._publication.look_after)
 
     async def begin(self, step: int) -> None:
         self._parts.engine.weights_changed()
         self._parts.engine.set_version(step)
+        await self._lost.look()
         await self.announce(step)
 
     def running(self) -> AbstractAsyncContextManager[object]:
@@ -317,4 +332,4 @@ class Apart:
         await self._publication.publish(step)
 
     def stats(self) -> dict[str, float]:
-        return {}
+        return self._lost.stats()

@@ -7,7 +7,7 @@ from agentevo.errors import ConfigError
 from agentevo.observability import LiveView
 from agentevo.orchestration.run import Run, check_parts, run_coroutine
 from agentevo.orchestration.run_identity import ensure_run_folder
-from agentevo.orchestration.training_run import run_training
+from agentevo.orchestration.training_run import only_trainer, run_training
 
 
 def learn(config: RunConfig, *, view: LiveView | None = None) -> Run:
@@ -21,5 +21,7 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> Run:
         raise ConfigError("data gives what is trained on, so there is nothing for samplers to do: use agentevo train")
     check_parts(config, None, resume=False)
     ensure_run_folder(config)
-    run_coroutine(run_training(config, view if view is not None else LiveView(config.run.name), resume=True, apart=True))
+    view = view if view is not None else LiveView(config.run.name)
+    with only_trainer(config.run_dir):
+        run_coroutine(run_training(config, view, resume=True, apart=True))
     return Run(config)

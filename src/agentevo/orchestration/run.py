@@ -34,7 +34,7 @@ from agentevo.orchestration.evaluation import evaluate, reference_players
 from agentevo.orchestration.preference import check_preference
 from agentevo.orchestration.replay import Replay, replay
 from agentevo.orchestration.shared_store import prepare_store
-from agentevo.orchestration.training_run import run_training
+from agentevo.orchestration.training_run import only_trainer, run_training
 from agentevo.rollout.task_source import TaskSource
 from agentevo.run_folder import read_store
 from agentevo.store.store import TrajectoryFilter
@@ -160,10 +160,12 @@ def train(
             view.note(f"from here on with {key}={now!r}, which was {was!r}")
     else:
         prepare_folder(config)
-    write_config(config)
-    with Children(config, view.note) if config.rollout.samplers else nullcontext() as children:
-        check = children.check if children is not None else lambda: None
-        run_coroutine(run_training(config, view, agent=agent, tasks=tasks, resume=resume, apart=children is not None, check=check))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with only_trainer(config.run_dir):
+        write_config(config)
+        with Children(config, view.note) if config.rollout.samplers else nullcontext() as children:
+            check = children.check if children is not None else lambda: None
+            run_coroutine(run_training(config, view, agent=agent, tasks=tasks, resume=resume, apart=children is not None, check=check))
     return Run(config, agent=agent, tasks=tasks)
 
 
@@ -247,11 +249,13 @@ def _began_with(checkpoints: Checkpoints) -> str | None:
 
 
 def prepare_folder(config: RunConfig) -> None:
-    """Leaves no folder, or an empty one, and an empty store. Refuses to mix two runs."""
+    """Leaves no folder, or an empty one, and an empty store. Refuses to mix two runs, or to delete one that is being trained."""
     check_folder(config)
-    prepare_store(config)
-    if (config.run_dir / "config.yaml").is_file():
-        shutil.rmtree(config.run_dir)
+    there = (config.run_dir / "config.yaml").is_file()
+    with only_trainer(config.run_dir) if there else nullcontext():
+        prepare_store(config)
+        if there:
+            shutil.rmtree(config.run_dir)
 
 
 def check_folder(config: RunConfig) -> None:

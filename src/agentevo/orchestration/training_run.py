@@ -78,13 +78,14 @@ async def run_training(
     apart: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Trains to the last step or a clean stop, which raises KeyboardInterrupt. The run's folder is there, with its config.yaml.
+    """Trains to the last step or a clean stop, which raises KeyboardInterrupt. The run's folder is there, with its config.yaml, and the
+    caller is its `only_trainer`.
 
     apart: samplers and engines are other processes; `check` raises when they can't be had any more.
     """
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
-    with only_trainer(folder), view, stop_on_interrupt(view) as asked:
+    with view, stop_on_interrupt(view) as asked:
         view.phase("loading", config.model.name)
         start = await beginning(config, checkpoints, note=view.note) if resume else Beginning()
         own_weights = not apart and config.rollout.staleness > 0 and config.rollout.sharing == "overlap"
@@ -135,7 +136,7 @@ def _attempts(
 ) -> Attempts:
     if apart:
         return Apart(parts, stop, check, note)
-    return Beside(parts, stop) if parts.config.rollout.staleness else InTurn(parts)
+    return Beside(parts, stop, note) if parts.config.rollout.staleness else InTurn(parts)
 
 
 def _reward_model(parts: Components) -> TokenRewardModel | None:

@@ -16,10 +16,11 @@ where there is enough.
 from __future__ import annotations
 
 import math
+import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,19 +37,28 @@ _DECODER = msgspec.msgpack.Decoder()
 _MESSAGES = msgspec.json.Decoder(list[Message])
 
 
-def pack_ints(values: Iterable[int]) -> bytes:
+def pack_ints(values: Sequence[int]) -> bytes:
     """Little-endian int32. Raises OverflowError or TypeError for what is not one."""
-    return _little_endian(array("i", values))
+    try:
+        if values and values.count(values[0]) == len(values):  # versions nearly always
+            return struct.pack("<i", values[0]) * len(values)
+        return struct.pack(f"<{len(values)}i", *values)
+    except struct.error as error:
+        wrong = next(value for value in values if not isinstance(value, int) or not -(2**31) <= value < 2**31)
+        kind = OverflowError if isinstance(wrong, int) else TypeError
+        raise kind(f"{wrong!r} is no 32-bit integer") from error
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
     """Little-endian float32, rounded to nearest. Raises OverflowError for a finite number beyond float32's range."""
-    packed = array("f", values)
-    if not math.isfinite(sum(packed)):
-        for value, rounded in zip(values, packed, strict=True):
-            if math.isinf(rounded) and not math.isinf(value):
-                raise OverflowError(f"{value} does not fit in a float32")
-    return _little_endian(packed)
+    try:
+        return struct.pack(f"<{len(values)}f", *values)
+    except OverflowError as error:
+        largest = max((value for value in values if math.isfinite(value)), key=abs)
+        raise OverflowError(f"{largest} does not fit in a float32") from error
+    except struct.error as error:
+        wrong = next(value for value in values if not isinstance(value, float | int))
+        raise TypeError(f"{wrong!r} is no number") from error
 
 
 def unpack(typecode: str, data: bytes) -> list[Any]:
@@ -58,12 +68,6 @@ def unpack(typecode: str, data: bytes) -> list[Any]:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tolist()
-
-
-def _little_endian(values: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
 
 
 def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:

@@ -40,7 +40,6 @@ class Learner(Protocol):
         *,
         version: int | None = None,
         bound: int | None = None,
-        allow_newer: bool = False,
     ) -> Made:
         """With `version`, the number of committed steps: nothing older than `bound` is trained on; see `staleness.py`."""
 

@@ -105,7 +105,6 @@ class PreferenceTrainer:
         *,
         version: int | None = None,
         bound: int | None = None,
-        allow_newer: bool = False,
     ) -> PreparedPairs:
         """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for others.
 
@@ -117,7 +116,7 @@ class PreferenceTrainer:
         stale: dict[str, str] = {}
         ages: dict[str, float] = {}
         if version is not None:
-            trajectories, stale, ages = leave_out_stale(trajectories, trainer_version=version, bound=bound, allow_newer=allow_newer)
+            trajectories, stale, ages = leave_out_stale(trajectories, trainer_version=version, bound=bound)
         if self.data is not None:
             pairs = self.data.of_step(self.steps + 1)
         else:

@@ -39,25 +39,23 @@ class _Tokens(NamedTuple):
     fresh: np.ndarray
 
 
-def mask_stale(
-    samples: Sequence[Sample], *, trainer_version: int, bound: int | None = None, allow_newer: bool = False
-) -> tuple[list[Sample], dict[str, float]]:
+def mask_stale(samples: Sequence[Sample], *, trainer_version: int, bound: int | None = None) -> tuple[list[Sample], dict[str, float]]:
     """The samples with the trained tokens older than `bound` taken out of the loss mask and of all that goes with it, and the ages of the
     rest in the column "age". A sample that keeps no trained token is left out. bound None: every age may be trained on.
 
-    Raises TrainingError for tokens without a version, and, unless `allow_newer`, for tokens newer than the trainer.
+    Raises TrainingError for tokens without a version, or newer than the trainer.
     """
     _check(trainer_version, bound)
     found = []
     for sample in samples:
         versions = np.array(list(compress(sample.versions, sample.loss_mask)), dtype=np.int64)
-        found.append(_aged(sample.trajectory_id, versions, trainer_version, bound, allow_newer))
+        found.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
     kept = [_only(sample, tokens) for sample, tokens in zip(samples, found, strict=True) if tokens.fresh.any()]
-    return kept, _metrics(found, trainer_version, bound, allow_newer)
+    return kept, _metrics(found, bound)
 
 
 def leave_out_stale(
-    trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None, allow_newer: bool = False
+    trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Trajectory], dict[str, str], dict[str, float]]:
     """For losses of whole answers, of which no token can be spared: those trajectories without a token older than `bound`, the ids of the
     others -> "stale", and the metrics. Raises as `mask_stale`."""
@@ -65,13 +63,13 @@ def leave_out_stale(
     kept, dropped, found = [], {}, []
     for trajectory in trajectories:
         versions = np.array([version for turn in trajectory.turns for version in turn.versions], dtype=np.int64)
-        tokens = _aged(trajectory.id, versions, trainer_version, bound, allow_newer)
+        tokens = _aged(trajectory.id, versions, trainer_version, bound)
         if tokens.fresh.all():
             kept.append(trajectory)
         else:
             dropped[trajectory.id] = STALE
         found.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
-    return kept, dropped, _metrics(found, trainer_version, bound, allow_newer)
+    return kept, dropped, _metrics(found, bound)
 
 
 def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
@@ -114,15 +112,15 @@ def _check(trainer_version: int, bound: int | None) -> None:
         raise ValueError(f"bound={bound} would leave no token: give rollout.staleness, 0 or more")
 
 
-def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | None, allow_newer: bool) -> _Tokens:
+def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | None) -> _Tokens:
     if len(versions) and versions.min() < 0:
         raise TrainingError(f"trajectory {name} has a token without a version, so nobody can say how old it is: sample it anew")
-    if len(versions) and versions.max() > trainer_version and not allow_newer:
+    if len(versions) and versions.max() > trainer_version:
         raise TrainingError(
             f"trajectory {name} has a token of version {versions.max()}, and the trainer is at {trainer_version}: these weights were never "
             "committed; resume the run from its last step, or drop the trajectory"
         )
-    ages = np.abs(trainer_version - versions)
+    ages = trainer_version - versions
     return _Tokens(name, versions, ages, np.ones(len(ages), dtype=bool) if bound is None else ages <= bound)
 
 
@@ -143,7 +141,7 @@ def _only(sample: Sample, tokens: _Tokens) -> Sample:
     )
 
 
-def _metrics(found: Sequence[_Tokens], trainer_version: int, bound: int | None, allow_newer: bool) -> dict[str, float]:
+def _metrics(found: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
     found = [tokens for tokens in found if len(tokens.ages)]
     if not found:
         return {}
@@ -154,9 +152,6 @@ def _metrics(found: Sequence[_Tokens], trainer_version: int, bound: int | None, 
     metrics |= {"staleness/masked": float(1.0 - fresh.mean()), "staleness/masked_tokens": float((~fresh).sum())}
     if len(trained):
         metrics |= {"staleness/mean": float(trained.mean()), "staleness/max": float(trained.max())}
-    if allow_newer:
-        newer = np.concatenate([tokens.versions for tokens in found]) > trainer_version
-        metrics["staleness/newer"] = float(newer.mean())
     of_trajectory: dict[str, list[_Tokens]] = {}
     for tokens in found:
         of_trajectory.setdefault(tokens.trajectory_id, []).append(tokens)

@@ -88,7 +88,6 @@ class Trainer:
         *,
         version: int | None = None,
         bound: int | None = None,
-        allow_newer: bool = False,
     ) -> Prepared:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the algorithm compares with it.
 
@@ -102,7 +101,7 @@ class Trainer:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
             self.kl.update(prepared.metrics["actor/reward_kl"], len(prepared.samples))
         if version is not None:
-            prepared.samples, found = mask_stale(prepared.samples, trainer_version=version, bound=bound, allow_newer=allow_newer)
+            prepared.samples, found = mask_stale(prepared.samples, trainer_version=version, bound=bound)
             prepared.metrics |= found
         return prepared
 
