@@ -12,9 +12,10 @@ def fill(url: str) -> None:
         turn = Turn(index=0, prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], versions=[0], finish_reason="stop")
         async with await open_store(url) as store:
             await store.add_tasks([Task(id="x")])
-            many = [Trajectory(id=name, task_id="x", group_id="g", turns=[turn]) for name in "abc"]
+            many = [Trajectory(id=name, task_id=name, group_id="g", turns=[turn]) for name in "abc"]
             await store.write_trajectories(many, split="train", step=1)
             await store.drop(["c"], "stale")
+            await store.commit_step(1, {})
 
     asyncio.run(work())
 
@@ -28,11 +29,11 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
         ["trajectories/train/ready", "2"],
         ["trajectories/train/dropped", "1"],
         ["turns", "3"],
-        ["steps", "0"],
+        ["steps", "1"],
     ]
     assert counted.out.splitlines()[-1].startswith("size") and counted.out.endswith(" MB\n")
-    assert agentevo("store", "export", "sqlite:///one.sqlite", "all.jsonl.gz").out == "4 rows written to all.jsonl.gz\n"
-    assert agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out == "4 new rows in sqlite:///two.sqlite\n"
+    assert agentevo("store", "export", "sqlite:///one.sqlite", "all.jsonl.gz").out == "5 rows written to all.jsonl.gz\n"
+    assert agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out == "5 new rows in sqlite:///two.sqlite\n"
     agentevo("store", "export", "sqlite:///two.sqlite", "again.jsonl.gz")
     assert Path("again.jsonl.gz").read_bytes() == Path("all.jsonl.gz").read_bytes()
     tidied = agentevo("store", "gc", "sqlite:///two.sqlite", "--dropped")

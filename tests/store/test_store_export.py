@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import event
 
 from agentevo.errors import StoreError
 from agentevo.store import StoredTrajectory, export_jsonl, export_store, import_store, open_store
+from agentevo.store.mongo_rows import Rows
+from agentevo.store.sql import SQLStore
 from agentevo.store.streams import Streaming
 from agentevo.types import Message, Task, Trajectory
 
@@ -108,7 +112,7 @@ def test_a_whole_store_travels_to_any_backend_and_back(
         async with await open_store(sqlite_url) as store:
             await store.add_tasks([make_task(name) for name in ("done", "bad", "again", "held", "new")])
             done, bad, again, _held = await store.lease_tasks("w", lease_s=600, limit=4)
-            many = [make_trajectory(f"a{i}", num_turns=i % 3, task_id="done") for i in range(150)]
+            many = [make_trajectory(f"a{i}", num_turns=i % 3, task_id="done" if i not in (4, 5) else "spent") for i in range(150)]
             await store.write_trajectories(many, split="train", step=1, lease=done)
             await store.write_trajectories([make_trajectory("e", status="failed", error="a\0b\\0")], split="eval", step=1)
             await store.fail_task(bad, "no")
@@ -116,11 +120,14 @@ def test_a_whole_store_travels_to_any_backend_and_back(
             await store.reserve(["a0", "a1"], 1)
             await store.commit_step(1, {"metrics": {"loss": 0.5}, "checkpoint": {"path": "checkpoints/1", "sha256": "ab"}})
             await store.reserve(["a2"], 2)
-            await store.drop(["a3", "a4"], "stale")
+            await store.drop(["a4", "a5"], "stale")
             assert (await store.gc(dropped=True))["tokens"] == 2
             lines = await export_store(store, tmp_path / "1.jsonl.gz")
             assert lines == 5 + 151 + 1
+            assert await import_store(store, tmp_path / "1.jsonl.gz") == 0, "into itself, what gc has emptied included"
             before = await store.counts()
+            summaries = await store.summaries()
+            assert [(s.num_turns, s.num_completion_tokens) for s in summaries if s.drop_reason] == [(1, 2), (2, 4)]
             history = (await store.stored_task("again")).history
         async with await open_store(new_url()) as other:
             assert await import_store(other, tmp_path / "1.jsonl.gz") == lines
@@ -128,11 +135,14 @@ def test_a_whole_store_travels_to_any_backend_and_back(
             await export_store(other, tmp_path / "2.jsonl.gz")
             after = await other.counts()
             assert after["tasks/leased"] == 0 and after["tasks/queued"] == before["tasks/queued"] + 1
+            assert await other.summaries() == summaries and after["turns"] == before["turns"]
             assert (await other.stored_task("again")).history == history != []
-            assert (await other.trajectory("a5")) == many[5]
-            assert await other.write_trajectories([many[5]], split="train", step=1) == 0
+            assert (await other.trajectory("a6")) == many[6]
+            assert await other.write_trajectories(many[4:7], split="train", step=1) == 0, "the same content, deleted or not"
+            with pytest.raises(StoreError, match="'a4' is already there with other content"):
+                await other.write_trajectories([msgspec.structs.replace(many[4], turns=[])], split="train", step=1)
             with pytest.raises(StoreError, match="deleted by `store gc --dropped`"):
-                await other.trajectory("a3")
+                await other.trajectory("a4")
         first, second = (gzip.decompress((tmp_path / f"{n}.jsonl.gz").read_bytes()).splitlines() for n in (1, 2))
         assert [line.replace(b'"state":"leased"', b'"state":"queued"') for line in first] == second
         assert [json.loads(line)["kind"] for line in (first[0], first[5], first[-1])] == ["task", "trajectory", "step"]
@@ -170,8 +180,9 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(url: str,
             clock.steady += 3000
             await store.renew(kept)
             clock.steady += 700
-            await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
+            await store.write_trajectories([make_trajectory(name, task_id=name) for name in "abc"], split="train", step=1)
             await store.drop(["b"], "stale")
+            await store.commit_step(1, {})
             assert {k: v for k, v in (await store.gc()).items() if k != "bytes"} == {"leases": 1, "orphans": 0, "tokens": 0}
             assert (await store.trajectory("b")).turns
             with pytest.raises(StoreError, match="moved on"):
@@ -187,5 +198,110 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(url: str,
                 ("c", 2, False),
             ]
             assert await store.size_bytes() > 0
+
+    asyncio.run(scenario())
+
+
+def test_gc_spares_what_a_resumed_trainer_may_ask_for(url: str, make_trajectory: Make) -> None:
+    """One that was killed between a step's drops and its commit."""
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+
+            async def write(step: int, task: str, *names: str) -> None:
+                members = [make_trajectory(name, task_id=task, group_id=f"{task}/{name[0]}") for name in names]
+                await store.write_trajectories(members, split="train", step=step)
+
+            async def emptied() -> list[str]:
+                await store.gc(dropped=True)
+                return [one.trajectory.id async for one in store.trajectories() if one.tokens_deleted]
+
+            await write(1, "first", "a1", "a2")
+            await write(1, "old", "b1", "greedy")  # `mask`: an old group goes into a later step
+            await write(2, "second", "c1", "c2")
+            await write(2, "third", "d1", "d2")
+            await store.drop(["a1"], "group-of-one")
+            assert await emptied() == [], "no step is committed"
+            await store.reserve(["a2"], 1)
+            await store.commit_step(1, {})
+            await store.drop(["greedy"], "baseline")
+            await store.drop(["c1", "c2"], "zero-variance")
+            assert await emptied() == ["a1"]
+            await store.reserve(["b1", "d1", "d2"], 2)
+            assert await emptied() == ["a1"]
+            assert await store.drop(["c1", "c2"], "zero-variance") == 0
+            await store.commit_step(2, {}, ids=["b1", "d1", "d2"])
+            assert await emptied() == ["a1", "greedy", "c1", "c2"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("moved", ["a step", "a trajectory", "a lease"])
+def test_a_store_in_which_something_moves_is_not_exported(
+    url: str, make_trajectory: Make, make_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
+    whole = Streaming.trajectories
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            await store.add_tasks([make_task("x")])
+            await store.write_trajectories([make_trajectory("a")], split="train", step=1)
+            await store.reserve(["a"], 1)
+            assert await export_store(store, tmp_path / "all.jsonl") == 2
+            before = (tmp_path / "all.jsonl").read_bytes()
+
+            async def goes_on(self: Streaming, **filters: object) -> AsyncIterator[StoredTrajectory]:
+                async for stored in whole(self, **filters):  # type: ignore[arg-type]
+                    yield stored
+                match moved:
+                    case "a step":
+                        await store.commit_step(1, {})
+                    case "a trajectory":
+                        await store.write_trajectories([make_trajectory("b")], split="train", step=1)
+                    case _:
+                        await store.lease_task("w", lease_s=60)
+
+            monkeypatch.setattr(Streaming, "trajectories", goes_on)
+            with pytest.raises(StoreError, match=r"the run goes on.*stop it first"):
+                await export_store(store, tmp_path / "all.jsonl")
+            assert (tmp_path / "all.jsonl").read_bytes() == before
+            assert [name for name in os.listdir(tmp_path) if "all" in name] == ["all.jsonl"]
+            monkeypatch.setattr(Streaming, "trajectories", whole)
+            assert await export_store(store, tmp_path / "all.jsonl") >= 2
+
+    asyncio.run(scenario())
+
+
+def test_an_import_reads_the_records_of_its_own_steps_only(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each page would read all that came before it."""
+
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            for step in range(1, 6):
+                await store.commit_step(step, {"of": step})
+            stored = await store.steps()
+            read: list[object] = []
+            if isinstance(store, SQLStore):
+                engine: Any = store._engine  # type: ignore[attr-defined]
+
+                @event.listens_for(getattr(engine, "sync_engine", engine), "before_cursor_execute")
+                def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+                    if statement.startswith("SELECT") and "FROM steps" in statement:
+                        read.append("WHERE steps.step IN" in statement)
+
+            else:
+                find = Rows.find
+
+                async def noted(self: Rows, collection: Any, where: dict[str, Any], *names: str) -> Any:
+                    if collection.name == "steps":
+                        read.append(where == {"_id": {"$in": [2, 9]}})
+                    return await find(self, collection, where, *names)
+
+                monkeypatch.setattr(Rows, "find", noted)
+            assert await store.put(steps=[stored[1], msgspec.structs.replace(stored[1], step=9)]) == 1
+            assert read == [True]
+            assert [step.step for step in await store.steps()] == [1, 2, 3, 4, 5, 9]
+            with pytest.raises(StoreError, match="already committed with another record"):
+                await store.put(steps=[msgspec.structs.replace(stored[2], record={"of": "another"})])
 
     asyncio.run(scenario())

@@ -38,7 +38,7 @@ def test_a_heartbeat_keeps_the_lease_and_a_lost_one_is_refused(url: str, clock: 
                 with pytest.raises(StoreError, match="ran out and the task has moved on"):
                     await late
             await store.complete_task(second)
-            with pytest.raises(StoreError, match="already completed"):
+            with pytest.raises(StoreError, match=r"'x' is already completed and has no lease to renew$"):
                 await store.renew(second)
 
     asyncio.run(scenario())
@@ -86,6 +86,23 @@ def test_a_task_that_kills_its_workers_is_set_aside(url: str, clock: Any, make_t
             assert stored.state == "poison" and stored.error is not None and "ran out 3 times" in stored.error
             assert [event.kind for event in stored.history] == ["expired"] * 3
             assert await store.lease_task("w", lease_s=10) is None
+
+    asyncio.run(scenario())
+
+
+def test_leases_that_ran_out_together_are_all_looked_at(url: str, clock: Any, make_task: Callable[..., Task]) -> None:
+    """Also behind one that is set aside on the way."""
+
+    async def scenario() -> None:
+        async with await open_store(url, clock=clock, retries=RetryPolicy(max_expiries=2)) as store:
+            await store.add_tasks([make_task(name) for name in ("bad", "a", "b", "c")])
+            assert (await leased(store)).task.id == "bad"
+            clock.steady += 11
+            assert len(await store.lease_tasks("w", lease_s=10, limit=9)) == 4
+            clock.steady += 11
+            assert sorted(lease.task.id for lease in await store.lease_tasks("w", lease_s=10, limit=3)) == ["a", "b", "c"]
+            assert (await store.stored_task("bad")).state == "poison"
+            assert await store.lease_tasks("w", lease_s=10, limit=3) == []
 
     asyncio.run(scenario())
 

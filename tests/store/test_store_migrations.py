@@ -29,7 +29,7 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
         async with await open_store(f"sqlite:///{old}", create=False) as store:
             await export_jsonl(store, tmp_path / "new.jsonl")
             assert (tmp_path / "new.jsonl").read_text() == (DATA / "version1.jsonl").read_text().replace(
-                "}\n", ',"tokens_deleted":false}\n'
+                "}\n", ',"tokens_deleted":false,"emptied":null}\n'
             )
             states = {stored.task.id: (stored.state, stored.fencing_id, stored.error) async for stored in store.tasks()}
             assert states == {

@@ -3,6 +3,7 @@
 from agentevo.store.clock import Clock, Now
 from agentevo.store.export import export_jsonl, export_store, import_store
 from agentevo.store.store import (
+    Emptied,
     Lease,
     RetryPolicy,
     Split,
@@ -22,6 +23,7 @@ from agentevo.store.store import (
 
 __all__ = [
     "Clock",
+    "Emptied",
     "Lease",
     "Now",
     "RetryPolicy",

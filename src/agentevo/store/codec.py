@@ -17,7 +17,7 @@ import msgspec
 
 from agentevo.errors import StoreError
 from agentevo.store.blobs import pack_floats, pack_ints, pack_turns, unpack_turns
-from agentevo.store.store import SPLITS, Lease, Split, StepRecord, StoredTask, StoredTrajectory, TaskEvent, TrajectorySummary
+from agentevo.store.store import SPLITS, Emptied, Lease, Split, StepRecord, StoredTask, StoredTrajectory, TaskEvent, TrajectorySummary
 from agentevo.types import FinishReason, Status, Task, Trajectory, Turn
 
 JSON = msgspec.json.Encoder(order="deterministic")
@@ -149,11 +149,14 @@ def encode_trajectories(trajectories: Iterable[Trajectory], split: Split, step: 
 
 
 def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
-    """With its place in the ledger."""
+    """With its place in the ledger; where the turns were deleted, with what is known of them."""
     (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
     names = ("state", "trained_step", "drop_reason", "written_at")
     row = encoded.row | {name: getattr(stored, name) for name in names}
-    return msgspec.structs.replace(encoded, row=row, data=None if stored.tokens_deleted else encoded.data)
+    if not stored.tokens_deleted:
+        return msgspec.structs.replace(encoded, row=row)
+    known = {} if stored.emptied is None else msgspec.structs.asdict(stored.emptied)
+    return msgspec.structs.replace(encoded, digest=known.get("digest", encoded.digest), row=row | known, data=None)
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
@@ -255,7 +258,12 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         drop_reason=row["drop_reason"],
         written_at=row["written_at"],
         tokens_deleted=data is None,
+        emptied=_emptied(row) if data is None else None,
     )
+
+
+def _emptied(row: Mapping[Any, Any]) -> Emptied:
+    return Emptied(digest=bytes(row["digest"]), num_turns=row["num_turns"], num_completion_tokens=row["num_completion_tokens"])
 
 
 def decode_summary(row: Mapping[Any, Any]) -> TrajectorySummary:

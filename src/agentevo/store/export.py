@@ -1,7 +1,7 @@
 """Stores out of and into JSON lines, nothing left out.
 
 `export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with its turns: ids, log-probs, versions,
-messages) and beside them `split`, `step`, `state`, `trained_step`, `drop_reason`, `written_at` and `tokens_deleted`.
+messages) and beside them `split`, `step`, `state`, `trained_step`, `drop_reason`, `written_at`, `tokens_deleted` and `emptied`.
 
 `export_store` writes all of a store, for `import_store`: the lines above with `"kind": "trajectory"`, and lines of the kinds `task` and
 `step`. Tasks come first, then trajectories in the order of writing, then steps, so that an import that breaks off can just be repeated; a
@@ -44,7 +44,11 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
 
 
 async def export_store(store: Store, path: Path | str) -> int:
-    """Writes the whole store to `path` as above; returns the number of lines."""
+    """Writes the whole store to `path` as above; returns the number of lines.
+
+    It is read a page at a time, which makes one picture of a store only while nothing moves in it: raises StoreError, and leaves the path
+    as it was, if something did.
+    """
     count = 0
     with _whole_file(Path(path)) as file:
 
@@ -53,13 +57,21 @@ async def export_store(store: Store, path: Path | str) -> int:
             file.write(_JSON.encode({"kind": kind} | fields) + b"\n")
             count += 1
 
+        before = await _progress(store)
         async for task in store.tasks():
             write("task", msgspec.structs.asdict(task))
         async for trajectory in store.trajectories():
             write("trajectory", _flat(trajectory))
         for step in await store.steps():
             write("step", msgspec.structs.asdict(step))
+        if await _progress(store) != before:
+            raise StoreError(f"can't export to {path}: the run goes on, and its rows would be of different moments: stop it first")
     return count
+
+
+async def _progress(store: Store) -> tuple[dict[str, int], StepRecord | None]:
+    """What changes with every task, trajectory and step that moves on."""
+    return await store.counts(), await store.last_step()
 
 
 async def import_store(store: Store, path: Path | str) -> int:

@@ -102,7 +102,10 @@ async def insert_trajectories(connection: AsyncConnection, items: Sequence[Encod
 
 
 async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
-    known = {row.step: row.record for row in await connection.execute(select(steps.c.step, steps.c.record))}
+    known: dict[int, str] = {}
+    for chunk in chunks(row["step"] for row in rows):
+        there = await connection.execute(select(steps.c.step, steps.c.record).where(steps.c.step.in_(chunk)))
+        known.update((row.step, row.record) for row in there)
     new = [row for row in rows if rules.must_commit(row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set())]
     if new:
         await connection.execute(insert(steps), new)

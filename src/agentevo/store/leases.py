@@ -6,18 +6,19 @@ workers lease at once, and on SQLite, which ignores both words, the writer is al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Float, Integer, Select, Update, bindparam, select, update
+from sqlalchemy import Float, Integer, Select, Update, bindparam, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.store import rules
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
 from agentevo.store.codec import decode_history, decode_lease, encode_history
 from agentevo.store.store import Lease, RetryPolicy, TaskEvent, TaskState
-from agentevo.store.tables import tasks
+from agentevo.store.tables import BIG, tasks
 
 _LET_GO: dict[str, Any] = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
 
@@ -30,9 +31,9 @@ _FRESH = _QUEUED.where(tasks.c.not_before == 0.0).order_by(tasks.c.seq)
 _EXPIRED = (
     select(tasks)
     .where(tasks.c.state == "leased", tasks.c.lease_expires_at <= bindparam("now", type_=Float))
-    .order_by(tasks.c.lease_expires_at)
+    .where(tuple_(tasks.c.lease_expires_at, tasks.c.seq) > tuple_(bindparam("after", type_=Float), bindparam("after_seq", type_=BIG)))
+    .order_by(tasks.c.lease_expires_at, tasks.c.seq)
     .limit(bindparam("limit", type_=Integer))
-    .offset(bindparam("offset", type_=Integer))
     .with_for_update(skip_locked=True)
 )
 _PLACE = select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == bindparam("at")).with_for_update()
@@ -76,10 +77,13 @@ async def _take_expired(
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
     """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past the bound are set aside on the way."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
+    after = (-math.inf, 0)
     while len(taken) < limit:
-        rows = await _rows(connection, _EXPIRED, now=now.steady, limit=limit - len(taken), offset=len(taken))
+        rows = await _rows(connection, _EXPIRED, now=now.steady, limit=limit - len(taken), after=after[0], after_seq=after[1])
         if not rows:
             break
+        # Not by an offset: a row that another worker had locked, and lets go, would move those behind it.
+        after = max((row["lease_expires_at"], row["seq"]) for row in rows)
         poisoned = []
         for row in rows:
             event = rules.expired(row["worker"], row["fencing_id"], now.wall)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import delete, exists, insert, select, update
+from sqlalchemy import delete, exists, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.store import rules
@@ -99,8 +99,15 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
 
 
 async def delete_dropped_tokens(connection: AsyncConnection) -> int:
-    dropped = select(trajectories.c.seq).where(trajectories.c.state == "dropped")
-    return (await connection.execute(delete(tokens).where(tokens.c.trajectory_seq.in_(dropped)))).rowcount
+    """Of dropped trajectories that no trainer will ask for again. One that was killed between a step's drops and its commit decides on
+    that step once more: on what was sampled for it (rollout.policy: wait), or else on the groups that it has reserved or finds ready, whose
+    greedy attempts are dropped and may have been sampled for an earlier step."""
+    last = await connection.scalar(select(func.max(steps.c.step))) or 0
+    other = trajectories.alias()
+    same_task = (other.c.task_id == trajectories.c.task_id, other.c.split == trajectories.c.split)
+    in_use = exists().where(*same_task, other.c.state.in_(("ready", "reserved")))
+    spent = select(trajectories.c.seq).where(trajectories.c.state == "dropped", trajectories.c.step <= last, ~in_use)
+    return (await connection.execute(delete(tokens).where(tokens.c.trajectory_seq.in_(spent)))).rowcount
 
 
 async def delete_orphans(connection: AsyncConnection) -> int:

@@ -6,7 +6,7 @@
     meta                  {_id: "schema", version}, {_id: "tasks" or "trajectories", seq}, {_id: "trainer", turn}
 
 A transaction sees a snapshot, and one that writes a document which another has written meanwhile is begun again. What only reads what the
-other writes would slip through; so reserve, commit, release, drop and rewind all write `meta.trainer`, and go one after the other.
+other writes would slip through; so reserve, commit, release, drop, rewind and gc all write `meta.trainer`, and go one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from agentevo.store.store import (
     TaskState,
     TrajectorySummary,
 )
-from agentevo.store.streams import chunks, whole_groups
+from agentevo.store.streams import CHUNK, chunks, whole_groups
 
 Document = dict[str, Any]
 
@@ -82,8 +82,8 @@ class Rows:
         found: list[Document] = await collection.find(where, list(names) if names else None, session=self.session).to_list()
         return found
 
-    async def by_id(self, collection: Any, ids: Iterable[str], *names: str) -> dict[str, Document]:
-        found: dict[str, Document] = {}
+    async def by_id(self, collection: Any, ids: Iterable[Any], *names: str) -> dict[Any, Document]:
+        found: dict[Any, Document] = {}
         for chunk in chunks(dict.fromkeys(ids)):
             found.update((document["_id"], document) for document in await self.find(collection, {"_id": {"$in": chunk}}, *names))
         return found
@@ -124,7 +124,8 @@ class Rows:
         return len(new)
 
     async def insert_steps(self, rows: Sequence[Document]) -> int:
-        known = {found["_id"]: found["record"] for found in await self.find(self.steps, {}, "record")}
+        there = await self.by_id(self.steps, (row["step"] for row in rows), "record")
+        known = {step: found["record"] for step, found in there.items()}
         new = [row for row in rows if rules.must_commit(row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set())]
         if new:
             await self.steps.insert_many([{"_id": row["step"], **row} for row in new], session=self.session)
@@ -312,23 +313,30 @@ class Rows:
         again = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
         return int((await self.tasks.update_many(where, again, session=self.session)).modified_count)
 
-    async def delete_tokens(self, *, dropped: bool) -> int:
-        """Of dropped trajectories, or of those that aren't there."""
-        if dropped:
-            ids = [document["_id"] for document in await self.find(self.trajectories, {"state": "dropped"}, "_id")]
-        else:
-            there = [document["_id"] for document in await self.find(self.tokens, {}, "_id")]
-            known = await self.by_id(self.trajectories, there, "_id")
-            ids = [name for name in there if name not in known]
-        deleted = 0
-        for chunk in chunks(ids):
-            deleted += (await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)).deleted_count
-        return deleted
+    async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
+        """Tokens without a trajectory, of the next CHUNK by id: how many, and after which id to go on, None at the end."""
+        where = {} if after is None else {"_id": {"$gt": after}}
+        cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
+        page = [document["_id"] for document in await cursor.to_list()]
+        known = await self.by_id(self.trajectories, page, "_id")
+        deleted = await self._delete_tokens([name for name in page if name not in known])
+        return deleted, page[-1] if len(page) == CHUNK else None
 
-    async def clear(self) -> int:
-        await self.tokens.delete_many({}, session=self.session)
-        facts = (self.trajectories, self.tasks, self.steps)
-        return sum([(await collection.delete_many({}, session=self.session)).deleted_count for collection in facts])
+    async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
+        """Of the next CHUNK of dropped trajectories in the order of seq, as in ledger.py; returns likewise."""
+        newest = await self.steps.find({}, ["_id"], session=self.session).sort("_id", -1).limit(1).to_list()
+        last = newest[0]["_id"] if newest else 0
+        where = {"state": "dropped", "seq": {"$gt": after or 0}}
+        cursor = self.trajectories.find(where, ["seq", "step", "split", "task_id"], session=self.session).sort("seq", 1).limit(CHUNK)
+        page = await cursor.to_list()
+        past = [found for found in page if found["step"] <= last]
+        using = {"task_id": {"$in": list({found["task_id"] for found in past})}, "state": {"$in": ["ready", "reserved"]}}
+        in_use = {(found["task_id"], found["split"]) for found in await self.find(self.trajectories, using, "task_id", "split")}
+        deleted = await self._delete_tokens([found["_id"] for found in past if (found["task_id"], found["split"]) not in in_use])
+        return deleted, page[-1]["seq"] if len(page) == CHUNK else None
+
+    async def _delete_tokens(self, ids: list[str]) -> int:
+        return int((await self.tokens.delete_many({"_id": {"$in": ids}}, session=self.session)).deleted_count) if ids else 0
 
 
 def _appended(found: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:

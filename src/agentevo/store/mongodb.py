@@ -121,6 +121,11 @@ class MongoDBStore(Streaming):
                     f"store {self.where}: its schema {known['version']} is a newer AgentEvo's, this knows up to {SCHEMA_VERSION}: upgrade "
                     "with pip install -U agentevo; it was left as it is"
                 )
+            if known["version"] < SCHEMA_VERSION:
+                raise StoreError(
+                    f"store {self.where}: its schema {known['version']} is an older AgentEvo's, this knows {SCHEMA_VERSION}: move it with "
+                    "`agentevo store export` of that version and `agentevo store import` into a new database; it was left as it is"
+                )
             return
         if not create:
             raise StoreError(f"store {self.where}: no store in this database: check the URL")
@@ -143,7 +148,8 @@ class MongoDBStore(Streaming):
         await self._database["meta"].update_one({"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True)
 
     async def close(self) -> None:
-        await self._client.close()
+        async with self._deadline("close"):
+            await self._client.close()
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
@@ -201,6 +207,21 @@ class MongoDBStore(Streaming):
                 return await work(rows)
 
         return await self._again(what, transaction)
+
+    async def _in_pieces(self, piece: Callable[[Rows, Any], Awaitable[tuple[int, Any]]], *, turn: bool) -> int:
+        """What is too much for one transaction, which has a lifetime: `piece` says how many rows it deleted and after which one the next
+        goes on, None at the end. Returns the sum."""
+        done, after = 0, None
+
+        async def work(rows: Rows) -> tuple[int, Any]:
+            return await piece(rows, after)
+
+        while True:
+            deleted, after = await self._run("gc", work, turn=turn)
+            done += deleted
+            if after is None:
+                return done
+            await asyncio.sleep(_PAUSE_S)  # a trainer has its turn
 
     async def _now(self) -> Now:
         return await self._again("clock", self._read_clock)
@@ -381,19 +402,26 @@ class MongoDBStore(Streaming):
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """The server keeps the space of what was deleted for what comes next: `bytes` is what its files shrank by, if at all."""
         before, now = await self.size_bytes(), await self._now()
-
-        async def work(rows: Rows) -> dict[str, int]:
-            return {
-                "leases": await rows.requeue_old(now.steady - lease_grace_s),
-                "orphans": await rows.delete_tokens(dropped=False),
-                "tokens": await rows.delete_tokens(dropped=True) if dropped else 0,
+        async with self._deadline("gc"):
+            done = {
+                "leases": await self._run("gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True),
+                "orphans": await self._in_pieces(Rows.delete_orphans, turn=False),
+                "tokens": await self._in_pieces(Rows.delete_dropped_tokens, turn=True) if dropped else 0,
             }
-
-        done = await self._run("gc", work, turn=True)
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:
-        return await self._run("clear", lambda rows: rows.clear(), turn=True)
+        """Outside of transactions, whose lifetime a large store exceeds. Tokens go first: `counts` says so until nothing is left."""
+        deleted = 0
+
+        async def work() -> int:
+            nonlocal deleted
+            await self._database["tokens"].delete_many({})
+            for name in ("trajectories", "tasks", "steps"):
+                deleted += (await self._database[name].delete_many({})).deleted_count
+            return deleted
+
+        return await self._again("clear", work)
 
 
 stores.register("mongodb")(MongoDBStore.open)

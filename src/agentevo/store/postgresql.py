@@ -187,9 +187,11 @@ async def _check_or_make_schema(connection: AsyncConnection, store: PostgreSQLSt
     if "agentevo_store" in names:
         version = await connection.scalar(text("SELECT version FROM agentevo_store"))
         if version != SCHEMA_VERSION:
+            move = "move it with `agentevo store export` of the older AgentEvo and `agentevo store import` into a new schema"
+            advice = "upgrade with pip install -U agentevo" if version > SCHEMA_VERSION else move
             raise StoreError(
-                f"{store.where}: the schema {store.schema!r} has version {version}, this AgentEvo knows {SCHEMA_VERSION}: upgrade with "
-                "pip install -U agentevo; it was left as it is"
+                f"{store.where}: the schema {store.schema!r} has version {version}, this AgentEvo knows {SCHEMA_VERSION}: {advice}; it was "
+                "left as it is"
             )
         return
     if names:

@@ -42,7 +42,8 @@ def holds(row: TaskPlace | None, lease: Lease, wanted: str | tuple[str, ...]) ->
     if row.state in states:
         return False
     if row.state != "leased":
-        raise StoreError(f"task {name!r} is already {row.state} and can't become {' or '.join(states)}")
+        refused = f"can't become {' or '.join(states)}" if states else "has no lease to renew"
+        raise StoreError(f"task {name!r} is already {row.state} and {refused}")
     return True
 
 

@@ -13,7 +13,8 @@
 Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the step's record. (2) Only trajectories of
 the split `train` can be reserved. (3) Every call happens whole or not at all, and repeating one that has happened changes nothing, so a
 caller that got `DeadlineExceededError` or `StoreUnavailableError` may simply call again (`lease_task` then leaves a lease behind, to run
-out). (4) What is read back equals what was written, except that log-probs are rounded to float32.
+out; on MongoDB `gc` and `clear` happen in pieces, and the second call does the rest). (4) What is read back equals what was written,
+except that log-probs are rounded to float32.
 
 `rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost. `clear` takes away all of them.
 
@@ -47,6 +48,15 @@ TASK_STATES: tuple[TaskState, ...] = get_args(TaskState)
 TRAJECTORY_STATES: tuple[TrajectoryState, ...] = get_args(TrajectoryState)
 
 
+class Emptied(msgspec.Struct, frozen=True, kw_only=True):
+    """What is still known of turns that `gc` has taken away."""
+
+    digest: bytes
+    """Of the whole content, as it was written (codec.py)."""
+    num_turns: int
+    num_completion_tokens: int
+
+
 class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """A trajectory and its place in the ledger."""
 
@@ -62,6 +72,8 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     tokens_deleted: bool = False
     """`gc` has taken the turns away: `trajectory.turns` is empty."""
+    emptied: Emptied | None = None
+    """What they were, if so."""
 
 
 class TaskEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,8 +309,9 @@ class Store(Protocol):
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """Tidies up: `leases` that ran out longer ago than the grace are queued again, `orphans` (tokens without a trajectory) deleted.
 
-        With `dropped` the turns of dropped trajectories are deleted too (`tokens`). Then the space is given back to the disk (`bytes`:
-        how much less). Returns these numbers.
+        With `dropped` the turns of dropped trajectories are deleted too (`tokens`), but for those that a resumed trainer may ask for: that
+        were sampled for a step after the last committed one, or while another attempt at their task is ready or reserved. Then the space is
+        given back to the disk (`bytes`: how much less). Returns these numbers.
         """
 
     async def clear(self) -> int:

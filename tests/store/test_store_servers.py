@@ -1,0 +1,137 @@
+"""What only a database server can come to: rows that another connection holds, transactions with a lifetime, schemas of other versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from servers import MongoDB, PostgreSQL, unused_name
+from sqlalchemy import text
+
+from agentevo.errors import DeadlineExceededError, StoreError
+from agentevo.store import leases, mongo_rows, open_store, tables
+from agentevo.store.mongodb import MongoDBStore
+from agentevo.store.postgresql import PostgreSQLStore
+from agentevo.types import Task, Trajectory
+
+MakeTask = Callable[..., Task]
+Make = Callable[..., Trajectory]
+
+
+def test_a_row_that_another_connection_lets_go_is_no_second_lease(
+    postgresql: PostgreSQL, clock: Any, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two queries of one call for leases that ran out."""
+    rows = leases._rows
+
+    async def scenario() -> None:
+        async with await PostgreSQLStore.open(postgresql.url(unused_name()), clock=clock) as store:
+            await store.add_tasks([make_task("first"), make_task("second")])
+            for _ in range(2):
+                assert await store.lease_task("dead", lease_s=10) is not None
+                clock.steady += 1
+            clock.steady += 60
+            async with store._engine.connect() as other:
+                await other.execute(text("SELECT 1 FROM tasks WHERE id = 'first' FOR UPDATE"))
+
+                async def lets_go(connection: Any, query: Any, **values: float) -> list[Mapping[Any, Any]]:
+                    found = await rows(connection, query, **values)
+                    await other.rollback()
+                    return found
+
+                monkeypatch.setattr(leases, "_rows", lets_go)
+                taken = await store.lease_tasks("w", lease_s=10, limit=2)
+            assert [lease.task.id for lease in taken] == ["second"]
+            assert [(lease.task.id, lease.fencing_id) for lease in await store.lease_tasks("w", lease_s=10, limit=2)] == [("first", 2)]
+            await store.complete_task(taken[0])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("version", "advice"), [(1, "agentevo store export"), (99, "pip install -U agentevo")])
+def test_a_postgresql_schema_of_another_version_is_refused(postgresql: PostgreSQL, version: int, advice: str) -> None:
+    async def scenario() -> None:
+        url = postgresql.url(unused_name())
+        async with await PostgreSQLStore.open(url) as store:
+            change = text(f"UPDATE agentevo_store SET version = {version}")
+            await store._run("test", lambda connection: connection.execute(change), write=True)
+        with pytest.raises(StoreError, match=f"has version {version}, this AgentEvo knows {tables.SCHEMA_VERSION}: .*{advice}"):
+            await open_store(url)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("version", "advice"), [(0, "older AgentEvo's.*agentevo store export"), (99, "newer AgentEvo's.*pip install -U")])
+def test_a_mongodb_schema_of_another_version_is_refused(mongodb: MongoDB, version: int, advice: str) -> None:
+    async def scenario() -> None:
+        url = mongodb.url(unused_name())
+        async with await MongoDBStore.open(url) as store:
+            await store._database["meta"].update_one({"_id": "schema"}, {"$set": {"version": version}})
+        with pytest.raises(StoreError, match=f"its schema {version} is an? {advice}"):
+            await open_store(url)
+
+    asyncio.run(scenario())
+
+
+def test_gc_on_mongodb_is_many_transactions(mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that breaks off has done a part, and again does the rest."""
+    monkeypatch.setattr(mongo_rows, "CHUNK", 2)
+    delete = mongo_rows.Rows._delete_tokens
+    calls: list[list[str]] = []
+
+    async def breaks(self: mongo_rows.Rows, ids: list[str]) -> int:
+        calls.append(ids)
+        if len(calls) == 2:
+            raise StoreError("the connection is gone")
+        return await delete(self, ids)
+
+    async def scenario() -> None:
+        async with await MongoDBStore.open(mongodb.url(unused_name())) as store:
+            names = [f"t{i}" for i in range(5)]
+            await store.write_trajectories([make_trajectory(name, task_id=name) for name in names], split="train", step=1)
+            await store.drop(names, "stale")
+            await store.commit_step(1, {})
+            await store._database["tokens"].insert_many([{"_id": f"{name}+", "data": b""} for name in names])
+            monkeypatch.setattr(mongo_rows.Rows, "_delete_tokens", breaks)
+            with pytest.raises(StoreError, match="the connection is gone"):
+                await store.gc(dropped=True)
+            assert calls == [["t0+"], ["t1+"]]
+            assert (await store.gc(dropped=True)).items() >= {"leases": 0, "orphans": 4, "tokens": 5}.items()
+            assert [one.tokens_deleted async for one in store.trajectories()] == [True] * 5
+            assert await store._database["tokens"].count_documents({}) == 0
+
+    asyncio.run(scenario())
+
+
+def test_clear_on_mongodb_is_no_transaction(mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(*_: object, **__: object) -> None:
+        raise AssertionError("a transaction")
+
+    async def scenario() -> None:
+        async with await MongoDBStore.open(mongodb.url(unused_name())) as store:
+            await store.write_trajectories([make_trajectory("a"), make_trajectory("b")], split="train", step=1)
+            with monkeypatch.context() as patch:
+                patch.setattr(store, "_run", refuses)
+                assert await store.clear() == 2
+            assert not any((await store.counts()).values())
+            assert await store._database["tokens"].count_documents({}) == 0
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_mongodb_store_has_a_deadline(mongodb: MongoDB, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hangs() -> None:
+        await asyncio.sleep(600)
+
+    async def scenario() -> None:
+        store = await MongoDBStore.open(mongodb.url(unused_name()))
+        with monkeypatch.context() as patch:
+            patch.setattr(store._client, "close", hangs)
+            patch.setattr(store, "_timeout_s", 0.1)
+            with pytest.raises(DeadlineExceededError, match="close: no answer"):
+                await store.close()
+        await store.close()
+
+    asyncio.run(scenario())
