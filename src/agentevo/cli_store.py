@@ -47,7 +47,10 @@ def store_stats(target: StoreOf) -> None:
 @stores.command("gc")
 def store_gc(
     target: StoreOf,
-    dropped: Annotated[bool, typer.Option("--dropped", help="Also delete the turns of dropped trajectories; their record stays.")] = False,
+    dropped: Annotated[
+        bool,
+        typer.Option("--dropped", help="Also delete the turns of dropped trajectories that no resume may ask for; their record stays."),
+    ] = False,
 ) -> None:
     """Queue tasks again whose lease ran out an hour ago, delete what belongs to nothing, give space back to the disk."""
     done = _with_store(target, lambda store: store.gc(dropped=dropped))
@@ -59,6 +62,12 @@ def store_gc(
             ("given back", f"{done['bytes'] / 1e6:,.1f} MB"),
         ]
     )
+
+
+@stores.command("retry")
+def store_retry(target: StoreOf) -> None:
+    """Queue tasks again that were set aside (poison, failed), once what was wrong with them is mended."""
+    print(f"{_with_store(target, lambda store: store.queue_again()):,} tasks queued again")
 
 
 @stores.command("export")

@@ -1,4 +1,4 @@
-"""`agentevo store stats|gc|export|import` on a URL and on the folder of a run."""
+"""`agentevo store stats|gc|retry|export|import` on a URL and on the folder of a run."""
 
 import asyncio
 from pathlib import Path
@@ -36,6 +36,7 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
     assert agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out == "5 new rows in sqlite:///two.sqlite\n"
     agentevo("store", "export", "sqlite:///two.sqlite", "again.jsonl.gz")
     assert Path("again.jsonl.gz").read_bytes() == Path("all.jsonl.gz").read_bytes()
+    assert agentevo("store", "retry", "sqlite:///two.sqlite").out == "0 tasks queued again\n"
     tidied = agentevo("store", "gc", "sqlite:///two.sqlite", "--dropped")
     assert tidied.code == 0 and "dropped trajectories emptied  1\n" in tidied.out
 

@@ -305,3 +305,27 @@ def test_whole_groups_are_listed_oldest_first(url: str, make_trajectory: Callabl
             assert (await ready(limit=100))[2:] == [f"many{n}" for n in range(98)]
 
     asyncio.run(scenario())
+
+
+def test_what_was_set_aside_is_queued_again_with_its_history(url: str, make_task: Callable[..., Task]) -> None:
+    async def scenario() -> None:
+        async with await open_store(url, retries=RetryPolicy(max_failures=1)) as store:
+            await store.add_tasks([make_task(name) for name in ("poison", "failed", "done", "held")])
+            leases = {lease.task.id: lease for lease in await store.lease_tasks("w", lease_s=60, limit=4)}
+            assert await store.retry_task(leases["poison"], "CUDA error") == "poison"
+            await store.fail_task(leases["failed"], "no room")
+            await store.complete_task(leases["done"])
+            assert await store.queue_again() == 2
+            assert await store.queue_again() == 0
+            states = {stored.task.id: stored.state async for stored in store.tasks()}
+            assert states == {"poison": "queued", "failed": "queued", "done": "completed", "held": "leased"}
+            again = await store.stored_task("poison")
+            assert (again.num_failures, again.num_expiries, again.error) == (0, 0, None)
+            assert [event.error for event in again.history] == ["CUDA error"]
+            with pytest.raises(StoreError, match="has moved on"):
+                await store.complete_task(leases["poison"])
+            taken = await store.lease_tasks("w", lease_s=60, limit=4)
+            assert {lease.task.id for lease in taken} == {"poison", "failed"}
+            await store.complete_task(taken[0])
+
+    asyncio.run(scenario())

@@ -160,6 +160,12 @@ async def requeue_old(connection: AsyncConnection, before: float) -> int:
     return (await connection.execute(old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1}))).rowcount
 
 
+async def queue_again(connection: AsyncConnection) -> int:
+    """poison, failed -> queued."""
+    fresh = _LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1, "num_failures": 0, "num_expiries": 0, "error": None}
+    return (await connection.execute(update(tasks).where(tasks.c.state.in_(("poison", "failed"))).values(fresh))).rowcount
+
+
 def _appended(history: str, event: TaskEvent) -> str:
     return encode_history([*decode_history(history), event])
 

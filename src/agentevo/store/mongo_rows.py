@@ -308,6 +308,11 @@ class Rows:
         cursor = self.steps.find(where, session=self.session).sort("_id", -1 if last_only else 1).limit(1 if last_only else 0)
         return [decode_step(found) for found in await cursor.to_list()]
 
+    async def queue_again(self) -> int:
+        fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
+        where = {"state": {"$in": ["poison", "failed"]}}
+        return int((await self.tasks.update_many(where, {"$set": fresh, "$inc": {"fencing_id": 1}}, session=self.session)).modified_count)
+
     async def requeue_old(self, before: float) -> int:
         where = {"state": "leased", "lease_expires_at": {"$lte": before}}
         again = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}

@@ -322,6 +322,9 @@ class MongoDBStore(Streaming):
     async def return_task(self, lease: Lease) -> None:
         await self._run("return_task", lambda rows: rows.give_back(lease))
 
+    async def queue_again(self) -> int:
+        return await self._run("queue_again", lambda rows: rows.queue_again())
+
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
         first, now = await self._numbers("trajectories", len(encoded)), await self._now()

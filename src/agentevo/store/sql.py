@@ -145,6 +145,9 @@ class SQLStore(Streaming):
     async def return_task(self, lease: Lease) -> None:
         await self._run("return_task", lambda connection: leases.give_back(connection, lease), write=True)
 
+    async def queue_again(self) -> int:
+        return await self._run("queue_again", leases.queue_again, write=True)
+
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
 

@@ -5,6 +5,7 @@
                  leased -> queued     retry_task: the infrastructure failed; not before a back-off has passed. return_task: the worker stops
                  leased -> leased     when the lease ran out: a new fencing id, and whoever holds the old one is refused
                  leased -> poison     instead of the two above, at the bounds of RetryPolicy: set aside with its error and its history
+                 poison, failed -> queued     queue_again
     trajectory   ready -> reserved(step) -> committed(step)
                  reserved -> ready    release: the step never happened
                  ready, reserved -> dropped(reason)
@@ -233,6 +234,10 @@ class Store(Protocol):
 
     async def return_task(self, lease: Lease) -> None:
         """The worker stops: back to the queue at once, and nothing is held against the task. Refused as above."""
+
+    async def queue_again(self) -> int:
+        """poison, failed -> queued, for somebody who has mended what set these tasks aside; returns how many. Retries and expiries are
+        counted anew, the history stays."""
 
     async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
         """Writes all or none; returns how many are new. `step` is the one that they were sampled for.
