@@ -124,6 +124,14 @@ def test_a_sampler_that_has_lived_for_long_is_replaced(start, notes, monkeypatch
         replaced(children, notes, 4)
 
 
+def test_failures_before_a_good_life_are_forgotten(start, notes, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONG_S", 0.2)
+    count = tmp_path / "count"
+    count.write_text("0")
+    with start(sampler=f"n=$(cat {count}); echo $((n + 1)) > {count}; [ $((n % 3)) = 2 ] && sleep 0.6; exit 1") as children:
+        replaced(children, notes, 8)
+
+
 def test_what_keeps_a_child_from_being_started_is_told_once_and_waited_for(start, notes, monkeypatch):
     real, refused = subprocess.Popen, []
 
