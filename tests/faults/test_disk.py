@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from fault_checks import Account, check, expected_ids, final_weights
 from fault_lives import Component, Death, finish
 
 from agentevo.config import RunConfig
+from agentevo.orchestration.run_identity import ensure_run_folder
 from agentevo.training.checkpoint import Checkpoints
 
 Small = Callable[..., RunConfig]
@@ -114,6 +116,34 @@ def test_no_room_for_the_store(small: Small, members: Members, small_disk: Path)
     thread.join()
     assert full and full[0] > 1 << 20
     assert check(config).trained == expected_ids(config)
+
+
+def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -> None:
+    """Engines go on under the version before, and get the next one when there is room."""
+    config = small("trainer.steps=16")
+    ensure_run_folder(config)
+    weights = config.run_dir / "weights"
+    weights.symlink_to(small_disk)
+    parts = members(config, "serve", "sample", "learn")
+
+    def told() -> bool:
+        fill(small_disk)  # again: a version that is deleted makes room for the next
+        return "No space left on device" in parts[-1].log.read_text()
+
+    def crowd() -> None:
+        until(lambda: parts[-1].marks.entered[0] > 0 and (weights / "version-000003").is_dir(), "no step was made")
+        until(told, "nobody complains")
+        (small_disk / "filler").unlink()
+        freed.append(parts[-1].log.read_text())
+
+    freed: list[str] = []
+    thread = threading.Thread(target=crowd)
+    thread.start()
+    finish(parts)
+    thread.join()
+    assert freed and "could not be written, and is tried again" in freed[0]
+    assert check(config).trained == expected_ids(config)
+    assert json.loads((weights / "latest.json").read_text())["version"] == 16
 
 
 def tear(path: Path, how: str) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 
+import pytest
+
+from agentevo.errors import ConfigError
+from agentevo.inference import directory as module
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.secret import RunSecret
 
@@ -76,6 +81,52 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
     assert directory.living(5.0) == [engine("a", pid=2)]
 
 
+def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead(tmp_path, monkeypatch):
+    """Two of one name, where locks don't hold."""
+    monkeypatch.setattr(module, "DEAD_S", 0.4)
+    one, other, file = EngineDirectory(tmp_path), EngineDirectory(tmp_path), tmp_path / "a.json"
+    one.announce(engine("a", pid=1))
+    other.announce(engine("a", pid=2))
+    for second in range(10):
+        os.utime(file, (second, second))  # the other's heart, by whatever clock
+        one.beat(engine("a", pid=1))
+        assert one.find("a") == engine("a", pid=2) and file.stat().st_mtime == second, "not made younger either"
+        time.sleep(0.1)
+    until = time.monotonic() + 20
+    while one.find("a") != engine("a", pid=1):
+        assert time.monotonic() < until
+        one.beat(engine("a", pid=1))
+        time.sleep(0.05)
+    other.beat(engine("a", pid=2))
+    assert other.find("a") == engine("a", pid=1)
+
+
+def test_a_name_is_one_living_engines(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ENDING_S", 0.1)
+    one, other = EngineDirectory(tmp_path / "engines"), EngineDirectory(tmp_path / "engines")
+    told = pytest.raises(ConfigError, match="an engine named a is running: give another --name")
+    with one.named("a"), one.named("b"), told, other.named("a"):
+        raise AssertionError
+    with other.named("a"):
+        assert (tmp_path / "engines" / ".a.lock").is_file()
+    assert list((tmp_path / "engines").iterdir()) == []
+
+
+def test_who_is_about_to_end_is_waited_for(tmp_path):
+    held = threading.Event()
+
+    def hold():
+        with EngineDirectory(tmp_path).named("a"):
+            held.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with EngineDirectory(tmp_path).named("a"):
+        thread.join()
+
+
 def test_what_no_engine_has_written_is_passed_over(tmp_path):
     directory = EngineDirectory(tmp_path)
     directory.announce(engine("a"))
@@ -94,12 +145,18 @@ def test_who_starts_an_engine_deletes_what_has_been_dead_for_an_hour(tmp_path):
     torn = tmp_path / ".torn.12345678"
     torn.write_text("")
     os.utime(torn, (1.0, 1.0))
+    for name in (".held.lock", ".killed.lock"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1.0, 1.0))
 
     async def work():
         async with directory.announced(engine("new")):
-            assert {file.name for file in tmp_path.iterdir()} == {"ahead.json", "younger.json", "new.json", "secret"}
+            left = {"ahead.json", "younger.json", "new.json", "secret", ".held.lock"}
+            assert {file.name for file in tmp_path.iterdir()} == left
             assert RunSecret(tmp_path).value() == value
             directory.beat(engine("old"))
             assert (tmp_path / "old.json").is_file(), "it lives after all"
 
-    asyncio.run(work())
+    with EngineDirectory(tmp_path).named("held"):
+        os.utime(tmp_path / ".held.lock", (1.0, 1.0))
+        asyncio.run(work())

@@ -264,6 +264,20 @@ def test_requests_without_sense_are_refused(llama):
         asyncio.run(engine.generate([5], SamplingParams(stop_strings=("x",)), deadline_s=1))
 
 
+@pytest.mark.parametrize("unknown", [-1, 97, 10**9])
+def test_a_token_that_the_model_does_not_know_harms_nobody_else(unknown, llama, complete):
+    engine, params = TorchEngine(llama), SamplingParams(max_new_tokens=20, seed=1)
+
+    async def work():
+        other = asyncio.create_task(engine.generate(prompt_of(10, 0), params, deadline_s=120))
+        await until(lambda: engine.stats()["engine/generated_tokens"] > 3)
+        with pytest.raises(EngineError, match=f"the prompt has token {unknown}, the model knows 0 to 96"):
+            await engine.generate([0, 96, unknown], params, deadline_s=120)
+        return await other
+
+    assert asyncio.run(work()).ids == complete(TorchEngine(llama), [prompt_of(10, 0)], [params])[0].ids
+
+
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), ModelError("no sinks"), OSError("disk")], ids=repr)
 def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(failure, llama, complete, monkeypatch):
     """Even for requests whose shared beginning was waiting to be computed when it failed."""
@@ -287,7 +301,9 @@ def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(failure, llam
         assert not isinstance(error, DeadlineExceededError)
         assert str(failure) in str(error)
     assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
+    assert engine.failed_steps == 1 and str(failure) in str(engine.failure)
     assert [len(found.ids) for found in complete(engine, prompts, params)] == [4] * 3
+    assert engine.failed_steps == 0
 
 
 def test_memory_of_a_token_is_that_of_its_keys_and_values(random_model):

@@ -17,8 +17,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
+from agentevo.inference import remote, server
 from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.messages import read_requests
+from agentevo.inference.messages import Generate, read_requests
 from agentevo.inference.remote import RemoteEngine
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
@@ -62,6 +63,18 @@ class FakeEngine:
         return {"engine/running": self.running, "engine/generated_tokens": 10 * self.number + len(self.asked)}
 
 
+class SleepyEngine(FakeEngine):
+    """Answers also while it says that it sleeps."""
+
+    asleep = False
+
+    async def sleep(self, *, in_flight, deadline_s):
+        self.asleep = True
+
+    def wake(self):
+        self.asleep = False
+
+
 class Engines:
     """Fake engines on real ports, announced in a directory."""
 
@@ -70,8 +83,8 @@ class Engines:
         self.by_name: dict[str, FakeEngine] = {}
         self.leave: dict[str, AsyncExitStack] = {}
 
-    async def start(self, number: int, version: int = 3, *, port: int = 0) -> FakeEngine:
-        engine, name = FakeEngine(number, version), f"e{number}"
+    async def start(self, number: int, version: int = 3, *, port: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
+        engine, name = kind(number, version), f"e{number}"
         door = EngineDoor(engine, name=name, secret=RunSecret(self.directory.folder))
         listener = open_socket("127.0.0.1", port)
         announcement = Announcement(url=url_of(listener), name=name, pid=number, started_at=1.0)
@@ -236,6 +249,62 @@ def test_an_engine_that_leaves_hands_its_requests_on(tmp_path):
             assert stats["engine/running"] == 1
 
     asyncio.run(work())
+
+
+def test_who_sleeps_is_asked_only_when_all_do(tmp_path):
+    async def work():
+        async with AsyncExitStack() as stack:
+            engines = Engines(tmp_path, stack)
+            one, two = [await engines.start(number, kind=SleepyEngine) for number in (1, 2)]
+            client = RemoteEngine(EngineDirectory(tmp_path), poll_s=0.02)
+            stack.push_async_callback(client.close)
+            await client.refresh()
+            names = [f"s{i}" for i in range(4)]
+            homes = [await ask(client, name) for name in names]
+            assert sorted(homes) == [1, 1, 2, 2]
+            one.asleep, one.version, two.version = True, 5, 4
+            await client.refresh()
+            assert [await ask(client, name) for name in (*names, None, None)] == [2] * 6
+            two.asleep = True
+            await client.refresh()
+            assert [await ask(client, name) for name in names] == [2] * 4, "where their caches are by now"
+            one.asleep = False
+            await client.refresh()
+            assert [await ask(client, name) for name in names] == [1] * 4
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_stays_at_old_weights_holds_nobody_up(tmp_path, monkeypatch, caplog):
+    """Whatever keeps it from reading them. It is back with new ones, or when nobody has any."""
+    monkeypatch.setattr(remote, "LATE_S", 1.0)
+
+    async def work():
+        async with some(tmp_path, 1, 2) as (engines, client):
+            late, other = engines.by_name["e1"], engines.by_name["e2"]
+            homes = {await ask(client, name): name for name in ("a", "b")}
+            for version in range(4, 10):
+                late.version, other.version = version - 1, version
+                await client.refresh()
+                assert client.version == version - 1, "it is behind all the time, and goes on"
+                await asyncio.sleep(0.2)
+            assert await ask(client, homes[1]) == 1, "its conversations stay for the time being"
+            await until(lambda: client.version == 9)
+            assert [await ask(client, name) for name in (homes[1], None, None)] == [2] * 3
+            late.version = 9
+            await client.refresh()
+            assert client.version == 9 and await ask(client, "c") == 1
+            other.version = 10
+            await client.refresh()
+            assert client.version == 9
+            await until(lambda: client.version == 10)
+            await engines.leave["e2"].aclose()
+            await client.refresh()
+            assert client.version == 9 and await ask(client, "c") == 1
+
+    asyncio.run(work())
+    told = [record.message for record in caplog.records if "while others have newer weights" in record.message]
+    assert ["version 8" in told[0], "version 9" in told[1], len(told)] == [True, True, 2]
 
 
 def test_without_engines_a_request_waits_for_one_until_its_deadline(tmp_path):
@@ -462,6 +531,30 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
 
     asyncio.run(work())
     assert [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+
+
+def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
+    """Its machine or network is: nothing else would ever say so."""
+    monkeypatch.setattr(server, "PING_S", 0.1)
+    monkeypatch.setattr(server, "SILENT_S", 0.3)
+
+    async def work():
+        async with some(tmp_path, 1) as (engines, client):
+            engine = engines.by_name["e1"]
+            engine.says = [60.0]
+            (announcement,) = engines.directory.living(5.0)
+            url = announcement.url.replace("http", "ws") + "/requests"
+            websocket = await connect(url, additional_headers=RunSecret(tmp_path).header(), proxy=None, ping_interval=None)
+            await websocket.send(msgspec.msgpack.encode([Generate(id=1, prompt_ids=[1], sampling=PARAMS, deadline_s=60.0)]))
+            await until(lambda: engine.running == 1)
+            await asyncio.sleep(1.0)
+            assert engine.running == 1, "who answers them stays"
+            websocket.transport.pause_reading()
+            await until(lambda: engine.cancelled == 1)
+            websocket.transport.abort()
+            assert await ask(client) == 1
+
+    asyncio.run(work())
 
 
 async def to_the_end(websocket) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import errno
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from agentevo.inference import weights as weights_module
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration import attempts, publication
@@ -125,11 +128,31 @@ def test_a_folder_that_is_away_is_waited_for(published, model, notes):
     folder.folder.write_text("no folder")
     for _ in range(3):
         asyncio.run(made.look_after())
-    assert len(notes) == 2 and "can't be read" in notes[0] and "version 2 could not be written again" in notes[1]
+    assert len(notes) == 2 and "can't be read" in notes[0] and "version 2 could not be written" in notes[1]
     folder.folder.unlink()
     away.rename(folder.folder)
     asyncio.run(made.look_after())
     assert whole(folder, model)
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
+def test_a_version_for_which_there_is_no_room_comes_when_there_is(error, published, model, notes, monkeypatch):
+    """A trainer that does not wait, after its last step for example, is not ended by it."""
+    folder, made = published
+
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_module, "save_file", full)
+        asyncio.run(made.publish(3))
+        for _ in range(3):
+            asyncio.run(made.look_after())
+    assert whole(folder, model)
+    assert len(notes) == 1 and "version 3 could not be written" in notes[0] and "No space left on device" in notes[0]
+    asyncio.run(made.look_after())
+    assert whole(folder, model, 3) and len(notes) == 1
 
 
 def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_path, monkeypatch):

@@ -405,6 +405,48 @@ def test_an_engine_ends_with_the_process_that_started_it(run, engines):
     assert names(run) == []
 
 
+def test_a_name_is_refused_while_its_engine_lives_and_free_once_it_was_killed(run, engines, monkeypatch):
+    monkeypatch.setattr("agentevo.inference.directory.ENDING_S", 0.2)
+    first = engines.start("a")
+    wait_for(lambda: names(run) == ["a"], "it is there")
+    with pytest.raises(ConfigError, match="an engine named a is running: give another --name"):
+        serve(run.config, name="a")
+    assert [one.pid for one in run.directory.living(5.0)] == [first.pid]
+    engines.signal("a", signal.SIGKILL)
+    first.join(30)
+    second = engines.start("a")
+    wait_for(lambda: [one.pid for one in run.directory.living(60.0)] == [second.pid], "it has the name, and its announcement")
+
+
+def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
+    """It would answer with errors, at once, and be asked all the more: three in a row, not three at all."""
+    steps, real = [], TorchEngine._step
+
+    def step(engine):
+        steps.append(len(steps))
+        if steps[-1] in (1, 2) or steps[-1] > 10:
+            raise RuntimeError("device-side assert triggered")
+        return real(engine)
+
+    monkeypatch.setattr(TorchEngine, "_step", step)
+    answers: list[object] = []
+
+    async def ask() -> None:
+        client = run.client()
+        for _ in range(7):  # 4 steps each
+            answers.append(*await asyncio.gather(client.generate(PROMPT, SHORT, deadline_s=20), return_exceptions=True))
+        await client.close()
+
+    asking = threading.Thread(target=lambda: asyncio.run(ask()))
+    asking.start()
+    with pytest.raises(EngineError, match=r"3 steps have failed one after the other.*device-side assert"):
+        serve(run.config, name="a")
+    asking.join()
+    assert [isinstance(one, Completion) for one in answers] == [False, False, True, True, False, False, False]
+    assert all("device-side assert" in str(one) for one in answers[:2] + answers[4:6])
+    assert names(run) == []
+
+
 def test_a_follower_that_breaks_ends_the_engine_and_says_why(run, monkeypatch):
     def broken(self):
         raise OSError("the disk is on fire")

@@ -3,6 +3,9 @@
 An announcement is `NAME.json`; its heartbeat is the file's time of change. A reader believes changes of that time, counted by its own
 monotonic clock, so clocks that jump or differ between machines don't make an engine dead or alive; only a file that a reader has never
 seen before is judged by its age.
+
+A name is one living engine's: it holds a lock on `.NAME.lock`, which ends with its process, so a name is free again at once when its engine
+is killed. Where the folder's file system loses locks, an engine leaves the announcement of another one alone while that one's heart beats.
 """
 
 from __future__ import annotations
@@ -11,17 +14,24 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 
+from agentevo.errors import ConfigError
 from agentevo.inference import secret
 
 HEARTBEAT_S = 1.0
+DEAD_S = 15.0
+"""Another engine under our name whose heart has not beaten for so long is dead."""
+ENDING_S = 5.0
+"""So long an engine waits for its name: who has it may be about to end."""
 FORGET_S = 3600.0
 """What has been dead for so long is deleted by the next engine that starts."""
+LOCK = ".lock"
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +51,24 @@ class EngineDirectory:
         self.folder = folder
         self._seen: dict[str, tuple[int, float]] = {}
         """Name -> (time of change as last seen, our clock when it came to be that)."""
+        self._others: tuple[int, float] | None = None
+        """The same of another engine's announcement under our name."""
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """The name is this process's while the block runs. Raises ConfigError if another engine keeps it for longer than ENDING_S."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self._lock(name)
+        lock = FileLock(file)
+        try:
+            lock.acquire(timeout=ENDING_S)
+        except Timeout:
+            raise ConfigError(f"{self.folder}: an engine named {name} is running: give another --name, or stop that one first") from None
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)  # as long as it is ours
+            lock.release()
 
     def announce(self, announcement: Announcement) -> None:
         """From now on readers find it; replaces what an earlier engine of that name has left."""
@@ -50,27 +78,38 @@ class EngineDirectory:
         os.replace(staging, self._file(announcement.name))
 
     def beat(self, announcement: Announcement) -> None:
-        """It lives. Announces it again if somebody has deleted the file."""
-        try:
-            os.utime(self._file(announcement.name))
-        except FileNotFoundError:
+        """It lives. Announces it again if somebody has deleted the file, or an engine has replaced it that is dead by now."""
+        file = self._file(announcement.name)
+        found = self._read(file)
+        if found == announcement:
+            os.utime(file)
+        elif found is None or self._other_is_dead(file):
             self.announce(announcement)
+
+    def find(self, name: str) -> Announcement | None:
+        """What the last engine of that name has announced, dead or alive."""
+        return self._read(self._file(name))
 
     def withdraw(self, announcement: Announcement) -> None:
         """Takes back one's own announcement, not that of a later engine of the same name."""
-        if self._read(self._file(announcement.name)) == announcement:
+        if self.find(announcement.name) == announcement:
             self._file(announcement.name).unlink(missing_ok=True)
 
     def forget_dead(self, mine: Announcement, *, after_s: float = FORGET_S) -> None:
         """Deletes what has not changed for `after_s` before `mine` was announced, by the clock of the files. An engine that lives after all
-        announces itself again with its next beat."""
+        announces itself again with its next beat, and keeps its name."""
         with suppress(OSError):  # nothing depends on it
             now = self._file(mine.name).stat().st_mtime
             for file in self.folder.iterdir():
                 if file.name == secret.NAME:
                     continue
-                with suppress(FileNotFoundError):
-                    if now - file.stat().st_mtime > after_s:
+                with suppress(FileNotFoundError, Timeout):
+                    if now - file.stat().st_mtime <= after_s:
+                        continue
+                    if file.suffix == LOCK:
+                        with FileLock(file, timeout=0):
+                            file.unlink()
+                    else:
                         file.unlink()
 
     @asynccontextmanager
@@ -118,8 +157,18 @@ class EngineDirectory:
             return changed, time.monotonic() - abs(time.time() - changed / 1e9)
         return before if before[0] == changed else (changed, time.monotonic())
 
+    def _other_is_dead(self, file: Path) -> bool:
+        """Whether the heart of the engine that announces itself there, instead of us, has not beaten for DEAD_S while we looked."""
+        changed = file.stat().st_mtime_ns
+        if self._others is None or self._others[0] != changed:
+            self._others = (changed, time.monotonic())
+        return time.monotonic() - self._others[1] > DEAD_S
+
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.json"
+
+    def _lock(self, name: str) -> Path:
+        return self.folder / f".{name}{LOCK}"
 
     @staticmethod
     def _read(file: Path) -> Announcement | None:

@@ -1,9 +1,12 @@
 """Engines in other processes, as one engine.
 
-A conversation stays with the engine that holds its cache; a new one goes to the engine with the least to do, of those that serve the newest
-version. When an engine dies, hangs or refuses, the same request (same ids, same seed) goes to another one within the same deadline: what
-the first has computed of it is lost, and nothing else, since engines keep no state that an answer depends on. Only when none is left until
-the deadline is the request given up (EngineUnavailableError).
+A conversation stays with the engine that holds its cache; a new one goes to the engine with the least to do, of those that are awake and
+serve the newest version. When an engine dies, hangs or refuses, the same request (same ids, same seed) goes to another one within the same
+deadline: what the first has computed of it is lost, and nothing else, since engines keep no state that an answer depends on. Only when none
+is left until the deadline is the request given up (EngineUnavailableError).
+
+`version` is the smallest of the engines that may be asked, so no token is older than it says. An engine that stays at an older version than
+others for LATE_S is not asked any more, and does not count, until it has newer weights or nobody has: alone it would hold up everybody.
 
 Each engine is reached over one connection (`client_connection.py`), on which it tells its state every `poll_s`; `version` and `stats` are
 as it said last. An engine is lost when its connection ends, and taken for dead when it has said nothing for `max_age_s`; either way the
@@ -33,6 +36,8 @@ LOG = logging.getLogger(__name__)
 
 GAUGES = ("engine/running", "engine/waiting", "engine/kv_tokens")
 """Statistics that say how things stand; the others count up, and an engine's count stays in the sum when the engine is gone."""
+LATE_S = 60.0
+"""Long enough for an engine to load new weights, and to look at weights that it has refused once more."""
 
 
 @dataclass(eq=False)
@@ -47,6 +52,8 @@ class _Known:
     """Requests of this client that it held when it said its state."""
     suspect: bool = True
     """Nothing new goes there until it says its state again: it has just been connected to, or refused."""
+    behind: tuple[int, float] | None = None
+    """(its version, when another engine was first seen to have a newer one), if that is so."""
     connection: ClientConnection | None = None
     connecting: asyncio.Task[None] | None = None
     homes: set[str] = field(default_factory=set)
@@ -63,6 +70,10 @@ class _Known:
     @property
     def version(self) -> int:
         return self.state.version if self.state is not None else -1
+
+    @property
+    def asleep(self) -> bool:
+        return self.state is not None and self.state.asleep
 
     @property
     def open(self) -> int:
@@ -96,14 +107,14 @@ class RemoteEngine:
         self._watcher: asyncio.Task[None] | None = None
         self._trouble = "none was found"
         """What has gone wrong last."""
-        self._refusals: set[str] = set()
-        """Each is told once."""
+        self._warned: set[str] = set()
+        """Of refusals and late engines, once each."""
         self._closed = False
 
     @property
     def version(self) -> int:
-        """The smallest among the living engines; -1 when none is known."""
-        return min((one.version for one in self._known.values() if one.usable), default=-1)
+        """The smallest among the engines that may be asked; -1 when there is none."""
+        return min((one.version for one in self._able()), default=-1)
 
     async def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
@@ -227,9 +238,8 @@ class RemoteEngine:
         try:
             engine.connection = await ClientConnection.open(engine.url, secret=self._secret, every_s=self._poll_s, hear=hear)
         except LostError as error:
-            if isinstance(error, RefusedError) and str(error) not in self._refusals:
-                self._refusals.add(str(error))
-                LOG.warning(str(error))
+            if isinstance(error, RefusedError):
+                self._warn(str(error))
             self._trouble = str(error)
 
     async def _ask_state(self, engine: _Known) -> None:
@@ -238,14 +248,38 @@ class RemoteEngine:
         if engine.connection is not None:
             await engine.connection.look()
 
+    def _able(self) -> list[_Known]:
+        """The engines that may be asked: usable, and not behind others for LATE_S."""
+        usable = [one for one in self._known.values() if one.usable]
+        newest = max((one.version for one in usable), default=-1)
+        found = []
+        for one in usable:
+            if one.version == newest:
+                one.behind = None
+            elif one.behind is None or one.behind[0] != one.version:
+                one.behind = (one.version, time.monotonic())
+            if one.behind is None or time.monotonic() - one.behind[1] < LATE_S:
+                found.append(one)
+            else:
+                self._warn(
+                    f"{one.url} stays at version {one.version} while others have newer weights: it is not asked until it has them too "
+                    "(its own log says what keeps it)"
+                )
+        return found
+
     def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
-        """The conversation's engine if it can be asked, else the one with the least to do among those of the newest version: an engine
-        that is late with new weights gets no more conversations whose tokens would be old."""
+        """The conversation's engine if it may be asked, else the one with the least to do among those of the newest version: an engine
+        that is late with new weights gets no more conversations whose tokens would be old. One that sleeps is asked when all of them do."""
+        able = [one for one in self._able() if one.url not in refused]
         home = self._homes.get(session) if session is not None else None
-        if home is not None and home.usable and home.url not in refused:
+        if home is not None and home in able and (not home.asleep or all(one.asleep for one in able)):
             return home
-        able = [one for one in self._known.values() if one.usable and one.url not in refused]
-        return min(able, key=lambda one: (-one.version, one.load(), len(one.homes), one.url), default=None)
+        return min(able, key=lambda one: (one.asleep, -one.version, one.load(), len(one.homes), one.url), default=None)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            LOG.warning(text)
 
     def _move_home(self, session: str, engine: _Known) -> None:
         before = self._homes.get(session)

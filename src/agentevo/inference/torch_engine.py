@@ -55,9 +55,14 @@ class TorchEngine:
         self.scheduler = Scheduler(self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)), kv_tokens)
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._version = 0
         self.refused_publishes = 0
         """Weights that did not come to serve: torn, unfit, too late. Whoever reads them for this engine adds what it refuses itself."""
+        self.failed_steps = 0
+        """In a row, up to now."""
+        self.failure: EngineError | None = None
+        """What everybody was answered when one failed last."""
         self._held = False
         """Nobody is admitted: weights are about to be swapped, or the engine is about to sleep."""
         self._asleep_since: float | None = None
@@ -79,6 +84,9 @@ class TorchEngine:
         """See Engine.generate."""
         if not prompt_ids:
             raise EngineError("the prompt is empty: an engine needs at least one token to predict from")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary:  # in a step it would fail for everybody
+            unknown = next(token for token in prompt_ids if not 0 <= token < self._vocabulary)
+            raise EngineError(f"the prompt has token {unknown}, the model knows 0 to {self._vocabulary - 1}: use its own tokenizer")
         if sampling.stop_strings and self.tokenizer is None:
             raise EngineError("stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -239,11 +247,13 @@ class TorchEngine:
                 if not scheduler.running:
                     break
                 finished = self._step()
+                self.failed_steps = 0
                 for _ in range(4 if finished else 1):  # let answered agents ask for their next turn
                     await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 (whatever a step raises, every open request has to be answered)
             failure = EngineError(f"the engine's step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
+            self.failed_steps, self.failure = self.failed_steps + 1, failure
             for request in scheduler.abort():
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)

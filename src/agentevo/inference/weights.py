@@ -64,13 +64,17 @@ class WeightsFolder:
     def write(self, version: int, model: torch.nn.Module, *, keep: int) -> str:
         """Publishes what `model` trains (its parameters that require a gradient, under their own names) and returns the SHA-256. Of
         this and older versions, the newest `keep` stay. A full disk or a kill leaves what was there. Replaces what is there of `version`.
+        Raises OSError.
         """
         trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if p.requires_grad}
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f".*{PARTIAL}"):  # of a writer that was killed; there is only one, and this is it
             shutil.rmtree(leftover, ignore_errors=True)
         with atomic_folder(self.path(version)) as staging:
-            save_file(trained, staging / WEIGHTS_FILE)
+            try:
+                save_file(trained, staging / WEIGHTS_FILE)
+            except SafetensorError as error:  # also where a file can't be written
+                raise OSError(f"{self.path(version) / WEIGHTS_FILE}: {error}") from error
             with (staging / WEIGHTS_FILE).open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             manifest = Manifest(version, sha256, (staging / WEIGHTS_FILE).stat().st_size, len(trained))

@@ -1,7 +1,8 @@
 """The trainer's side of RUN/weights: the newest version is there, whole, for as long as engines may want it.
 
-Whatever damages it after it was written would leave engines on the version before, and a trainer that waits for attempts of the new one
-would wait for ever. So a trainer that waits looks after it, and writes it again: its model still has those weights.
+Whatever keeps it from being written, or damages it afterwards, would leave engines on the version before, and a trainer that waits for
+attempts of the new one would wait for ever. So a trainer that waits looks after it, and writes it again: its model still has those weights.
+Of the last version, for which nobody waits any more, the checkpoint has them too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Publication:
         self._step = 0
         """Version of the model's weights."""
         self._latest: Latest | None = None
-        """What is published; None if nothing is yet, or it can't be read."""
+        """What is published; None if nothing is yet, or it can't be read or written."""
         self._looked_whole: object = None
         """State of its files before they were read last, and found whole."""
         self._verified_at = 0.0
@@ -36,12 +37,11 @@ class Publication:
 
     async def publish(self, step: int) -> None:
         """The model's weights are version `step`, and engines may have them. What a trainer before this one has published of this version
-        or a later one stays, if it is whole. Raises OSError."""
+        or a later one stays, if it is whole. What can't be written now, `look_after` writes later."""
         self._step, self._latest = step, self._announced()
-        if self._latest is None or self._latest.version < step:
-            await self._write()
-        else:
-            await self.look_after()
+        if self._latest is not None and self._latest.version < step:
+            self._latest = None
+        await self.look_after()
 
     async def look_after(self) -> None:
         """While the model is what was published: mends that. Cheap as long as the files look untouched, but for once every VERIFY_S."""
@@ -60,7 +60,8 @@ class Publication:
         try:
             await self._write()
         except OSError as error:  # the folder is away, or full: again at the next look
-            self._say(f"version {self._step} could not be written again: {error}")
+            why = f"{self._folder.folder}: {error.strerror or error}"
+            self._say(f"version {self._step} could not be written, and is tried again while attempts are waited for: {why}")
 
     async def _write(self) -> None:
         self._latest = self._looked_whole = None

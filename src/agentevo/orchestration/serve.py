@@ -3,6 +3,7 @@
 It waits for the run's first weights, announces itself in RUN/engines/, and follows RUN/weights/ from then on: new weights are read and
 verified while it serves, then swapped in (rollout.in_flight says what becomes of running requests). Weights that are torn, changed or unfit
 are refused and the old ones go on serving. The version that it serves only grows, also when the trainer goes back to a checkpoint.
+An engine whose steps fail again and again ends: what is wrong with it may be its device, and answers of errors are quick and draw requests.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from agentevo.orchestration.stopping import asked_to_stop
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
 """Refused weights are read again after so long though they look the same: what was wrong may have been the reading."""
+MAX_FAILED_STEPS = 3
+"""In a row."""
 
 
 def serve(
@@ -51,10 +54,12 @@ def serve(
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         loaded = load_policy(config)
         ensure_run_folder(config)
-        RunSecret(config.run_dir / "engines").value()
-        engine = TorchEngine(loaded.model, loaded.tokenizer, config.engine)
-        engine.set_version(-1)
-        asyncio.run(_serve(config, engine, listener, name, stop, note))
+        directory = EngineDirectory(config.run_dir / "engines")
+        RunSecret(directory.folder).value()
+        with directory.named(name):
+            engine = TorchEngine(loaded.model, loaded.tokenizer, config.engine)
+            engine.set_version(-1)
+            asyncio.run(_serve(config, engine, listener, name, stop, note))
 
 
 async def _serve(
@@ -71,7 +76,7 @@ async def _serve(
     following = asyncio.ensure_future(follower.follow(config.rollout.poll_s))
     try:
         note(f"{name}: waiting for the first weights in {weights.folder}")
-        await _until(lambda: stop() or engine.version >= 0, following)
+        await _until(lambda: stop() or engine.version >= 0, following, engine)
         if stop():
             return
         directory = EngineDirectory(config.run_dir / "engines")
@@ -79,18 +84,23 @@ async def _serve(
         announcement = Announcement(url=url_of(listener), name=name, pid=os.getpid(), started_at=time.time())
         async with listening(door, listener), directory.announced(announcement):
             note(f"{name}: serving version {engine.version} at {announcement.url}")
-            await _until(stop, following)
+            await _until(stop, following, engine)
         note(f"{name}: stopped")
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
 
-async def _until(condition: Callable[[], bool], following: asyncio.Future[Any]) -> None:
-    """Waits for the condition; raises what has ended the following of the weights."""
+async def _until(condition: Callable[[], bool], following: asyncio.Future[Any], engine: TorchEngine) -> None:
+    """Waits for the condition; raises what has ended the following of the weights, or EngineError when the engine only fails."""
     while not condition():
         if following.done():
             following.result()
+        if engine.failed_steps >= MAX_FAILED_STEPS:
+            raise EngineError(
+                f"{engine.failed_steps} steps have failed one after the other, so this engine ends, and others have its requests; the last "
+                f"time: {engine.failure}"
+            ) from engine.failure
         await asyncio.sleep(STOP_POLL_S)
 
 
