@@ -264,6 +264,30 @@ def test_the_oldest_version_counts_requests_under_way(scripted):
     run(talk())
 
 
+def test_a_request_made_while_no_engine_was_known_has_no_version(scripted):
+    engine, policy = scripted(["left", "right"])
+    said = engine.generate
+    go = asyncio.Event()
+
+    async def slow(*arguments, **more):
+        await go.wait()
+        return await said(*arguments, **more)
+
+    async def talk():
+        engine.version = 5
+        await policy.generate([USER])
+        engine.generate, engine.version = slow, -1
+        asked = asyncio.create_task(policy.generate([OTHER]))
+        await asyncio.sleep(0)
+        engine.version = 6
+        assert policy.oldest_version == 5, "of the tokens that there are"
+        go.set()
+        await asked
+        assert policy.oldest_version == 5
+
+    run(talk())
+
+
 def test_a_closed_policy_answers_no_more(scripted):
     engine, policy = scripted(["left"])
     run(policy.close())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from agentevo.agents import EnvironmentAgent, world_thread
 from agentevo.agents.world_thread import Pace, WorldThread
 from agentevo.config import AgentSection
 from agentevo.errors import EnvironmentFailure
-from agentevo.types import Task
+from agentevo.types import Message, Task
 
 
 def num_worlds() -> int:
@@ -126,3 +128,94 @@ def test_a_process_bears_so_many_hung_worlds_and_no_more(monkeypatch):
         await thread.end(lambda: None)
 
     asyncio.run(work())
+
+
+def test_a_world_that_wants_to_end_the_process_fails_its_call():
+    async def work() -> None:
+        thread = WorldThread(Pace())
+        with pytest.raises(EnvironmentFailure, match=r"SystemExit\(3\): a world can't end the process"):
+            await asyncio.create_task(thread.call(lambda: sys.exit(3)))
+        assert await thread.call(lambda: 4) == 4
+        await thread.end(lambda: None)
+
+    asyncio.run(work())
+
+
+class Stuck:
+    """One move and it is won; but it can't be closed before `go`."""
+
+    instructions = "Move."
+
+    def __init__(self, go: threading.Event) -> None:
+        self._go = go
+
+    def reset(self, *, seed):
+        return "here", {}
+
+    def step(self, action):
+        return "there", 1.0, True, False, {"valid": True, "effective": True, "success": True}
+
+    def close(self) -> None:
+        self._go.wait(30.0)
+
+
+class Mover:
+    async def generate(self, messages):
+        return SimpleNamespace(turn=0, text="Up", message=Message("assistant", "Up"))
+
+
+def test_a_world_that_hangs_when_it_is_closed_is_counted_and_what_was_played_stays(monkeypatch):
+    monkeypatch.setattr(world_thread, "MAX_HUNG", 2)
+    monkeypatch.setattr(world_thread, "CLOSE_S", 0.3)
+    go = threading.Event()
+
+    async def work() -> None:
+        agent = agent_of(lambda: Stuck(go))
+        for hung in (1, 2):
+            outcome = await asyncio.wait_for(agent.run(Task(id="t"), Mover()), 10.0)
+            assert (outcome.reward, outcome.success) == (1.0, True)
+            assert len(world_thread._hung) == hung
+        with pytest.raises(EnvironmentFailure, match="2 worlds of this process hang"):
+            await agent.run(Task(id="t"), Mover())
+        go.set()
+        async with asyncio.timeout(5.0):
+            while world_thread._hung:
+                await asyncio.sleep(0.01)
+        assert (await agent.run(Task(id="t"), Mover())).success
+
+    asyncio.run(work())
+
+
+def test_a_world_that_hangs_in_its_close_when_its_attempt_is_broken_off_is_counted(monkeypatch):
+    go, closing = threading.Event(), threading.Event()
+
+    def close() -> None:
+        closing.set()
+        go.wait(30.0)
+
+    async def work() -> None:
+        thread = WorldThread(Pace())
+        ending = asyncio.create_task(thread.end(close))
+        await asyncio.to_thread(closing.wait, 5.0)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert world_thread._hung == {thread}
+        go.set()
+        async with asyncio.timeout(5.0):
+            while world_thread._hung:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+
+
+def test_a_world_that_fails_to_close_fails_its_attempt():
+    def close() -> None:
+        raise EnvironmentFailure("the door is jammed")
+
+    async def work() -> None:
+        with pytest.raises(EnvironmentFailure, match="jammed"):
+            await WorldThread(Pace()).end(close)
+
+    asyncio.run(work())
+    assert not world_thread._hung

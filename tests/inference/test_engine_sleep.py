@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import time
 
 import pytest
 import torch
@@ -89,18 +90,66 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(in_fli
     assert 0.05 <= slept == engine.stats()["engine/asleep_s"], "it stands still while the engine is awake"
 
 
-def test_the_clock_of_a_request_goes_on_while_the_engine_sleeps(llama, complete):
+def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
+    """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than both."""
+    engine = TorchEngine(llama)
+    deadline_s, long = 1.5, SamplingParams(max_new_tokens=40, seed=3)
+
+    async def work():
+        running = asyncio.create_task(engine.generate(PROMPTS[0], long, deadline_s=deadline_s))
+        await until_generated(engine, 3)
+        await engine.sleep(in_flight="continue")
+        late = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS[1], deadline_s=deadline_s))
+        await asyncio.sleep(deadline_s + 0.5)
+        assert not running.done() and not late.done()
+        assert engine.slept_s > deadline_s
+        engine.wake()
+        return [await running, await late]
+
+    found, wanted = asyncio.run(work()), complete(TorchEngine(llama), PROMPTS[:2], [long, PARAMS[1]])
+    assert [one.ids for one in found] == [one.ids for one in wanted]
+
+
+def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
+    engine = TorchEngine(llama)
+    step = engine._step
+
+    def slow() -> int:
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(engine, "_step", slow)
+
+    async def work():
+        await engine.sleep()
+        asked = asyncio.create_task(engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=0.3))
+        await asyncio.sleep(0.5)
+        engine.wake()
+        woken = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match=r"within 0\.3 s \(1 running, 0 waiting\)"):
+            await asked
+        assert 0.2 < time.monotonic() - woken < 5.0
+        await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
+
+    asyncio.run(work())
+    assert engine.stats()["engine/running"] == engine.stats()["engine/waiting"] == 0
+
+
+def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(llama):
     engine = TorchEngine(llama)
 
     async def work():
         await engine.sleep()
-        with pytest.raises(DeadlineExceededError, match=r"within 0\.05 s \(0 running, 1 waiting, asleep\)"):
-            await engine.generate(PROMPTS[0], PARAMS[0], deadline_s=0.05)
+        asked = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], deadline_s=60))
+        await asyncio.sleep(0.05)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
         engine.wake()
-        return await engine.generate(PROMPTS[0], PARAMS[0], deadline_s=60)
+        await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
 
-    assert asyncio.run(work()).ids == complete(TorchEngine(llama), PROMPTS[:1], PARAMS[:1])[0].ids
-    assert engine.stats()["engine/waiting"] == 0
+    asyncio.run(work())
+    assert engine.stats()["engine/generated_tokens"] == 2
 
 
 def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):

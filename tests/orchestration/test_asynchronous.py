@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from agentevo.orchestration.components import make_environment
 from agentevo.orchestration.run import Run, train
 from agentevo.rollout.tasks import environment_tasks
 from agentevo.run_folder import read_store
+from agentevo.training.trainer import Trainer
 
 PLAIN = ("cold_start.episodes=8", "evaluation.every=0", "algorithm.drop_zero_variance=false")
 WEIGHED = ("algorithm.importance=token_tis", "algorithm.old_logprobs=recomputed")
@@ -122,6 +124,23 @@ def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(tmp_path, s
     tasks = environment_tasks("frozen_lake", 1, "train", 0, 20)
     with pytest.raises(TrainingError, match=r"attempts have all failed, the newest with: RuntimeError: no such tool"):
         train(config, agent=broken, tasks=tasks, view=quiet_view())
+
+
+def test_a_training_step_longer_than_every_deadline_costs_no_attempt(tmp_path, small_config, quiet_view, monkeypatch):
+    """The engine sleeps meanwhile, and nobody whom it keeps waiting is late for that."""
+    limits = ("engine.timeout_s=3", "agent.timeout_s=3")
+    config = small_config(tmp_path / "run", *PLAIN, *limits, "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2")
+    step = Trainer.step
+
+    def slow(*arguments):
+        time.sleep(4.0)
+        return step(*arguments)
+
+    monkeypatch.setattr(Trainer, "step", slow)
+    run = train(config, view=quiet_view())
+    assert {one.status for one in run.trajectories()} == {"completed"}
+    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "sampler/tasks_retried" in row]
+    assert [row["sampler/tasks_retried"] for row in rows] == [0, 0]
 
 
 def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):

@@ -51,6 +51,8 @@ def test_greedy_and_sampled():
     assert found["val-core/coins/success/greedy"] == 0.25, "one of four; the failed one does not count"
     assert found["val-core/coins/success/sampled"] == (2 + 1 + 1) / 8
     assert found["val-aux/coins/failed/greedy"] == 0.25
+    assert found["val-core/coins/reward/greedy"] == 1 / 3, "of the three that completed"
+    assert found["val-core/coins/reward/sampled"] == (2 + 1 + 1) / 6
     assert found["val-core/coins/n"] == 4
     assert found["val-core/coins/random"] == 0.25
     assert "val-core/coins/optimal" not in found
@@ -63,6 +65,14 @@ def test_greedy_only():
     found, _ = asyncio.run(evaluate(parts, 0, samples=0, players=None))
     assert len(parts.sampler.asked) == 1
     assert not [key for key in found if "sampled" in key or key.endswith("/random")]
+
+
+def test_where_every_attempt_failed_there_is_no_reward():
+    parts = parts_of()
+    parts.tasks = SimpleNamespace(held_out=lambda: TASKS[3:])
+    found, _ = asyncio.run(evaluate(parts, 0, samples=0, players=None))
+    assert (found["val-core/coins/success/greedy"], found["val-aux/coins/failed/greedy"]) == (0.0, 1.0)
+    assert "val-core/coins/reward/greedy" not in found
 
 
 def test_reference_players_play_the_held_out_tasks_under_the_agents_limits():

@@ -11,10 +11,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from agentevo.config import build_config
-from agentevo.errors import CheckpointError, ConfigError, MissingExtraError
+from agentevo.errors import CheckpointError, ConfigError, EngineError, MissingExtraError
 from agentevo.observability import read_metrics
 from agentevo.orchestration.run import Run, evaluate_model, run_coroutine, train
 from agentevo.orchestration.training_run import only_trainer
+from agentevo.store.store import RetryPolicy
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
@@ -206,18 +207,18 @@ def test_agents_that_fail_cost_their_attempts_and_never_the_run(tmp_path, quiet_
     assert sum(row.get("rollout/dropped/failed", 0.0) for row in rows) == len([t for t in failed if "train@" in t.id])
 
 
-def test_an_engine_without_time_fails_every_attempt_and_the_run_still_ends(tmp_path, quiet_view):
+def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(tmp_path, quiet_view, monkeypatch):
+    """It is nobody's failed attempt, and no reward of 0 is trained on."""
+    monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
+
     async def agent(task, policy):
         await policy.generate([Message("user", task.query)])
         return 1.0
 
     config = agent_config(tmp_path / "run", engine={"timeout_s": 1e-4})
-    done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
-    assert {trajectory.status for trajectory in done.trajectories()} == {"failed"}
-    assert "raise engine.timeout_s" in done.trajectories()[0].error
-    assert done.summary["eval"]["after"] == 0.0
-    assert done.summary["tokens"]["trained"] == 0
-    assert [row["rollout/dropped/failed"] for row in read_metrics(done.dir / "metrics.jsonl") if "rollout/in" in row] == [6, 6, 6]
+    with pytest.raises(EngineError, match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout_s"):
+        train(config, agent=agent, tasks=TASKS, view=quiet_view())
+    assert Run(config).trajectories() == []
 
 
 def test_an_agent_function_needs_tasks(tmp_path, quiet_view):

@@ -43,6 +43,8 @@ class Engine:
 
 
 class Service:
+    stopping = False
+
     def __init__(self, error=None, deaf=False):
         self.error, self.deaf, self.ended = error, deaf, ""
 

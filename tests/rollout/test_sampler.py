@@ -9,7 +9,7 @@ import pytest
 from agentevo.agents import Outcome
 from agentevo.config import build_config
 from agentevo.config.rollout import RolloutSection
-from agentevo.errors import DeadlineExceededError, EngineUnavailableError, EnvironmentFailure, StoreError
+from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, EnvironmentFailure, StoreError
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import open_components
 from agentevo.rollout.sampler import Sampler
@@ -147,6 +147,7 @@ def failing(attempt: int, error):
         (AssertionError(), "AssertionError: "),
         (DeadlineExceededError("no completion within 7 s"), "DeadlineExceededError: no completion within 7 s"),
         (TimeoutError("the tool took too long"), "TimeoutError: the tool took too long"),
+        (SystemExit(3), "SystemExit(3): an agent can't end the process that it plays in"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -161,12 +162,36 @@ def test_an_agent_that_fails_costs_its_own_attempt_only(error, reason, sample):
     assert counts["tasks/completed"] == 2
 
 
-def test_an_engine_that_is_late_costs_one_attempt(sample):
-    found, *_ = sample(Asker(), ["left", DeadlineExceededError("no completion within 7 s"), *["left"] * 6])
-    assert sorted(t.status for t in found) == ["completed", "completed", "completed", "failed"]
-    failed = next(t for t in found if t.status == "failed")
-    assert failed.error == "DeadlineExceededError: no completion within 7 s"
-    assert failed.turns == []
+@pytest.mark.parametrize("error", [DeadlineExceededError("no completion within 7 s"), EngineError("the engine's step failed")], ids=repr)
+def test_an_engine_that_fails_costs_nobody_an_attempt(error, sample, monkeypatch):
+    """The group in which it happened is begun again, whatever its agent makes of it."""
+    monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
+    found, stored, engine, _ = sample(Asker(), ["left", error, *["left"] * 20])
+    assert [t.status for t in found] == [one.trajectory.status for one in stored] == ["completed"] * 4
+    assert [len(t.turns) for t in found] == [2] * 4
+    assert 8 < len(engine.requests) <= 12
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            DeadlineExceededError("no completion within 7 s: raise engine.timeout_s"),
+            r"\w+/eval@3#\d: DeadlineExceededError: no completion within 7 s: raise engine\.timeout_s$",
+        ),
+        (
+            EngineError("the engine's step failed: OutOfMemoryError"),
+            r"OutOfMemoryError; if memory is short, lower engine\.kv_cache_gb or engine\.max_running$",
+        ),
+    ],
+    ids=["late", "broken"],
+)
+def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(error, told, sample, monkeypatch):
+    monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
+    with pytest.raises(EngineError, match=rf"^given up after 5 tries: .*{told}"):
+        sample(Asker(), [error] * 99, label="eval", split="eval")
+    _, stored, *_ = sample(Asker(), ["left"] * 8, label="other", split="eval")
+    assert len(stored) == 4, "of the first pass there is nothing"
 
 
 def test_an_episode_that_hangs_is_ended_at_its_deadline(sample):

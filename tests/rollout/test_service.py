@@ -12,6 +12,7 @@ from services import counted, num_begun, num_groups, num_running, serving, tasks
 from agentevo.errors import (
     StoreUnavailableError,
 )
+from agentevo.orchestration import sample as sample_module
 from agentevo.store.store import RetryPolicy, open_store
 from agentevo.types import Task, Trajectory
 
@@ -326,6 +327,36 @@ def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, t
             assert await store.summaries() == []
             async with serving(make_service(moving_engine(), store, steps=1)):
                 await until(num_groups(store, 2))
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_waits_for_what_is_being_written(url, make_service, moving_engine, monkeypatch):
+    """Longer than it waits for a service that does not stop, as `agentevo sample` does it."""
+    monkeypatch.setattr(sample_module, "GRACE_S", 0.5)
+
+    class Found(moving_engine):
+        async def refresh(self):
+            return
+
+    async def scenario():
+        writing = asyncio.Event()
+        async with await open_store(url) as store:
+            write = store.write_trajectories
+
+            async def slow(*arguments, **more):
+                writing.set()
+                await asyncio.sleep(1.5)
+                return await write(*arguments, **more)
+
+            store.write_trajectories = slow
+            engine = Found()
+            service = make_service(engine, store, steps=1)
+            await asyncio.wait_for(sample_module._serve(service, engine, store, 1, writing.is_set, ends=False), 30)
+            written = service.stats()["sampler/groups_written"]
+            counts = await store.counts()
+            assert written >= 1 and (counts["tasks/completed"], counts["tasks/leased"]) == (written, 0)
+            assert len(await store.summaries()) == 2 * written
 
     asyncio.run(scenario())
 

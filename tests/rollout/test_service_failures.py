@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 
 import pytest
 from services import counted, num_groups, serving, tasks_of, until
@@ -51,6 +52,25 @@ def test_a_task_whose_engine_always_fails_becomes_poison(url, make_service, movi
             assert service.stats()["sampler/tasks_poisoned"] == 2
             stored = await tasks_of(store)
             assert all("EngineError: the engine's step failed: boom" in str(one.error) and one.num_failures == 3 for one in stored)
+
+    asyncio.run(scenario())
+
+
+def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_engine):
+    told: list[str] = []
+
+    async def scenario():
+        async with await open_store(url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)) as store:
+            engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
+            service = make_service(engine, store, steps=1, note=told.append)
+            async with serving(service):
+                await until(counted(store, "tasks/poison", 2))
+            assert [one.partition(": ")[0] for one in told] == ["w"] * 2
+            for task_id in ("t0", "t1", "t2", "t3", "t4", "t5"):
+                assert sum(f"task {task_id} is set aside as poison" in one for one in told) <= 1
+            assert all(re.search(r"t\d/train@1#\d: EngineError: the engine's step failed: boom$", one) for one in told)
+            service._note_poison(told[0].split()[2], "again")
+            assert len(told) == 2
 
     asyncio.run(scenario())
 

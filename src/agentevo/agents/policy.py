@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from agentevo.errors import EngineError, EngineUnavailableError, RequestTooLongError
-from agentevo.inference.engine import Engine
+from agentevo.inference.engine import Engine, SleepingEngine
 from agentevo.models.chat import ChatFormat
 from agentevo.seeds import derive_seed
 from agentevo.types import Completion, Message, SamplingParams, Turn
@@ -68,9 +68,16 @@ class Policy:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of the weights behind any token so far, or behind the request that waits for the longest; None before the first."""
+        """Of the weights behind any token so far, or behind the request that waits for the longest; None before the first. Of a request
+        that was made while no engine was known nothing can be said."""
         versions = [min(turn.versions) for turn in self._turns if turn.versions]
-        return min([*versions, *(version for version, count in self._pending.items() if count)], default=None)
+        asked = (version for version, count in self._pending.items() if count and version >= 0)
+        return min([*versions, *asked], default=None)
+
+    @property
+    def slept_s(self) -> float:
+        """Seconds that the engine has slept so far: nobody's fault."""
+        return self._engine.slept_s if isinstance(self._engine, SleepingEngine) else 0.0
 
     async def generate(self, messages: Sequence[Message]) -> Reply:
         """The policy's answer to a conversation that ends with someone else's message.

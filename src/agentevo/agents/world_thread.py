@@ -27,11 +27,13 @@ GRACE_S = 0.25
 SLOW_CALLS = 3.0
 """Slow calls after which a kind of world is taken for slow; one is forgotten with every 1 / FORGOTTEN quick ones."""
 FORGOTTEN = 0.05
+CLOSE_S = 2.0
+"""Longest wait for a world to close: what was played is over, and counts."""
 MAX_HUNG = 500
 """Worlds that hang in one process."""
 
 _hung: set[WorldThread] = set()
-"""Given up, with a call that has not come back."""
+"""Given up, with a call that has not come back: the last one, to close, if no other."""
 
 
 class Pace:
@@ -67,26 +69,35 @@ class WorldThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """What the function returns or raises."""
-        answer: Future[T] = Future()
-        self._pending = answer
-        self._calls.put((answer, function))
-        try:
-            answer.exception(timeout=self._pace.grace_s)
-        except TimeoutError:
-            await asyncio.wait([asyncio.wrap_future(answer)])
+        answer = self._ask(function)
+        await self._wait(answer)
         return answer.result()
 
     async def end(self, close: Callable[[], None]) -> None:
-        """`close` is the last call. Not waited for while another one hangs."""
-        if self._pending is None or self._pending.done():
-            try:
-                await self.call(close)
-            finally:
-                self._calls.put(None)
-        else:
-            _hung.add(self)
-            self._calls.put((Future(), close))
+        """`close` is the last call. Not waited for while another one hangs, nor longer than CLOSE_S. Raises what it raises until then."""
+        idle = self._pending is None or self._pending.done()
+        closing = self._ask(close)
+        try:
+            if idle:
+                await self._wait(closing, within_s=CLOSE_S)
+        finally:
+            if not closing.done():
+                _hung.add(self)  # before the thread can end, which takes it out
             self._calls.put(None)
+        if idle and closing.done():
+            closing.result()
+
+    def _ask(self, function: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        self._pending = answer
+        self._calls.put((answer, function))
+        return answer
+
+    async def _wait(self, answer: Future[Any], *, within_s: float | None = None) -> None:
+        try:
+            answer.exception(timeout=self._pace.grace_s)
+        except TimeoutError:
+            await asyncio.wait([asyncio.wrap_future(answer)], timeout=within_s)
 
     def _work(self) -> None:
         while (wanted := self._calls.get()) is not None:
@@ -94,11 +105,14 @@ class WorldThread:
             answer.set_running_or_notify_cancel()
             started = time.monotonic()
             try:
-                found = function()
+                try:
+                    found = function()
+                finally:
+                    self._pace.took(time.monotonic() - started)
+            except SystemExit as error:  # in a task it would end the event loop
+                answer.set_exception(EnvironmentFailure(f"SystemExit({error.code!r}): a world can't end the process that it plays in"))
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
-                self._pace.took(time.monotonic() - started)
                 answer.set_exception(error)
             else:
-                self._pace.took(time.monotonic() - started)
                 answer.set_result(found)
         _hung.discard(self)

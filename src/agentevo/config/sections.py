@@ -111,7 +111,8 @@ class AgentSection(Section):
     action_separator: str = Field(default="||", min_length=1)
     """What separates several actions in one turn."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Longest time for one episode, in seconds; then it is recorded as failed."""
+    """Longest time for one episode, in seconds; then it is recorded as failed. What the engine sleeps meanwhile (rollout.sharing:
+    turns) does not count."""
 
 
 class SamplingSection(Section):
@@ -266,7 +267,7 @@ class EngineSection(Section):
     prefix_sharing: bool = True
     """Compute a common prompt once for all requests that share it."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Longest time for one completion, in seconds."""
+    """Longest time for one completion, in seconds. What the engine sleeps meanwhile does not count."""
 
 
 class CheckpointSection(Section):

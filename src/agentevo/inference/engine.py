@@ -57,6 +57,11 @@ class SleepingEngine(Protocol):
     @property
     def asleep(self) -> bool: ...
 
+    @property
+    def slept_s(self) -> float:
+        """Seconds asleep so far, those of a sleep under way among them. They count towards no request's deadline."""
+        ...
+
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
         """Computes nothing from now on; see TorchEngine.sleep."""
         ...

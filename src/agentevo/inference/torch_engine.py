@@ -33,6 +33,9 @@ from agentevo.models.adapters import adapter_names, use_adapter
 from agentevo.models.linear import drop_packed
 from agentevo.types import Completion, FinishReason, SamplingParams
 
+LOOK_S = 0.05
+"""How often, at most, to look whether an engine that sleeps has been woken."""
+
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Key-value memory of one token over all layers, in bytes."""
@@ -78,6 +81,11 @@ class TorchEngine:
     def asleep(self) -> bool:
         return self._asleep_since is not None
 
+    @property
+    def slept_s(self) -> float:
+        """See SleepingEngine.slept_s."""
+        return self._asleep_s + (time.monotonic() - self._asleep_since if self._asleep_since is not None else 0.0)
+
     async def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
     ) -> Completion:
@@ -92,14 +100,22 @@ class TorchEngine:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.scheduler.submit(Request(list(prompt_ids), sampling, future, session))
         self._start_pump()
+        ends, slept_s = time.monotonic() + deadline_s, self.slept_s
         try:
-            async with asyncio.timeout(deadline_s):
-                return await future
-        except TimeoutError:
-            state = f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting{', asleep' if self.asleep else ''}"
-            raise DeadlineExceededError(
-                f"no completion within {deadline_s:g} s ({state}): raise engine.timeout_s or lower sampling.max_new_tokens"
-            ) from None
+            while not future.done():
+                left = ends + (self.slept_s - slept_s) - time.monotonic()
+                if left <= 0:
+                    raise self._late(deadline_s)
+                await asyncio.wait([future], timeout=max(left, LOOK_S) if self.asleep else left)
+            return future.result()
+        finally:
+            future.cancel()  # of a request that is given up: the scheduler drops it
+
+    def _late(self, deadline_s: float) -> DeadlineExceededError:
+        state = f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting{', asleep' if self.asleep else ''}"
+        return DeadlineExceededError(
+            f"no completion within {deadline_s:g} s ({state}): raise engine.timeout_s or lower sampling.max_new_tokens"
+        )
 
     async def release(self, session: str) -> None:
         """See Engine.release."""
@@ -156,8 +172,9 @@ class TorchEngine:
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
         """Computes nothing from now on and gives the key-value memory back, until `wake`. `in_flight`: running requests end first, or are
-        queued again with what they have completed ("continue"). Requests that come meanwhile wait, each within its own deadline. Weights
-        may be published. Raises DeadlineExceededError, then awake as before, if requests do not end in time."""
+        queued again with what they have completed ("continue"). Requests that come meanwhile wait, and no deadline runs down: whoever puts
+        it to sleep wakes it. Weights may be published. Raises DeadlineExceededError, then awake as before, if requests do not end in
+        time."""
         if self.asleep:
             return
         async with self._nobody_admitted("sleep", in_flight, deadline_s):
@@ -205,7 +222,7 @@ class TorchEngine:
             "engine/publishes": self._publishes,
             "engine/refused_publishes": self.refused_publishes,
             "engine/swap_s": self._swap_s,
-            "engine/asleep_s": self._asleep_s + (time.monotonic() - self._asleep_since if self._asleep_since is not None else 0.0),
+            "engine/asleep_s": self.slept_s,
         }
 
     @asynccontextmanager

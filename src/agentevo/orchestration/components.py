@@ -59,15 +59,19 @@ class Components:
 
 
 class FunctionAgent:
-    """An agent that is one async function: it returns its reward, an `Outcome`, or None for 0. A reward of 1 or more counts as success."""
+    """An agent that is one async function: it returns its reward, an `Outcome`, or None for 0. A reward of 1 or more counts as success.
+
+    Raises ConfigError for a function that is not async: it could never wait for the policy's answer, and all else would wait for it."""
 
     def __init__(self, function: AgentFunction) -> None:
+        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
+            name = getattr(function, "__name__", function)
+            raise ConfigError(f"the agent {name!r} must be async: `async def run(task, policy) -> float`")
         self._function = function
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
-        answer = self._function(task, policy)
-        result = await answer if inspect.isawaitable(answer) else answer
+        result = await self._function(task, policy)
         if isinstance(result, Outcome):
             return result
         reward = float(result or 0.0)

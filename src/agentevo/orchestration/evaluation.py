@@ -22,7 +22,8 @@ async def evaluate(
     parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
 ) -> tuple[dict[str, float], int]:
     """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics and the number of generated tokens. A failed
-    attempt counts as no success.
+    attempt counts as no success, and has no reward: that is the mean over completed attempts, and left out where there is none.
+    `val-aux/.../failed` is the share of failed ones.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
@@ -38,7 +39,8 @@ async def evaluate(
         )
         tokens += sum(t.num_completion_tokens() for t in found)
         metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success and t.status == "completed" for t in found)
-        metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in found)
+        if rewards := [t.reward for t in found if t.status == "completed"]:
+            metrics[f"val-core/{name}/reward/{decoding}"] = fmean(rewards)
         metrics[f"val-aux/{name}/failed/{decoding}"] = fmean(t.status == "failed" for t in found)
         metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in found)
     metrics[f"val-core/{name}/n"] = float(len(tasks))

@@ -24,7 +24,7 @@ from agentevo.orchestration.components import AgentFunction, FunctionAgent, load
 from agentevo.orchestration.notes import to_stderr
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.service import SamplerService
+from agentevo.rollout.service import STOPPING_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.store import Store
 from agentevo.types import Task
@@ -37,7 +37,8 @@ LOOK_S = 0.05
 DONE_S = 2.0
 """How often to look whether the run has come to its last step."""
 GRACE_S = 2.0
-"""For the service to see that it is to stop; then it is cancelled, wherever it waits."""
+"""For the service to see that it is to stop; then it is cancelled, wherever it waits. One that is stopping has STOPPING_S more, and as much
+as this for what is late then."""
 
 
 def sample(
@@ -110,7 +111,7 @@ async def _sample(
     try:
         async with opening.result() as store:
             sampler = Sampler(config, engine, chat, player, store, context_length)
-            service = SamplerService(config, sampler, engine, store, source, worker=name)
+            service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
             note(f"{name}: sampling for {config.run_dir}")
             await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
             written = service.stats()["sampler/groups_written"]
@@ -131,6 +132,8 @@ async def _serve(service: SamplerService, engine: RemoteEngine, store: Store, st
             for task in finished:
                 task.result()
         await asyncio.wait([serving], timeout=GRACE_S)
+        if service.stopping:
+            await asyncio.wait([serving], timeout=STOPPING_S + GRACE_S)
     finally:
         for task in (serving, *watching):
             task.cancel()

@@ -20,6 +20,8 @@ from agentevo.types import Status, Task, Trajectory
 
 LETTING_GO_S = 5.0
 """How long an agent that was broken off may take to end. One that goes on is left alone, with a policy that answers no more."""
+LOOK_S = 0.05
+"""How often, at most, to look whether an attempt's time is over: it stands still while the engine sleeps."""
 
 
 class InfrastructureFailure(AgentEvoError):
@@ -27,15 +29,12 @@ class InfrastructureFailure(AgentEvoError):
 
 
 class Attempt:
-    """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may take; an engine's failure of a type in
-    `fatal` is an InfrastructureFailure, any other fails the attempt."""
+    """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may take, while the engine is awake."""
 
-    def __init__(
-        self, agent: Agent, task: Task, policy: Policy, *, name: str, limit_s: float, fatal: tuple[type[BaseException], ...]
-    ) -> None:
+    def __init__(self, agent: Agent, task: Task, policy: Policy, *, name: str, limit_s: float) -> None:
         self.name, self.policy = name, policy
         self._agent, self._task = agent, task
-        self._limit_s, self._fatal = limit_s, fatal
+        self._limit_s = limit_s
         self._playing: asyncio.Task[Outcome] | None = None
         self._cut: str | None = None
 
@@ -49,16 +48,16 @@ class Attempt:
     async def run(self, *, task_id: str, group_id: str, number: int) -> Trajectory:
         """Plays until the agent, the time limit or `cut` ends it; the only place where an agent's failure is caught."""
         started, clock = time.time(), time.perf_counter()
-        self._playing = asyncio.create_task(self._agent.run(self._task, self.policy))
+        self._playing = asyncio.create_task(self._play())
         if self._cut is not None:
             self._playing.cancel()
         try:
-            await asyncio.wait([self._playing], timeout=self._limit_s)
+            await self._until_over(self._playing)
             late = not self._playing.done() and self._cut is None
         finally:
             await self._let_go(self._playing)
         outcome, status, error = self._ended(self._playing, late)
-        if self.policy.broken is not None and status != "cancelled" and isinstance(self.policy.broken, self._fatal):
+        if self.policy.broken is not None and status != "cancelled":
             broken = self.policy.broken
             raise InfrastructureFailure(f"{self.name}: {type(broken).__name__}: {broken}") from broken
         turns = [msgspec.structs.replace(t, reward=outcome.turn_rewards.get(t.index, 0.0)) for t in self.policy.turns]
@@ -78,6 +77,19 @@ class Attempt:
             started_at=started,
             duration_s=time.perf_counter() - clock,
         )
+
+    async def _play(self) -> Outcome:
+        """An event loop ends with a task that raises SystemExit, and with it the sampler or trainer."""
+        try:
+            return await self._agent.run(self._task, self.policy)
+        except SystemExit as error:
+            raise AgentEvoError(f"SystemExit({error.code!r}): an agent can't end the process that it plays in") from error
+
+    async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
+        """Until the agent has ended, or has taken `limit_s` without what the engine slept meanwhile."""
+        ends, slept_s = time.monotonic() + self._limit_s, self.policy.slept_s
+        while not playing.done() and (left := ends + (self.policy.slept_s - slept_s) - time.monotonic()) > 0:
+            await asyncio.wait([playing], timeout=max(left, LOOK_S))
 
     async def _let_go(self, playing: asyncio.Task[Outcome]) -> None:
         """Ends the agent, if it has not, and frees the engine's memory of it."""

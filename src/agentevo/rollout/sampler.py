@@ -2,7 +2,8 @@
 
 `sample` is one pass over given tasks, for evaluations and for training in turn with sampling; nothing is leased. `group` is what it and the
 service (service.py) make of a task. Attempts of all groups run at once and share the engine's steps. Whatever goes wrong inside an attempt
-becomes a `failed` trajectory with the reason: it costs its own group one member and never the run.
+becomes a `failed` trajectory with the reason: it costs its own group one member and never the run. What goes wrong in the engine is no
+attempt's failure: the group is begun again, with a bound, and then the pass ends with that error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Policy
 from agentevo.config import RunConfig
-from agentevo.errors import EngineUnavailableError
+from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
@@ -64,8 +65,8 @@ class Sampler:
         each group is followed by a greedy attempt at its task, at the same time but in a group of its own (label BASELINE). For training,
         `rollout.extra_attempts` are begun besides. A group that the store has already is read and not sampled again.
 
-        An engine that can't be reached is waited for and the group begun again, as often as the store's RetryPolicy would; then
-        EngineUnavailableError.
+        When the engine fails, is late or can't be reached, the group is begun again, as often as the store's RetryPolicy would; then
+        EngineError, and of the group nothing is written.
         """
         await _patiently(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
@@ -76,7 +77,7 @@ class Sampler:
             found = [known.get(group_name(task.id, name, step), []) for name in labels]
             if len(found[0]) >= attempts and all(found):
                 return list(itertools.chain(*found))
-            made = await self._until_reached(
+            made = await self._played(
                 task,
                 attempts=attempts,
                 extra=self._config.rollout.extra_attempts if split == "train" else 0,
@@ -101,19 +102,17 @@ class Sampler:
         step: int,
         label: str,
         baseline: bool = False,
-        fatal: tuple[type[BaseException], ...] = (Exception,),
         shown: Task | None = None,
     ) -> Group:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of which the last to complete are broken off.
 
-        `fatal` are the failures of the engine that fail the whole group as an InfrastructureFailure; any other fails its attempt.
         `shown` is the task as the agent gets it.
         """
         name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
 
         def attempt(group_id: str, number: int, sampling: SamplingParams) -> Attempt:
             own = f"{group_id}#{number}"
-            return Attempt(self._agent, shown or task, self._policy(own, sampling), name=own, limit_s=limit, fatal=fatal)
+            return Attempt(self._agent, shown or task, self._policy(own, sampling), name=own, limit_s=limit)
 
         members = [attempt(name, number, self.sampling(temperature)) for number in range(attempts + extra)]
         beside = group_name(task.id, BASELINE, step)
@@ -131,16 +130,16 @@ class Sampler:
             timeout_s=self._config.engine.timeout_s,
         )
 
-    async def _until_reached(self, task: Task, **arguments: Any) -> list[Trajectory]:
-        """Runs the group that `group(task, **arguments)` gives, again while no engine can be reached, a bounded number of times."""
+    async def _played(self, task: Task, **arguments: Any) -> list[Trajectory]:
+        """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a bounded number of times."""
         failures = 0
         while True:
             try:
-                return await self.group(task, fatal=(EngineUnavailableError,), **arguments).run()
+                return await self.group(task, **arguments).run()
             except InfrastructureFailure as error:
                 failures += 1
                 if failures == RETRIES.max_failures:
-                    raise EngineUnavailableError(f"given up after {failures} tries: {error}") from error
+                    raise _given_up(failures, error) from error
             await asyncio.sleep(RETRIES.delay_s(failures))
 
     async def _known(self, groups: Sequence[str], split: Split, step: int) -> dict[str, list[Trajectory]]:
@@ -153,6 +152,13 @@ class Sampler:
             if not any(one.tokens_deleted for one in stored):
                 known[name] = sorted((one.trajectory for one in stored), key=lambda trajectory: trajectory.attempt)
         return known
+
+
+def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:
+    kind = EngineUnavailableError if isinstance(error.__cause__, EngineUnavailableError) else EngineError
+    told = isinstance(error.__cause__, (EngineUnavailableError, DeadlineExceededError))
+    remedy = "" if told else "; if memory is short, lower engine.kv_cache_gb or engine.max_running"
+    return kind(f"given up after {tries} tries: {error}{remedy}")
 
 
 async def _patiently(call: Callable[[], Awaitable[T]], what: str) -> T:

@@ -77,7 +77,8 @@ class _Work:
 
 
 class SamplerService:
-    """See the module. `worker` names the service in the store; names need not differ."""
+    """See the module. `worker` names the service in the store; names need not differ. `note` hears of each task that is set aside as
+    poison, once, with its last error."""
 
     def __init__(
         self,
@@ -89,9 +90,10 @@ class SamplerService:
         *,
         worker: str,
         patience_s: float = PATIENCE_S,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._config, self._sampler, self._engine, self._store, self._tasks = config, sampler, engine, store, tasks
-        self._worker, self._patience_s = worker, patience_s
+        self._worker, self._patience_s, self._note = worker, patience_s, note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
         self._baseline = "baseline_rewards" in config.algorithm.needs
@@ -105,6 +107,10 @@ class SamplerService:
         self._failures: list[BaseException] = []
         self._group_ended = asyncio.Event()
         self._counts = Counter[str]()
+        self._noted = set[str]()
+        """Poisoned tasks that have been told of: one that is queued again may be poisoned again."""
+        self.stopping = False
+        """Running groups are being broken off, or written."""
 
     def stats(self) -> dict[str, float]:
         """Groups and attempts under way, and counters since the start."""
@@ -310,10 +316,16 @@ class SamplerService:
 
     async def _retry(self, work: _Work, error: str) -> None:
         async def retry() -> None:
-            state = await self._store.retry_task(work.lease, error)
-            self._counts["tasks_poisoned"] += state == "poison"
+            if await self._store.retry_task(work.lease, error) == "poison":
+                self._counts["tasks_poisoned"] += 1
+                self._note_poison(work.lease.task.id, error)
 
         await self._let_go(work, retry, "tasks_retried")
+
+    def _note_poison(self, task_id: str, error: str) -> None:
+        if task_id not in self._noted:
+            self._noted.add(task_id)
+            self._note(f"{self._worker}: task {task_id} is set aside as poison, nothing will be trained on for it: {error}")
 
     async def _let_go(self, work: _Work, call: Callable[[], Awaitable[None]], counted: str, *, within_s: float | None = None) -> None:
         """Ends the lease by `call`, unless it is lost already; a database that stays away lets it run out."""
@@ -330,6 +342,7 @@ class SamplerService:
 
     async def _stop(self) -> None:
         """Gives everything back; what is complete is written first."""
+        self.stopping = True
         running = [work.running for work in self._works if work.running is not None]
         for work in self._works:
             if not work.writing and work.running is not None:
