@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from agentevo.orchestration.audit import Audit, audit
 from agentevo.store import RetryPolicy, StoredTrajectory, open_store
 from agentevo.store.codec import encode_stored
 from agentevo.store.store import Store
+from agentevo.training import manifest
 from agentevo.training.plan import Plan
 from agentevo.types import Task, Trajectory, Turn
 
@@ -295,6 +297,64 @@ def test_a_checkpoint_that_contradicts_itself_is_found(run):
     file.write_text(file.read_text().replace('"value":null', '"value":1.0'))
     (found,) = violations(run)
     assert "its own checksum differs" in found
+
+
+class Going:
+    """A store whose run commits a step while it is audited."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def steps(self, *, after: int | None = None) -> Any:
+        found = await self._store.steps(after=after)
+        if after is None:
+            later = trajectory("later", 0, version=3)
+            await self._store.write_trajectories([later], split="train", step=4)
+            await commit(self._store, 4, [later])
+        return found
+
+
+def test_a_run_that_goes_on_meanwhile_breaks_nothing(run):
+    async def work() -> Audit:
+        async with await open_store(f"sqlite:///{run / 'store.sqlite'}", create=False) as store:
+            return await audit(Going(store), run)  # type: ignore[arg-type]
+
+    found = asyncio.run(work())
+    assert (found.violations, found.steps) == ([], 3)
+    change(run, "UPDATE trajectories SET trained_step = 9 WHERE id = 'later/train@4#0'")
+    assert "trajectory later/train@4#0: it is committed to step 9, which has no record" in violations(run)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_torn_one(run, monkeypatch):
+    verify = manifest.verify
+
+    def pruned(path: Path) -> manifest.Manifest:
+        (path / "model.safetensors").unlink()
+        try:
+            return verify(path)
+        finally:
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(manifest, "verify", pruned)
+    found = audited(run)
+    assert (found.violations, found.gone) == ([], [2, 3])
+
+
+def test_a_task_that_failed_is_listed_with_its_error(run):
+    async def fail() -> None:
+        async with await open_store(f"sqlite:///{run / 'store.sqlite'}", create=False) as store:
+            (lease,) = await store.lease_tasks("worker-1", lease_s=30.0, limit=1)
+            await store.fail_task(lease, "StoreError: the trajectories were refused")
+
+    asyncio.run(fail())
+    found = audited(run)
+    assert (found.ok, found.failed, found.unfinished) == (True, {"left": "StoreError: the trajectories were refused"}, [])
+    assert ("task left", "failed: StoreError: the trajectories were refused") in found.lines()
+    change(run, "UPDATE tasks SET error = NULL WHERE id = 'left'")
+    assert violations(run) == ["task left failed, and no error is recorded"]
 
 
 def test_stale_tokens_are_masked_or_a_violation(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agentevo.cli import main
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.inference.weights import WeightsFolder
+from agentevo.orchestration import rebuild as rebuild_module
 from agentevo.orchestration.components import open_components
 from agentevo.orchestration.redraw import EXACT, redraw, request_uniforms
 from agentevo.orchestration.replay import Replay, replay, versions_of
@@ -158,6 +161,36 @@ def test_weights_that_are_gone_are_trained_again(run, tmp_path):
         found = left.replay(trajectory.id, rebuild=True)
         assert found.same, found.line()
         assert found.versions == [3]
+
+
+def test_weights_are_trained_again_one_version_after_the_other(run, tmp_path, monkeypatch):
+    """None is kept for longer than it is looked at."""
+    folder = tmp_path / "run"
+    shutil.copytree(run.dir, folder)
+    shutil.rmtree(folder / "checkpoints")
+    done, redo_step = [], rebuild_module.redo_step
+
+    async def counted(trainer: Any, store: Any, step: Any) -> Any:
+        done.append(step.step)
+        return await redo_step(trainer, store, step)
+
+    monkeypatch.setattr(rebuild_module, "redo_step", counted)
+
+    async def work() -> None:
+        async with aclosing(rebuild_module.rebuild(run_config(folder), {3, 1})) as rebuilt:
+            for version in (1, 3):
+                weights = await anext(rebuilt)
+                assert done == list(range(1, version + 1))
+                saved = load_file(run.dir / "checkpoints" / f"step-{version:06d}" / "model.safetensors")
+                assert len(saved.keys() & weights.keys()) > 5
+                for name in saved.keys() & weights.keys():
+                    torch.testing.assert_close(weights[name], saved[name], atol=1e-5, rtol=0.0)
+            assert await anext(rebuilt, None) is None
+
+    run_coroutine(work())
+    found = Run(run_config(folder)).replays(12, rebuild=True)
+    assert [one.line() for one in found if not one.same] == []
+    assert len({version for one in found for version in one.versions}) >= 3
 
 
 def test_weights_that_were_published_to_engines_are_found(mixed, tmp_path):
@@ -330,6 +363,65 @@ def test_an_agent_function_is_given_again_or_only_the_tokens_are_drawn(tmp_path,
 
     found = Run(config, agent=other, tasks=tasks).replay(names[0])
     assert found.difference is not None and found.difference.kind == "prompt"
+
+
+def function_config(folder: Path, **sections: Any) -> RunConfig:
+    tree = {
+        "model": {"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "tokenizer": "byte", "context_length": 64}},
+        "sampling": {"max_new_tokens": 6},
+        "trainer": {"steps": 0, "groups_per_step": 1, "group_size": 2},
+        "evaluation": {"tasks": 1, "every": 0, "samples": 0},
+        "checkpoint": {"every": 1, "keep_last": 9},
+        "tracking": {"tensorboard": False, "report": False},
+    }
+    return build_config(tree | sections, [f"run.dir={folder}"], needs_environment=False)
+
+
+TASKS = [Task(id=f"t{n}", query="x" * n) for n in range(1, 5)]
+
+
+async def answers(task: Task, policy: Any) -> float:
+    await policy.generate([Message("user", task.query or "")])
+    return 1.0
+
+
+async def hangs(task: Task, policy: Any) -> float:
+    await answers(task, policy)
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def test_an_agent_that_hangs_is_waited_for_as_long_as_in_the_run(tmp_path, quiet_view):
+    config = function_config(tmp_path / "hung", agent={"timeout_s": 0.5})
+    done = train(config, agent=hangs, tasks=TASKS, view=quiet_view())
+    (name,) = [t.id for t in done.trajectories() if t.error == "the episode took longer than agent.timeout_s=0.5 s"][:1]
+    found = done.replay(name)
+    assert (found.same, found.played, found.turns, found.replayed_reward) == (True, True, 1, None)
+    config = function_config(tmp_path / "quick", agent={"timeout_s": 0.5})
+    done = train(config, agent=answers, tasks=TASKS, view=quiet_view())
+    name = done.trajectories()[0].id
+    assert done.replay(name).same
+    found = Run(config, agent=hangs, tasks=TASKS).replay(name)
+    assert found.difference is not None and found.difference.kind == "end"
+    assert found.difference.what == "the agent failed: the episode took longer than agent.timeout_s=0.5 s"
+
+
+def test_tasks_of_a_later_round_are_played_as_the_agent_knew_them(tmp_path, quiet_view):
+    """Three tasks to train on, one a step: the fourth step's is called ID~1 in the store."""
+    rollout = {"staleness": 1}
+    config = function_config(tmp_path / "run", rollout=rollout, trainer={"steps": 5, "groups_per_step": 1, "group_size": 2})
+
+    async def agent(task: Task, policy: Any) -> float:
+        assert task in TASKS
+        reply = await policy.generate([Message("user", task.query or "")])
+        return len(reply.text) / 10
+
+    done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
+    later = [t for t in done.trajectories(split="train") if "~1" in t.task_id]
+    assert later and all(t.status == "completed" for t in later)
+    for trajectory in later:
+        found = done.replay(trajectory.id)
+        assert (found.same, found.played, found.replayed_reward) == (True, True, trajectory.reward), found.line()
 
 
 def test_the_command(run, capsys, mixed, tmp_path):

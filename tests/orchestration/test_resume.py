@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import errno
 import json
 import os
 import shutil
@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from agentevo.agents import Outcome
-from agentevo.config import build_config, load_config, to_yaml
-from agentevo.errors import ConfigError, TrainingError
-from agentevo.observability import LiveView
-from agentevo.orchestration.run import changes, train
+from agentevo.config import build_config, to_yaml
+from agentevo.errors import CheckpointError, ConfigError, TrainingError
+from agentevo.orchestration.loop import Loop
+from agentevo.orchestration.run import train
+from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
 
@@ -91,69 +91,6 @@ def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, small_config, quie
     before = outcome_of(config.run_dir)
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), before)
-
-
-@pytest.mark.parametrize(
-    "change", ["environment.size=5", "model.tiny.num_layers=3", "agent.max_turns=3", "run.seed=7", "cold_start.episodes=2"]
-)
-def test_another_run_is_not_resumed(change, tmp_path, small_config, quiet_view):
-    train(small_config(tmp_path / "run", "trainer.steps=1"), view=quiet_view())
-    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*") if path.suffix in {".yaml", ".json", ".jsonl"}}
-    other = small_config(tmp_path / "run", "trainer.steps=2", change)
-    with pytest.raises(ConfigError, match=rf"was started with {change.split('=')[0]}=.* and not .*give another run\.dir"):
-        train(other, resume=True, view=quiet_view())
-    assert {path: path.read_bytes() for path in before} == before
-
-
-def _without(path: Path, *keys: str) -> None:
-    """config.yaml as it was written before there were these keys."""
-    tree = yaml.safe_load(path.read_text())
-    for key in keys:
-        *sections, name = key.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner[section]
-        del inner[name]
-    path.write_text(yaml.safe_dump(tree))
-
-
-OLD = (
-    "model.lora",
-    "model.tiny.tokenizer",
-    "data",
-    "profile",
-    "cold_start.random_action_rate",
-    "environment.alphabet",
-    "environment.frozen_probability",
-    "algorithm.kl_in",
-)
-
-
-def test_a_run_from_before_some_keys_existed_goes_on(tmp_path, quiet_view, small_config, outcome_of, assert_same):
-    config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
-    train(config, view=quiet_view())
-    before = outcome_of(config.run_dir)
-    _without(tmp_path / "run" / "config.yaml", *OLD)
-    assert changes(config) == {}, "they stood at their defaults"
-    train(config, view=quiet_view(), resume=True)
-    assert_same(outcome_of(config.run_dir), before)
-
-
-@pytest.mark.parametrize("change", ["cold_start.random_action_rate=0.5", "environment.frozen_probability=0.5"])
-def test_a_key_from_after_its_beginning_may_not_change_a_run(change, tmp_path, quiet_view, small_config):
-    overrides = ("trainer.steps=1", "cold_start.episodes=8")
-    train(small_config(tmp_path / "run", *overrides), view=quiet_view())
-    _without(tmp_path / "run" / "config.yaml", *OLD)
-    with pytest.raises(ConfigError, match=rf"was started with {change.split('=')[0]}="):
-        train(small_config(tmp_path / "run", *overrides, change), view=quiet_view(), resume=True)
-
-
-def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config):
-    train(small_config(tmp_path / "run", "trainer.steps=1"), view=LiveView("x", plain=True, stream=io.StringIO()))
-    said = io.StringIO()
-    train(small_config(tmp_path / "run", "trainer.steps=2"), resume=True, view=LiveView("x", plain=True, stream=said))
-    assert "from here on with trainer.steps=2, which was 1" in said.getvalue()
-    assert load_config(tmp_path / "run" / "config.yaml").trainer.steps == 2
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path, small_config, quiet_view, outcome_of, assert_same):
@@ -238,6 +175,86 @@ def test_torn_checkpoints_cost_time_only(torn, whole, tmp_path, small_config, qu
     resumed = quiet_view()
     train(config, resume=True, view=resumed)
     assert_same(outcome_of(config.run_dir), whole)
+
+
+KEPT = ("trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9", "evaluation.every=0", "evaluation.samples=0")
+
+
+@pytest.mark.parametrize("lost", ["all", "some"])
+def test_a_store_that_has_lost_steps_costs_no_checkpoint(lost, tmp_path, small_config, quiet_view):
+    config = small_config(tmp_path / "run", *KEPT)
+    folder, store = config.run_dir / "checkpoints", config.run_dir / "store.sqlite"
+    with pytest.raises(KeyboardInterrupt):
+        train(config, view=quiet_view(step=1))
+    older = store.read_bytes()
+    train(config, resume=True, view=quiet_view())
+    for path in config.run_dir.glob("store.sqlite*"):
+        path.unlink()
+    if lost == "some":
+        store.write_bytes(older)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    message = rf"a checkpoint of step 3, but the store .* ends at step {0 if lost == 'all' else 1}: .*restore the store"
+    with pytest.raises(CheckpointError, match=message):
+        train(config, resume=True, view=quiet_view())
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    for path in list(folder.glob("step-00000[23]")):  # as the message says
+        shutil.rmtree(path)
+    if lost == "some":
+        run = train(config, resume=True, view=quiet_view())
+        assert run.summary["steps"] == 3 and run.audit().violations == []
+
+
+def test_a_checkpoint_whose_step_was_not_committed_goes(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same, monkeypatch):
+    """What a kill between the two leaves; it is no sign of a store that has lost steps."""
+    config, commit = small_config(tmp_path / "run"), Loop._commit
+
+    async def killed(self, step, *rest):
+        if step == 2:
+            raise RuntimeError("power cut")
+        await commit(self, step, *rest)
+
+    monkeypatch.setattr(Loop, "_commit", killed)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, view=quiet_view())
+    monkeypatch.undo()
+    assert Checkpoints(config.run_dir / "checkpoints", 1).steps() == [2]
+    train(config, resume=True, view=quiet_view())
+    assert_same(outcome_of(config.run_dir), whole)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors", "state.json"])
+def test_a_checkpoint_that_can_not_be_read_now_is_kept(name, tmp_path, small_config, quiet_view, monkeypatch):
+    config = small_config(tmp_path / "run", *KEPT, "trainer.steps=1")
+    train(config, view=quiet_view())
+    victim, opened = config.run_dir / "checkpoints" / "step-000001" / name, Path.open
+    before = sorted(victim.parent.iterdir())
+
+    def refused(path, *args, **kwargs):
+        if path == victim:
+            raise OSError(errno.EMFILE, "Too many open files", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(CheckpointError, match=rf"step-000001/{name} can't be read now \(Too many open files\)"):
+        train(config, resume=True, view=quiet_view())
+    monkeypatch.undo()
+    assert sorted(victim.parent.iterdir()) == before
+    train(config, resume=True, view=quiet_view())
+
+
+def test_a_step_that_comes_out_differently_is_told_of(tmp_path, small_config, quiet_view):
+    config = small_config(tmp_path / "run", *KEPT, "trainer.steps=1")
+    before = train(config, view=quiet_view()).summary["warnings"]
+    shutil.rmtree(config.run_dir / "checkpoints")
+    with sqlite3.connect(config.run_dir / "store.sqlite") as store:
+        (record,) = store.execute("SELECT record FROM steps WHERE step = 1").fetchone()
+        tree = json.loads(record)
+        tree["metrics"]["actor/grad_norm"] *= 2
+        store.execute("UPDATE steps SET record = ? WHERE step = 1", (json.dumps(tree),))
+    again = train(config, resume=True, view=quiet_view()).summary["warnings"]
+    told = [line for line in again if line.startswith("step 1, done again from its plan, has a gradient norm of")]
+    assert len(told) == 1
+    assert sorted(again) == sorted([*before, *told])
 
 
 def test_a_plan_that_no_longer_fits_the_store_is_not_done_again(tmp_path, small_config, quiet_view):

@@ -8,7 +8,10 @@ import pytest
 from servers import unused_name
 
 from agentevo.errors import ConfigError
+from agentevo.orchestration.learn import learn
 from agentevo.orchestration.run import Run, train
+from agentevo.orchestration.sample import sample
+from agentevo.orchestration.serve import serve
 from agentevo.run_folder import use_store
 
 QUICK = ("trainer.steps=1", "cold_start.episodes=0", "evaluation.samples=0", "evaluation.tasks=1", "evaluation.every=0")
@@ -52,4 +55,17 @@ def test_another_run_s_store_is_refused_and_left_alone_whatever_is_overwritten(t
     with pytest.raises(ConfigError, match="of another run"):
         train(small_config(tmp_path / "two", *QUICK, f"store.url={url}", "run.overwrite=true"), view=quiet_view())
     assert (tmp_path / "two" / "config.yaml").is_file()
+    assert counts(url) == before
+
+
+def test_the_store_of_another_run_is_refused_by_every_part_of_a_run(tmp_path, small_config, quiet_view):
+    """`agentevo learn` would do the other run's steps again, `sample` give it tasks."""
+    url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
+    train(small_config(tmp_path / "one", *QUICK, f"store.url={url}"), view=quiet_view())
+    before = counts(url)
+    other = small_config(tmp_path / "two", *QUICK, f"store.url={url}")
+    for start in (lambda: learn(other, view=quiet_view()), lambda: sample(other), lambda: serve(other)):
+        with pytest.raises(ConfigError, match=r"store\.url: the store holds .* 1 steps of another run: give .* that run's own run\.dir"):
+            start()
+    assert not (tmp_path / "two").exists()
     assert counts(url) == before

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from agentevo.errors import CheckpointError, StoreError, TrainingError
-from agentevo.store.store import StepRecord, Store, StoredTrajectory
+from agentevo.store.store import StepRecord, Store, StoredTrajectory, TaskState
 from agentevo.training import manifest
 from agentevo.training.plan import SHOWN, Plan, trajectory_digest
 
@@ -60,13 +60,15 @@ class Audit(msgspec.Struct, kw_only=True):
     """Ids of tasks that are queued or leased."""
     poison: dict[str, str] = {}
     """Ids of tasks that were set aside -> error."""
+    failed: dict[str, str] = {}
+    """Ids of tasks that failed, with whatever was attempted of them -> error."""
     checkpoints: list[int] = []
     """Steps whose checkpoint is whole and the one that the record names."""
     gone: list[int] = []
     """Steps whose checkpoint is no longer there (checkpoint.keep_last)."""
     remade: list[int] = []
-    """Steps whose checkpoint is whole, but not the one of the record: the step was done again, by a resume that found the first one torn.
-    No resume trusts it; `agentevo replay` can compare what its weights say."""
+    """Steps whose checkpoint is whole, but not the one of the record: a resume found that one torn, did the step again and saved it anew.
+    A resume goes on from it like from any whole one; `agentevo replay` can compare what its weights say."""
     violations: list[Violation] = []
 
     @property
@@ -88,6 +90,7 @@ class Audit(msgspec.Struct, kw_only=True):
         if any(self.waiting.values()):
             rows.append(("not yet trained on", ", ".join(f"{count} {state}" for state, count in self.waiting.items())))
         rows += [(f"task {name}", f"set aside as poison: {error}") for name, error in self.poison.items()]
+        rows += [(f"task {name}", f"failed: {error}") for name, error in self.failed.items()]
         for kind, reasons in self.reasons.items():
             counts: Counter[str] = Counter()
             for reason, ids in reasons.items():
@@ -109,7 +112,7 @@ async def audit(store: Store, folder: Path) -> Audit:
     for record in records:
         await _check_step(store, record, used, members, found)
         _check_checkpoint(record, folder, found)
-    await _check_rest(store, {record.step for record in records}, found)
+    await _check_rest(store, records, found)
     await _account(store, found)
     return found
 
@@ -231,17 +234,23 @@ def _check_checkpoint(record: StepRecord, folder: Path, found: Audit) -> None:
     try:
         sha256 = manifest.verify(path).sha256
     except CheckpointError as error:
-        found.violations.append(Violation(str(error), step=record.step))
+        if path.is_dir():
+            found.violations.append(Violation(str(error), step=record.step))
+        else:  # a run that goes on has deleted it meanwhile
+            found.gone.append(record.step)
         return
     (found.checkpoints if sha256 == named["sha256"] else found.remade).append(record.step)
 
 
-async def _check_rest(store: Store, steps: set[int], found: Audit) -> None:
+async def _check_rest(store: Store, records: Sequence[StepRecord], found: Audit) -> None:
     """Nothing may be committed to a step that has no record."""
     committed = sum(count for name, count in (await store.counts()).items() if name.endswith("/committed"))
     if committed == found.trained:
         return
-    for one in await store.summaries(state="committed"):
+    summaries = await store.summaries(state="committed")
+    since = await store.steps(after=max((record.step for record in records), default=0))  # of a run that goes on meanwhile
+    steps = {record.step for record in (*records, *since)}
+    for one in summaries:
         if one.trained_step not in steps:
             what = f"it is committed to step {one.trained_step}, which has no record"
             found.violations.append(Violation(what, trajectory=one.id))
@@ -260,10 +269,12 @@ async def _account(store: Store, found: Audit) -> None:
     found.tasks = {name.removeprefix("tasks/"): count for name, count in counts.items() if name.startswith("tasks/")}
     found.unfinished = [one.task.id async for one in store.tasks(state="queued")]
     found.unfinished += [one.task.id async for one in store.tasks(state="leased")]
-    async for task in store.tasks(state="poison"):
-        if not task.error:
-            found.violations.append(Violation(f"task {task.task.id} was set aside, and no error is recorded"))
-        found.poison[task.task.id] = task.error or "no error"
+    lost: list[tuple[TaskState, dict[str, str], str]] = [("poison", found.poison, "was set aside"), ("failed", found.failed, "failed")]
+    for place, tasks, fate in lost:
+        async for task in store.tasks(state=place):
+            if not task.error:
+                found.violations.append(Violation(f"task {task.task.id} {fate}, and no error is recorded"))
+            tasks[task.task.id] = task.error or "no error"
 
 
 def _without_numbers(reason: str) -> str:

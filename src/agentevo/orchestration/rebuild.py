@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 import torch
 
@@ -21,17 +21,17 @@ from agentevo.types import Task
 
 async def rebuild(
     config: RunConfig, versions: Collection[int], *, agent: AgentFunction | None = None, tasks: Sequence[Task] | None = None
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Version -> the trained parameters by name, of all `versions`, in one go from the nearest whole checkpoint before them.
+) -> AsyncGenerator[dict[str, torch.Tensor], None]:
+    """The trained parameters by name, of each of `versions` in order, in one go from the nearest whole checkpoint before them. They are the
+    trainer's own, so good until the next ones are asked for.
 
     Costs the updates in between, and no sampling. Raises CheckpointError for a version that was never committed.
     """
     if not versions:
-        return {}
+        return
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     start = checkpoints.newest_whole(min(versions))
     path = checkpoints.path(start) if start is not None else None
-    found: dict[int, dict[str, torch.Tensor]] = {}
     async with open_components(config, agent=agent, tasks=tasks, checkpoint=path) as parts:
         steps = [one for one in await parts.store.steps(after=start or 0) if one.step <= max(versions)]
         unknown = sorted(set(versions) - {start or 0} - {one.step for one in steps})
@@ -48,5 +48,4 @@ async def rebuild(
             if version > (start or 0):
                 await redo_step(trainer, parts.store, steps[version - (start or 0) - 1])
             if version in versions:
-                found[version] = {name: tensor.clone() for name, tensor in weights_of(trained_parameters(parts.model)).items()}
-    return found
+                yield weights_of(trained_parameters(parts.model))

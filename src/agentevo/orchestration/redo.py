@@ -17,10 +17,11 @@ import msgspec
 
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, TrainingError
+from agentevo.orchestration.attempts import InTurn
 from agentevo.orchestration.components import opened
 from agentevo.orchestration.loop import Loop, Progress
 from agentevo.rollout.patience import PATIENCE_S, patiently
-from agentevo.store.store import StepRecord, Store
+from agentevo.store.store import StepRecord, Store, without_password
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
 from agentevo.training.plan import Plan
@@ -44,7 +45,10 @@ class Beginning:
 
 async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]) -> Beginning:
     """Where to resume. Checkpoints that a kill has left of later steps, which no commit followed, are deleted. So every whole checkpoint of
-    a committed step is one of this run's own weights. A reservation stays: the step gets the same attempts again (attempts.py)."""
+    a committed step is one of this run's own weights: as it was first saved, or again by a resume that had done the step again.
+
+    Raises CheckpointError, and leaves all as it was, for a store that is not the one that the checkpoints came from.
+    """
 
     def torn(step: int, error: CheckpointError) -> None:
         note(f"the checkpoint of step {step} is left out and deleted: {error}")
@@ -53,6 +57,7 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
     async with await opened(config.store_url) as store:
         last = await patiently(store.last_step, within_s=PATIENCE_S, what="reading the newest committed step")
         committed = last.step if last is not None else 0
+        _check_reach(config, checkpoints, committed)
         newest = checkpoints.newest_whole(committed, torn=torn)
         steps = await patiently(lambda: store.steps(after=newest), within_s=PATIENCE_S, what="reading the committed steps")
     if checkpoints.folder.is_dir():
@@ -64,8 +69,27 @@ async def beginning(config: RunConfig, checkpoints: Checkpoints, *, note: Callab
     return Beginning(path, committed, steps)
 
 
+def _check_reach(config: RunConfig, checkpoints: Checkpoints, committed: int) -> None:
+    """A step's checkpoint is saved before it is committed, so a kill can leave the one of the step after the last committed one. Later ones
+    say that the store has lost steps."""
+    later = sorted(step for step in checkpoints.folders() if step > committed + 1)
+    if later:
+        raise CheckpointError(
+            f"{checkpoints.folder} has a checkpoint of step {later[-1]}, but the store {without_password(config.store_url)} ends at step "
+            f"{committed}: it is new, older, or another run's. Nothing was deleted: restore the store, or, to give up all that came after "
+            f"step {committed}, delete the later checkpoints' folders ({', '.join(checkpoints.path(step).name for step in later)})"
+        )
+
+
 async def redo(loop: Loop, start: Beginning) -> None:
-    """Brings trainer and loop to the newest committed step."""
+    """Brings trainer and loop to the newest committed step.
+
+    Of the step after it, which a kill may have left reserved, the same attempts are taken again (attempts.py). Where they are those of the
+    step's own tasks, nothing else stays of what was chosen among them: the recipe may choose otherwise now.
+    """
+    if isinstance(loop.attempts, InTurn) or loop.parts.config.rollout.policy == "wait":
+        store = loop.parts.store
+        await patiently(lambda: store.rewind(start.committed, keep=True), within_s=PATIENCE_S, what="releasing what was reserved")
     if start.steps and start.checkpoint is None:
         loop.trainer.begin()
     for number, step in enumerate(start.steps, start=1):
@@ -86,8 +110,8 @@ async def redo_step(trainer: Learner, store: Store, step: StepRecord) -> dict[st
 
 
 async def _redo_step(loop: Loop, step: StepRecord) -> None:
-    earlier = [*loop.progress.warnings]
     _compare(loop, step, await redo_step(loop.trainer, loop.parts.store, step))
+    earlier = [*loop.progress.warnings]  # without those of `observe`, which the record has
     loop.observe(step.step, {key: math.nan if value is None else value for key, value in step.record["metrics"].items()})
     loop.collector.load_state_dict(step.record["collector"])
     progress = msgspec.convert(step.record["progress"], Progress)

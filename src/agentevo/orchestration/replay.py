@@ -11,20 +11,23 @@ run that was resumed with other sampling or agent keys is replayed with the last
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
 import torch
 
-from agentevo.agents import Agent, EnvironmentAgent, Outcome, Policy
+from agentevo.agents import Agent, EnvironmentAgent, Policy
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import AgentFunction, FunctionAgent, make_environment
 from agentevo.orchestration.rebuild import rebuild
 from agentevo.orchestration.redraw import Difference, redraw
-from agentevo.orchestration.versions import PolicyAt, StoredVersions, WeightsOf
+from agentevo.orchestration.versions import PolicyAt, Source, StoredVersions, WeightsOf
+from agentevo.rollout.group import Attempt, InfrastructureFailure
+from agentevo.rollout.task_source import TaskSource
 from agentevo.seeds import derive_seed
 from agentevo.store.store import Store, open_store
 from agentevo.types import Completion, SamplingParams, Task, Trajectory, Turn
@@ -145,26 +148,33 @@ async def replay(
     for an unknown trajectory, CheckpointError where the weights are gone.
     """
     stored = StoredVersions(config)
-    weights_of: WeightsOf = stored.weights_of
+    source = TaskSource(config, tasks)
     async with await open_store(config.store_url, create=False) as store:
         if trajectory_id is not None:
             chosen = [await store.trajectory(trajectory_id)]
         else:
-            chosen = await _sample(config, store, sample, None if made_again else weights_of)
-        known = {t.task_id: await store.task(t.task_id) for t in chosen} if tasks is None else {task.id: task for task in tasks}
-    if made_again:
-        missing = {version for t in chosen for version in versions_of(t)} - set(stored.at_hand())
-        rebuilt = await rebuild(config, missing, agent=agent, tasks=tasks)
-        weights_of = lambda version: rebuilt[version] if version in rebuilt else stored.weights_of(version)  # noqa: E731
-    found, chat, context = _draw_again(config, chosen, PolicyAt(config, weights_of))
+            chosen = await _sample(config, store, sample, None if made_again else stored.weights_of)
+        shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
+    versions = sorted({version for t in chosen for version in versions_of(t)})
+    missing = set(versions) - set(stored.at_hand()) if made_again else set()
+    async with aclosing(rebuild(config, missing, agent=agent, tasks=tasks)) as rebuilt:
+        found, chat, context = await _draw_again(config, chosen, _sources(versions, stored, missing, rebuilt))
     player = _player(config, agent)
     for trajectory in chosen:
         one = found[trajectory.id]
-        if player is None or trajectory.task_id not in known or chat is None:
+        if player is None or chat is None:
             one.played = False
         else:
-            await _play(config, trajectory, known[trajectory.task_id], player, chat, context, one)
+            await _play(config, trajectory, shown[trajectory.task_id], player, chat, context, one)
     return [found[trajectory.id] for trajectory in chosen]
+
+
+async def _sources(
+    versions: Sequence[int], stored: StoredVersions, missing: Collection[int], rebuilt: AsyncIterator[Source]
+) -> AsyncIterator[tuple[int, Source]]:
+    """Each version with its weights, good until the next is asked for; `rebuilt` gives those of the missing ones, in order."""
+    for version in versions:
+        yield version, await anext(rebuilt) if version in missing else stored.weights_of(version)
 
 
 async def _sample(config: RunConfig, store: Store, count: int, weights_of: WeightsOf | None) -> list[Trajectory]:
@@ -204,16 +214,16 @@ def versions_of(trajectory: Trajectory) -> list[int]:
     return sorted({version for turn in trajectory.turns for version in turn.versions})
 
 
-def _draw_again(
-    config: RunConfig, trajectories: Sequence[Trajectory], policy: PolicyAt
+async def _draw_again(
+    config: RunConfig, trajectories: Sequence[Trajectory], sources: AsyncIterator[tuple[int, Source]]
 ) -> tuple[dict[str, Replay], ChatFormat | None, int]:
     """The first half, one version after the other; with the chat format and context length of the models."""
     found = {t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward) for t in trajectories}
     chat, context = None, 1 << 30
     section = config.sampling
     filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
-    for version in sorted({version for one in found.values() for version in one.versions}):
-        loaded = policy.load(version)
+    async for version, source in sources:
+        loaded = PolicyAt(config, {version: source}.__getitem__).load(version)
         chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None)) if chat is None else chat
         context = int(getattr(loaded.model.config, "max_position_embeddings", 1 << 30))
         for trajectory in trajectories:
@@ -243,7 +253,7 @@ def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
 async def _play(
     config: RunConfig, trajectory: Trajectory, task: Task, player: Agent, chat: ChatFormat, context: int, found: Replay
 ) -> None:
-    """The second half. What the agent raises ends it: it did so in the record too, or is a difference."""
+    """The second half. What the agent raises ends it, and so does agent.timeout_s: that was so in the record too, or is a difference."""
     section = config.sampling
     engine = RecordedEngine(trajectory, chat.end_ids)
     sampling = SamplingParams(
@@ -264,38 +274,33 @@ async def _play(
         context_length=context,
         timeout_s=config.engine.timeout_s,
     )
-    outcome: Outcome | None = None
-    error: Exception | None = None
-    try:
-        outcome = await player.run(task, policy)
-    except Exception as raised:  # noqa: BLE001 (an agent is anybody's code)
-        error = raised
-    finally:
-        await policy.close()
+    attempt, played = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s), None
+    with suppress(InfrastructureFailure):  # the engine has answered no more: at a difference, or at the end of what was broken off
+        played = await attempt.run(task_id=trajectory.task_id, group_id=trajectory.group_id, number=trajectory.attempt)
     found.turns = engine.asked
-    broke_off = trajectory.status != "completed"
     if engine.difference is not None:
         _keep_first(found, engine.difference)
-    if broke_off or found.difference is not None:
+    if trajectory.status != "completed" or found.difference is not None or played is None:
         return
     last = len(trajectory.turns)
-    if error is not None or outcome is None:
-        _keep_first(found, Difference(kind="end", turn=last, position=0, what=f"the agent failed: {type(error).__name__}: {error}"))
+    if played.status != "completed":
+        _keep_first(found, Difference(kind="end", turn=last, position=0, what=f"the agent failed: {played.error}"))
         return
-    found.replayed_reward = outcome.reward
+    found.replayed_reward = played.reward
     if engine.asked < last:
         what = f"the agent ended after {engine.asked} turns, the record has {last}"
         _keep_first(found, Difference(kind="end", turn=engine.asked, position=0, what=what))
     else:
-        _compare_rewards(trajectory, outcome, found)
+        _compare_rewards(trajectory, played, found)
 
 
-def _compare_rewards(trajectory: Trajectory, outcome: Outcome, found: Replay) -> None:
+def _compare_rewards(trajectory: Trajectory, played: Trajectory, found: Replay) -> None:
+    earned = {turn.index: turn.reward for turn in played.turns}
     for turn in trajectory.turns:
-        paid = outcome.turn_rewards.get(turn.index, 0.0)
+        paid = earned.get(turn.index, 0.0)
         if abs(paid - turn.reward) > REWARD_TOLERANCE:
             what = f"turn {turn.index} earned {paid:g}, in the record {turn.reward:g}"
             _keep_first(found, Difference(kind="reward", turn=turn.index, position=len(turn.completion_ids), what=what))
-    if abs(outcome.reward - trajectory.reward) > REWARD_TOLERANCE or outcome.success != trajectory.success:
-        what = f"the reward is {outcome.reward:g} (success: {outcome.success}), in the record {trajectory.reward:g} ({trajectory.success})"
+    if abs(played.reward - trajectory.reward) > REWARD_TOLERANCE or played.success != trajectory.success:
+        what = f"the reward is {played.reward:g} (success: {played.success}), in the record {trajectory.reward:g} ({trajectory.success})"
         _keep_first(found, Difference(kind="reward", turn=len(trajectory.turns), position=0, what=what))

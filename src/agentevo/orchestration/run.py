@@ -37,7 +37,7 @@ from agentevo.orchestration.shared_store import prepare_store
 from agentevo.orchestration.training_run import only_trainer, run_training
 from agentevo.rollout.task_source import TaskSource
 from agentevo.run_folder import read_store
-from agentevo.store.store import TrajectoryFilter
+from agentevo.store.store import TrajectoryFilter, without_password
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task, Trajectory
 
@@ -45,8 +45,10 @@ T = TypeVar("T")
 
 FIXED_SECTIONS = ("model", "environment", "agent", "cold_start", "data")
 """What a resumed run can't change: it would be another run."""
-FIXED_KEYS = ("run.seed", "memory.optimizer")
+FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
+QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
+"""Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in the store have that size."""
 UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite")
 """They say where a run is and not what it is; its folder may have been moved."""
 
@@ -222,18 +224,25 @@ def check_resume(config: RunConfig, checkpoints: Checkpoints, command: str = "tr
             f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE --resume`, or give another run.dir"
         )
     changed = changes(config)
-    was, now = changed.get("rollout.staleness", (0, 0))
-    if (was == 0) != (now == 0):
+    beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
+    refused = [key for key in ("rollout.staleness", "rollout.samplers") if 0 in changed.get(key, ())]
+    if beside and "wait" in changed.get("rollout.policy", ()):
+        refused.append("rollout.policy")
+    if refused:
         raise ConfigError(
-            f"{folder} was started with rollout.staleness={was!r}, and its tasks are queued for that: resume it with that, or give another "
-            "run.dir"
+            f"{folder} was started with {refused[0]}={changed[refused[0]][0]!r}, and its tasks are queued for that: resume it so, or "
+            "give another run.dir"
         )
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
-    for key, (was, now) in changed.items():
-        if key in FIXED_KEYS or key.partition(".")[0] in fixed:
+    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS) if beside else FIXED_KEYS
+    for key, values in changed.items():
+        before, after = (without_password(repr(value)) for value in values)
+        if key == "store.url" and before.replace(":***", "") == after.replace(":***", ""):
+            continue  # the same place, with another password
+        if key in fixed_keys or key.partition(".")[0] in fixed:
             raise ConfigError(
-                f"{folder} was started with {key}={was!r} and not {now!r}: resume it with the same recipe and overrides, "
-                "or give another run.dir"
+                f"{folder} was started with {key}={before} and not {after}: resume it with the same recipe and overrides, or give another "
+                "run.dir"
             )
     return changed
 
@@ -243,8 +252,8 @@ def _began_with(checkpoints: Checkpoints) -> str | None:
     for step in reversed(checkpoints.steps()):
         try:
             return str(json.loads((checkpoints.path(step) / "state.json").read_text(encoding="utf-8")).get("command", "train"))
-        except ValueError:
-            continue  # torn; whoever loads it says so
+        except (OSError, ValueError):
+            continue  # torn, or not to be read; whoever loads it says so
     return None
 
 

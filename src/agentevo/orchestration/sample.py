@@ -66,7 +66,8 @@ def sample(
     player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
     with asked_to_stop(parent) as stop:
         chat, context_length = conversation(config)
-        ensure_run_folder(config)
+        if not ensure_run_folder(config, within_s=PATIENCE_S, stop=stop, note=note):
+            return
         asyncio.run(_sample(config, name, engines, player, source, chat, context_length, stop, ends=parent is None, note=note))
 
 

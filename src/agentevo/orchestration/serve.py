@@ -29,6 +29,7 @@ from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.orchestration.notes import to_stderr
 from agentevo.orchestration.run_identity import ensure_run_folder
 from agentevo.orchestration.stopping import asked_to_stop
+from agentevo.rollout.patience import PATIENCE_S
 
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
@@ -53,7 +54,8 @@ def serve(
     check_memory(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         loaded = load_policy(config)
-        ensure_run_folder(config)
+        if not ensure_run_folder(config, within_s=PATIENCE_S, stop=stop, note=note):
+            return
         directory = EngineDirectory(config.run_dir / "engines")
         RunSecret(directory.folder).value()
         with directory.named(name):

@@ -26,20 +26,21 @@ def prepare_store(config: RunConfig) -> None:
 
     async def work() -> None:
         async with await opened(url, timeout_s=CLEAR_TIMEOUT_S) as store:
-            await make_room(store)
-
-    async def make_room(store: Store) -> None:
-        counts = await store.counts()
-        rows = {kind: sum(n for name, n in counts.items() if name.startswith(kind)) for kind in ("tasks", "trajectories", "steps")}
-        if not any(rows.values()):
-            return
-        if not overwritten:
-            held = ", ".join(f"{count} {kind}" for kind, count in rows.items() if count)
-            raise ConfigError(
-                f"store.url: the store holds {held} of another run: give another file, ?schema=NAME or database, resume that run with "
-                "--resume, or delete it by run.overwrite=true with its own run.dir"
-            )
-        await store.clear()
+            held = await content_of(store)
+            if held and not overwritten:
+                raise ConfigError(
+                    f"store.url: the store holds {held} of another run: give another file, ?schema=NAME or database, resume that run with "
+                    "--resume, or delete it by run.overwrite=true with its own run.dir"
+                )
+            if held:
+                await store.clear()
 
     with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook
         thread.submit(asyncio.run, work()).result()
+
+
+async def content_of(store: Store) -> str:
+    """What a run has left in it, for messages; empty of an empty store."""
+    counts = await store.counts()
+    rows = {kind: sum(n for name, n in counts.items() if name.startswith(kind)) for kind in ("tasks", "trajectories", "steps")}
+    return ", ".join(f"{count} {kind}" for kind, count in rows.items() if count)

@@ -26,6 +26,11 @@ _READERS = 4
 """Files that are hashed at once; Python's lock is not held meanwhile."""
 
 
+class TornError(CheckpointError):
+    """Its files are not those that were saved: one is missing or changed. What can't be read now, and may be whole, is a CheckpointError
+    that is no TornError."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
@@ -51,29 +56,34 @@ def seal(folder: Path, step: int, value: float | None) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest alone; of the files nothing is said. Raises CheckpointError, naming it, if it is missing or torn."""
+    """The manifest alone; of the files nothing is said. Raises TornError, naming it, if it is missing or torn, CheckpointError if it can't
+    be read now."""
     path = folder / NAME
     try:
         content = path.read_bytes()
-        manifest = msgspec.json.decode(content, type=Manifest)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing, so the checkpoint is not whole: resume from an older one") from error
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is torn ({error}): resume from an older checkpoint") from error
+        raise TornError(f"{path} is missing, so the checkpoint is not whole: resume from an older one") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
     if content != _encoded(manifest) or manifest.sha256 != _sha256(manifest.step, manifest.value, manifest.files):
-        raise CheckpointError(f"{path} is torn (its own checksum differs): resume from an older checkpoint")
+        raise TornError(f"{path} is torn (its own checksum differs): resume from an older checkpoint")
     return manifest
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads every file again. Raises CheckpointError, naming the first file that is missing or of another checksum."""
+    """Reads every file again. Raises TornError, naming the first file that is missing or of another checksum, CheckpointError for one that
+    can't be read now."""
     manifest = read(folder)
     with ThreadPoolExecutor(_READERS) as pool:
         found = pool.map(_found, (folder / name for name in manifest.files))
     for name, digest in zip(manifest.files, found, strict=True):
         if digest != manifest.files[name]:
             what = digest if digest.startswith("can't") else f"has the sha256 {digest[:12]}…, not {manifest.files[name][:12]}…"
-            raise CheckpointError(f"{folder / name} {what}, so the checkpoint is torn: resume from an older one")
+            raise TornError(f"{folder / name} {what}, so the checkpoint is torn: resume from an older one")
     return manifest
 
 
@@ -84,11 +94,20 @@ def _hash_and_sync(path: Path) -> str:
 
 
 def _found(path: Path) -> str:
-    """The file's sha256, or why there is none."""
+    """The file's sha256, or that it is not there."""
     try:
         return _hash(path)
-    except OSError as error:
+    except FileNotFoundError as error:
         return f"can't be read ({error.strerror})"
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} can't be read now ({error.strerror or error}), so nobody knows whether its checkpoint is whole: mend that and try again, "
+        "or delete the checkpoint's folder to go on from an older one"
+    )
 
 
 def _hash(path: Path) -> str:
