@@ -67,6 +67,7 @@ class SleepyEngine(FakeEngine):
     """Answers also while it says that it sleeps."""
 
     asleep = False
+    slept_s = 0.0
 
     async def sleep(self, *, in_flight, deadline_s):
         self.asleep = True
