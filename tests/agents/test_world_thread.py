@@ -81,7 +81,7 @@ def test_a_world_that_can_not_be_made_leaves_no_thread():
     ends = time.monotonic() + 5.0
     while num_worlds() > before and time.monotonic() < ends:
         time.sleep(0.01)
-    assert num_worlds() == before
+    assert num_worlds() <= before, "another test's may have ended meanwhile"
 
 
 def test_a_world_whose_making_was_given_up_is_closed_when_it_is_made():
