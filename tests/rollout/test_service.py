@@ -97,7 +97,7 @@ def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, m
             assert {oldest(one.trajectory) async for one in store.trajectories()} == {3}
             stored = await tasks_of(store)
             assert {one.task.metadata["step"] for one in stored} == {4}
-            errors = [event.error for one in stored for event in one.history]
+            errors = [event.error for one in stored for event in one.history if event.kind == "retried"]  # a lease may have run out besides
             assert errors and all("drew a token under version 0, too old for step 4 with rollout.staleness=1" in e for e in errors)
 
     asyncio.run(scenario())
