@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
 import time
 
 import pytest
@@ -70,7 +71,9 @@ def replaced(children, notes, times=6) -> None:
 
 @pytest.mark.parametrize("name", ["KILL", "TERM", "INT", "HUP"])
 def test_who_is_killed_is_replaced_however_often_and_soon(name, start, notes):
-    with start(sampler=f"kill -{name} $$") as children:
+    ignored_by_nohup = "number == s.SIGKILL or s.signal(number, s.SIG_DFL)"
+    program = f"import os, signal as s; number = s.SIG{name}; {ignored_by_nohup}; os.kill(os.getpid(), number)"
+    with start(sampler=f"exec {sys.executable} -S -c '{program}'") as children:
         replaced(children, notes)
     assert all("sampler-0 ended (signal " in note and note.endswith("is started again") for note in notes)
 
