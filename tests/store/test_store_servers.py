@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from servers import MongoDB, PostgreSQL, unused_name
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from agentevo.errors import DeadlineExceededError, StoreError
 from agentevo.store import leases, mongo_rows, open_store, tables
@@ -48,6 +48,35 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
             await store.complete_task(taken[0])
 
     asyncio.run(scenario())
+
+
+def test_groups_are_found_without_a_walk_over_their_split(postgresql: PostgreSQL, make_trajectory: Make) -> None:
+    """A table that PostgreSQL has not analyzed yet, as in the first minutes of a run."""
+    seen: list[tuple[str, Any]] = []
+
+    async def scenario() -> list[str]:
+        async with await PostgreSQLStore.open(postgresql.url(unused_name())) as store:
+            off = text("ALTER TABLE trajectories SET (autovacuum_enabled = false)")
+            await store._run("test", lambda connection: connection.execute(off), write=True)
+            many = [make_trajectory(f"{k}", group_id=f"g{k // 8}", num_turns=0) for k in range(2000)]
+            await store.write_trajectories(many, split="train", step=1)
+
+            @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
+            def note(_connection: object, _cursor: object, statement: str, parameters: Any, _context: object, many: bool) -> None:
+                if statement.startswith("SELECT trajectories"):
+                    seen.append((statement, parameters))
+
+            await store.ready_groups("train", size=8, limit=1)
+            await store.summaries(group_id="g5", split="train")
+            event.remove(store._engine.sync_engine, "before_cursor_execute", note)
+            async with store._engine.connect() as connection:
+                await connection.execute(text("SET enable_seqscan = off"))  # as if there were a hundred times as many
+                plans = [await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters) for statement, parameters in seen]
+                return ["\n".join(row[0] for row in plan) for plan in plans]
+
+    plans = asyncio.run(scenario())
+    assert len(plans) == 3 and sum("trajectories_by_group" in plan for plan in plans) == 2
+    assert not any("trajectories_by_split" in plan for plan in plans), "\n\n".join(plans)
 
 
 @pytest.mark.parametrize(("version", "advice"), [(1, "agentevo store export"), (99, "pip install -U agentevo")])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Integer, Row, Select, Table, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Integer, Row, Select, Table, bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import StoreError
@@ -37,6 +37,16 @@ _ALL = 2**31 - 1
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
+_NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
+"""Of a large store few rows have the same one."""
+
+
+def _unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
+    """Its value, out of every index's reach. PostgreSQL, until it has analyzed a table that grew quickly, takes a split for as rare as a
+    group, and walks over all rows of it to find those of both."""
+    return func.coalesce(column, "")
+
+
 @cache
 def _by_id(table: Table, columns: tuple[str, ...]) -> Select[Any]:
     return select(table.c.id, *(table.c[name] for name in columns)).where(table.c.id.in_(bindparam("ids", expanding=True)))
@@ -47,8 +57,11 @@ def _matching(
     columns: tuple[str, ...], filled: tuple[str, ...], empty: tuple[str, ...], *, bounded: bool, newest_first: bool
 ) -> Select[Any]:
     """Rows in the order of writing. Parameters: `limit`, each of `filled` under its own name, and `first` and `end` if bounded."""
-    query = select(*(trajectories.c[name] for name in columns))
-    query = query.where(*(trajectories.c[name] == bindparam(name) for name in filled), *(trajectories.c[name].is_(None) for name in empty))
+    query = select(*(trajectories.c[name] for name in columns)).where(*(trajectories.c[name].is_(None) for name in empty))
+    narrow = _NARROW.intersection(filled)
+    for name in filled:
+        column = trajectories.c[name]
+        query = query.where((column if name in narrow or not narrow else _unindexed(column)) == bindparam(name))
     if bounded:
         query = query.where(trajectories.c.seq >= bindparam("first"), trajectories.c.seq < bindparam("end"))
     query = query.order_by(trajectories.c.seq.desc() if newest_first else trajectories.c.seq)
@@ -175,7 +188,7 @@ async def ready_groups(connection: AsyncConnection, split: Split, *, size: int, 
     async def members(groups: list[str]) -> list[tuple[str, str]]:
         found: list[tuple[str, str]] = []
         for chunk in chunks(groups):
-            of_groups = (trajectories.c.group_id.in_(chunk), trajectories.c.split == split)
+            of_groups = (trajectories.c.group_id.in_(chunk), _unindexed(trajectories.c.split) == split)
             rows = await connection.execute(select(trajectories.c.group_id, trajectories.c.state).where(*of_groups))
             found += [(row.group_id, row.state) for row in rows]
         return found
