@@ -40,7 +40,7 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 def pack_ints(values: Sequence[int]) -> bytes:
     """Little-endian int32. Raises OverflowError or TypeError for what is not one."""
     try:
-        if values and values.count(values[0]) == len(values):  # versions nearly always
+        if values and values[0] == values[-1] and values.count(values[0]) == len(values):  # versions nearly always
             return struct.pack("<i", values[0]) * len(values)
         return struct.pack(f"<{len(values)}i", *values)
     except struct.error as error:

@@ -26,6 +26,7 @@ _METRICS = msgspec.json.Decoder(dict[str, float])
 _TASK = msgspec.json.Decoder(Task)
 _HISTORY = msgspec.json.Decoder(list[TaskEvent])
 _RECORD = msgspec.json.Decoder(dict[str, Any])
+_STATUSES, _FINISH_REASONS = get_args(Status), get_args(FinishReason)
 _PART = "reward_parts/"
 """In the column `metrics`, the parts of the reward stand beside the metrics under names that begin like this."""
 
@@ -160,8 +161,8 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
-    if trajectory.status not in get_args(Status):
-        raise ValueError(f"status {trajectory.status!r} is unknown: use one of {', '.join(get_args(Status))}")
+    if trajectory.status not in _STATUSES:
+        raise ValueError(f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}")
     for name in trajectory.metrics:
         if name.startswith(_PART):
             raise ValueError(f"the metric {name!r} has a name that parts of the reward have: choose another, or give it as a part")
@@ -212,7 +213,7 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
     if not len(turn.completion_ids) == len(turn.logprobs) == len(turn.versions):
         lengths = f"{len(turn.completion_ids)} completion_ids, {len(turn.logprobs)} logprobs, {len(turn.versions)} versions"
         raise ValueError(f"turn {turn.index} has {lengths}: there must be one of each per token")
-    if turn.finish_reason not in get_args(FinishReason):
+    if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
     if not (math.isfinite(turn.reward) and math.isfinite(turn.temperature)):
         raise ValueError(f"turn {turn.index} has reward {turn.reward} and temperature {turn.temperature}: both must be finite")
