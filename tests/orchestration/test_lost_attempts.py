@@ -64,9 +64,15 @@ def test_tasks_that_are_set_aside_are_told_once_with_their_error(opened):
                 await lost.look()
             assert lost.stats()["sampler/tasks_set_aside"] == 2
             assert notes == [
-                "1 tasks were set aside and will not be trained on, the last 'old' with: CUDA error in old",
+                "1 task was set aside and will not be trained on, the last 'old' with: CUDA error in old",
                 "2 tasks were set aside and will not be trained on, the last 'b' with: CUDA error in b",
             ]
+            assert await store.queue_again() == 3
+            await lost.look()
+            for lease in await store.lease_tasks("w", lease_s=60, limit=1):
+                assert await store.retry_task(lease, "again") == "poison"
+            await lost.look()
+            assert len(notes) == 3 and notes[-1].endswith("with: again"), "it was queued again in between"
 
     asyncio.run(work())
 

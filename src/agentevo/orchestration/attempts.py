@@ -140,7 +140,8 @@ class Stream:
         """`serves_early`: the engine has a step's weights before the step is committed."""
         config = parts.config
         self._config, self._store, self._tasks, self._lost, self._stop, self._check = config, parts.store, parts.tasks, lost, stop, check
-        self._serves_early, self._look_after = serves_early, look_after
+        self._serves_early = serves_early
+        self._look_after = look_after
         """What else to see to, every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._step, self._taken = 0, set[str]()

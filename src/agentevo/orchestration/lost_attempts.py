@@ -24,7 +24,7 @@ _AGAIN = "once that is mended, `agentevo store retry RUN` queues such tasks agai
 
 
 class LostAttempts:
-    """See the module. `note` is told of tasks that are set aside, each once."""
+    """See the module. `note` is told of tasks that are set aside, each once, and again if it was queued again in between."""
 
     def __init__(self, config: RunConfig, store: Store, note: Callable[[str], None]) -> None:
         self._config, self._store, self._note = config, store, note
@@ -32,7 +32,7 @@ class LostAttempts:
         self._newest: dict[Status, str | None] = {}
         """Status -> id of the newest trajectory that is counted; None before there is one."""
         self._told: set[str] | None = None
-        """Tasks that were set aside; None before the first look, which finds those of earlier lives."""
+        """Tasks that are set aside; None before the first look, which finds those of earlier lives."""
         self._since_round = 0
         """Tasks that were set aside since the last round of attempts."""
         self._last = ""
@@ -76,11 +76,12 @@ class LostAttempts:
         aside = await self._all_set_aside()
         first, told = self._told is None, self._told or set()
         new_tasks = [one for one in aside if one.task.id not in told]
-        self._told = told | {one.task.id for one in aside}
+        self._told = {one.task.id for one in aside}
         if not new_tasks:
             return
         self._last = f"{new_tasks[-1].task.id!r} with: {new_tasks[-1].error}"
-        self._note(f"{len(new_tasks)} tasks were set aside and will not be trained on, the last {self._last}")
+        many = "1 task was" if len(new_tasks) == 1 else f"{len(new_tasks)} tasks were"
+        self._note(f"{many} set aside and will not be trained on, the last {self._last}")
         if not first:
             self._counts["tasks_set_aside"] += len(new_tasks)
             self._since_round += len(new_tasks)

@@ -13,12 +13,11 @@ from agentevo.orchestration.components import opened
 from agentevo.orchestration.notes import to_stderr
 from agentevo.orchestration.run import changes, run_coroutine
 from agentevo.orchestration.shared_store import content_of
+from agentevo.orchestration.stopping import unless
 from agentevo.rollout.patience import PATIENCE_S, patiently
 
 SHOWN_KEYS = 5
 STAGING = ".config.yaml."
-LOOK_S = 0.05
-"""How often to look whether to stop while a database is away."""
 
 
 def ensure_run_folder(
@@ -74,13 +73,7 @@ async def _held(url: str, within_s: float | None, stop: Callable[[], bool], note
             return await patiently(lambda: content_of(store), within_s=PATIENCE_S, what="looking whether the store is empty", tell=note)
 
     looking = asyncio.create_task(look())
-    while not looking.done():
-        if stop():
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
-            return None
-        await asyncio.wait([looking], timeout=LOOK_S)
-    return looking.result()
+    return looking.result() if await unless(stop, looking) else None
 
 
 def _create(config: RunConfig) -> None:

@@ -22,6 +22,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.resolve import fetch
 from agentevo.orchestration.components import AgentFunction, FunctionAgent, load_policy, make_environment, opened
 from agentevo.orchestration.notes import to_stderr
+from agentevo.orchestration.stopping import LOOK_S, asked_to_stop, unless
 from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.service import STOPPING_S, SamplerService
@@ -32,8 +33,6 @@ from agentevo.types import Task
 if TYPE_CHECKING:
     from agentevo.inference.remote import RemoteEngine
 
-LOOK_S = 0.05
-"""How often to look whether to stop."""
 DONE_S = 2.0
 """How often to look whether the run has come to its last step."""
 GRACE_S = 2.0
@@ -57,7 +56,6 @@ def sample(
     not. Raises ConfigError before anything is created.
     """
     from agentevo.orchestration.run_identity import ensure_run_folder
-    from agentevo.orchestration.stopping import asked_to_stop
 
     name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
     if agent is None:
@@ -105,7 +103,7 @@ async def _sample(
     from agentevo.inference.secret import RunSecret
 
     opening = asyncio.create_task(opened(config.store_url, within_s=PATIENCE_S, tell=note))
-    if not await _unless(stop, opening):
+    if not await unless(stop, opening):
         return
     directory = EngineDirectory(config.run_dir / "engines")
     engine = RemoteEngine(list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s)
@@ -150,14 +148,3 @@ async def _until_done(store: Store, steps: int, done: list[bool]) -> None:
             done.append(True)
             return
         await asyncio.sleep(DONE_S)
-
-
-async def _unless(stop: Callable[[], bool], waited_for: asyncio.Task[Store]) -> bool:
-    """Waits for it; False, with it cancelled, if `stop` came first."""
-    while not waited_for.done():
-        if stop():
-            waited_for.cancel()
-            await asyncio.gather(waited_for, return_exceptions=True)
-            return False
-        await asyncio.wait([waited_for], timeout=LOOK_S)
-    return True

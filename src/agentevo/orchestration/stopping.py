@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+LOOK_S = 0.05
+"""How often to look whether to stop."""
 
 
 @contextmanager
@@ -27,3 +32,14 @@ def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+async def unless(stop: Callable[[], bool], waited_for: asyncio.Task[Any]) -> bool:
+    """Waits for it; False, with it cancelled, if `stop` came first."""
+    while not waited_for.done():
+        if stop():
+            waited_for.cancel()
+            await asyncio.gather(waited_for, return_exceptions=True)
+            return False
+        await asyncio.wait([waited_for], timeout=LOOK_S)
+    return True
