@@ -1,15 +1,20 @@
-"""What the maths costs: advantages and losses of 1,024 sequences x 4,096 tokens, as a share of the forward pass of a 0.5B model.
+"""What the maths costs: advantages and losses of 1,024 sequences x 4,096 tokens, as a share of the
+forward pass of a 0.5B model.
 
-Each advantage and each policy loss (to the gradient in logp) is timed on the whole table through the public functions; so is each preset,
-advantage and loss together. Rows are ragged, with several turns each, in groups of 8.
+Each advantage and each policy loss (to the gradient in logp) is timed on the whole table through
+the public functions; so is each preset, advantage and loss together. Rows are ragged, with several
+turns each, in groups of 8.
 
-The forward pass is that of Qwen2.5-0.5B's shape with random weights, plain transformers, on the same threads. The whole of it would take
-hours on a few cores, so one sequence is timed and multiplied by 1,024. Everything else is counted so that the share comes out large:
-the sequence has the rows' mean length (attention costs more than that on rows of different length), no output layer (none of the logits
-that log-probs need), no autograd; float32 or bfloat16, whichever is faster in the first round.
+The forward pass is that of Qwen2.5-0.5B's shape with random weights, plain transformers, on the
+same threads. The whole of it would take hours on a few cores, so one sequence is timed and
+multiplied by 1,024. Everything else is counted so that the share comes out large: the sequence has
+the rows' mean length (attention costs more than that on rows of different length), no output layer
+(none of the logits that log-probs need), no autograd; float32 or bfloat16, whichever is faster in
+the first round.
 
-Memory is the peak of resident memory over what the process held before, in tables of [1024, 4096] float32; it counts what is handed back
-(two tables for an advantage, one for a gradient) and what the allocator wastes, so it is an upper bound. Linux with glibc only.
+Memory is the peak of resident memory over what the process held before, in tables of [1024, 4096]
+float32; it counts what is handed back (two tables for an advantage, one for a gradient) and what
+the allocator wastes, so it is an upper bound. Linux with glibc only.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2Model
 
-from agentevo.algorithms import PRESETS, Algorithm, advantage, policy_loss, settle
+from agentevo.algorithms import PRESETS, Algorithm, advantage, policy_loss, resolve_preset
 from agentevo.catalogue import find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
@@ -70,7 +75,9 @@ def make_table(seed: int = 0) -> Table:
         turn_ids,
         [f"task-{row // GROUP_SIZE}" for row in range(NUM_SEQUENCES)],
         {
-            "token_rewards": torch.zeros(shape).scatter_(1, lengths - 1, torch.randint(0, 2, (NUM_SEQUENCES, 1), generator=rng).float()),
+            "token_rewards": torch.zeros(shape).scatter_(
+                1, lengths - 1, torch.randint(0, 2, (NUM_SEQUENCES, 1), generator=rng).float()
+            ),
             "values": torch.rand(shape, generator=rng),
             "baseline_rewards": torch.rand(NUM_SEQUENCES, generator=rng),
             "reward_parts": torch.rand(2, NUM_SEQUENCES, generator=rng),
@@ -93,23 +100,43 @@ def run_advantage(table: Table, name: str, hyper: Mapping[str, Any]) -> torch.Te
     return advantage(name, mask=table.mask, group_ids=table.group_ids, **given, **hyper)[0]
 
 
-def run_loss(table: Table, name: str, hyper: Mapping[str, Any], advantages: torch.Tensor, **aggregation: Any) -> None:
+def run_loss(
+    table: Table, name: str, hyper: Mapping[str, Any], advantages: torch.Tensor, **aggregation: Any
+) -> None:
     """To the gradient in logp, which is then dropped."""
-    given = {key: table.floats[key] for key in ("old_logp", *find("policy loss", POLICY_LOSSES, name).needs)}
+    given = {
+        key: table.floats[key]
+        for key in ("old_logp", *find("policy loss", POLICY_LOSSES, name).needs)
+    }
     logp = table.floats["logp"].detach().requires_grad_()
-    loss, _ = policy_loss(name, logp=logp, advantages=advantages, mask=table.mask, **given, **hyper, **aggregation)
+    loss, _ = policy_loss(
+        name, logp=logp, advantages=advantages, mask=table.mask, **given, **hyper, **aggregation
+    )
     loss.backward()
 
 
 def run_loss_alone(table: Table, name: str) -> None:
-    required = {one.name: 1.0 for one in find("policy loss", POLICY_LOSSES, name).hyper if one.default is None}
+    required = {
+        one.name: 1.0
+        for one in find("policy loss", POLICY_LOSSES, name).hyper
+        if one.default is None
+    }
     hyper = resolve("policy loss", POLICY_LOSSES, name, required)
-    run_loss(table, name, hyper, table.floats["advantages"], aggregation=required_aggregation(name, hyper) or "token-mean")
+    run_loss(
+        table,
+        name,
+        hyper,
+        table.floats["advantages"],
+        aggregation=required_aggregation(name, hyper) or "token-mean",
+    )
 
 
 def run_algorithm(table: Table, algorithm: Algorithm) -> None:
     advantages = run_advantage(table, algorithm.advantage, algorithm.advantage_hyper)
-    aggregation = {"aggregation": algorithm.aggregation, "aggregation_hyper": algorithm.aggregation_hyper}
+    aggregation = {
+        "aggregation": algorithm.aggregation,
+        "aggregation_hyper": algorithm.aggregation_hyper,
+    }
     run_loss(table, algorithm.policy_loss, algorithm.loss_hyper, advantages, **aggregation)
 
 
@@ -139,7 +166,10 @@ def make_parts(table: Table) -> dict[str, Callable[[], object]]:
     return {
         **{f"advantage_{name}": partial(run_advantage, table, name, {}) for name in ADVANTAGES},
         **{f"policy_loss_{name}": partial(run_loss_alone, table, name) for name in POLICY_LOSSES},
-        **{f"preset_{name}": partial(run_algorithm, table, settle(name, {})) for name in PRESETS},
+        **{
+            f"preset_{name}": partial(run_algorithm, table, resolve_preset(name, {}))
+            for name in PRESETS
+        },
     }
 
 
@@ -155,19 +185,33 @@ def timed(part: Callable[[], object]) -> float:
 
 
 def share_of_forward(repeats: int) -> list[Figure]:
-    """The headline (GRPO: advantages, loss, gradient), then every preset, advantage and loss. The parts take turns."""
+    """The headline (GRPO: advantages, loss, gradient), then every preset, advantage and loss. The
+    parts take turns."""
     table = make_table()
     parts = make_parts(table)
     memory = {name: peak_tables(part) for name, part in parts.items()}  # this round also warms up
-    forwards = {f"{FORWARD}, {str(dtype)[6:]}": make_forward(table.mean_length, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    forwards = {
+        f"{FORWARD}, {str(dtype)[6:]}": make_forward(table.mean_length, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     warm = {name: timed(forward) for name, forward in forwards.items()}
     fastest = min(warm, key=lambda name: warm[name])
-    rounds = [{name: timed(part) for name, part in {**parts, fastest: forwards[fastest]}.items()} for _ in range(repeats)]
+    rounds = [
+        {name: timed(part) for name, part in {**parts, fastest: forwards[fastest]}.items()}
+        for _ in range(repeats)
+    ]
     medians = {name: median(taken[name] for taken in rounds) for name in rounds[0]}
     whole = NUM_SEQUENCES * medians[fastest]
-    print(f"    {table.mean_length} tokens, {fastest}: {medians[fastest]:.3f} s, so {whole:.0f} s for {NUM_SEQUENCES}", file=sys.stderr)
+    print(
+        f"    {table.mean_length} tokens, {fastest}: {medians[fastest]:.3f} s, so {whole:.0f} s "
+        f"for {NUM_SEQUENCES}",
+        file=sys.stderr,
+    )
     for name in parts:
-        line = f"{1e3 * medians[name]:6.0f} ms {medians[name] / whole:8.4%} of the forward pass, {memory[name]:4.1f} tables"
+        line = (
+            f"{1e3 * medians[name]:6.0f} ms {medians[name] / whole:8.4%} of the forward pass, "
+            f"{memory[name]:4.1f} tables"
+        )
         print(f"    {name:35s} {line}", file=sys.stderr)
 
     def figure(name: str, part: str) -> Figure:
@@ -180,4 +224,7 @@ def share_of_forward(repeats: int) -> list[Figure]:
         }
         return Figure(name, medians[part] / whole, meaning, raw)
 
-    return [figure("algorithms_share_of_forward", "preset_grpo"), *(figure(f"{name}_share_of_forward", name) for name in parts)]
+    return [
+        figure("algorithms_share_of_forward", "preset_grpo"),
+        *(figure(f"{name}_share_of_forward", name) for name in parts),
+    ]

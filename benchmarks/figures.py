@@ -1,4 +1,5 @@
-"""What a benchmark yields: a ratio against a peer (higher is better for us) or a share (lower is better), with its raw numbers."""
+"""What a benchmark yields: a ratio against a peer (higher is better for us) or a share (lower is
+better), with its raw numbers."""
 
 from __future__ import annotations
 
@@ -24,16 +25,25 @@ class NotComparableError(Exception):
 
 
 def check_equal(what: str, ours: float, theirs: float, tolerance: float) -> None:
-    """Raises NotComparableError where two numbers differ by more than `tolerance`, relative to the larger one."""
+    """Raises NotComparableError where two numbers differ by more than `tolerance`, relative to the
+    larger one."""
     difference = abs(ours - theirs) / max(abs(ours), abs(theirs), 1e-12)
-    print(f"    {what}: ours {ours:.7g}, theirs {theirs:.7g}, relative difference {difference:.1e}", file=sys.stderr, flush=True)
+    print(
+        f"    {what}: ours {ours:.7g}, theirs {theirs:.7g}, relative difference {difference:.1e}",
+        file=sys.stderr,
+        flush=True,
+    )
     if not difference <= tolerance:
-        raise NotComparableError(f"{what} differs by {difference:.1e} ({ours:.7g} and {theirs:.7g}), more than {tolerance:g}")
+        raise NotComparableError(
+            f"{what} differs by {difference:.1e} ({ours:.7g} and {theirs:.7g}), more than "
+            f"{tolerance:g}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One line of the table: `value` is ours over the best peer's, or a part over its whole, from medians of `raw`."""
+    """One line of the table: `value` is ours over the best peer's, or a part over its whole, from
+    medians of `raw`."""
 
     name: str
     value: float
@@ -53,7 +63,11 @@ def machine() -> dict[str, Any]:
     """The machine, and the load from others at this moment."""
     cpuinfo = Path("/proc/cpuinfo")
     names = (
-        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if cpuinfo.exists()
         else []
     )
@@ -66,8 +80,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[str, Any], before: dict[str, Any], part: str = "") -> Path:
-    """Writes results/<date>-<host>.json, or -<part>.json of a run of some figures, and returns its path."""
+def write_results(
+    figures: list[Figure],
+    failures: dict[str, str],
+    peers: dict[str, Any],
+    before: dict[str, Any],
+    part: str = "",
+) -> Path:
+    """Writes results/<date>-<host>.json, or -<part>.json of a run of some figures, and returns its
+    path."""
     now = datetime.datetime.now(datetime.UTC)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}{part and '-' + part}.json"
@@ -75,7 +96,10 @@ def write_results(figures: list[Figure], failures: dict[str, str], peers: dict[s
         "time": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "machine": {**before, "load_average_after": os.getloadavg()},
-        "ours": {"agentevo": agentevo.__version__, **{name: version(name) for name in ("torch", "transformers")}},
+        "ours": {
+            "agentevo": agentevo.__version__,
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
         "peers": peers,
         "ratios": {figure.name: float(f"{figure.value:.5g}") for figure in figures},
         "failures": failures,

@@ -1,7 +1,9 @@
-"""Tokens per second of the embedded engine against the better of transformers `generate` and vLLM on the same weights and cores.
+"""Tokens per second of the embedded engine against the better of transformers `generate` and vLLM
+on the same weights and cores.
 
-Ours and theirs take turns; every repeat has new prompts, so that no cache helps from one repeat to the next. Everybody samples at
-temperature 1 and ignores the end of text. Ours returns the log-prob of every token, which training needs; the peers are not asked for it.
+Ours and theirs take turns; every repeat has new prompts, so that no cache helps from one repeat to
+the next. Everybody samples at temperature 1 and ignores the end of text. Ours returns the log-prob
+of every token, which training needs; the peers are not asked for it.
 """
 
 from __future__ import annotations
@@ -31,15 +33,23 @@ def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     return [[rng.randrange(100, 40_000) for _ in range(length)] for _ in range(count)]
 
 
-def compare(engine: TorchEngine, peers: list[Peer], make_prompts: Callable[[int], list[list[int]]], repeats: int) -> Speeds:
-    """One warm-up round and `repeats` timed ones; in each round everybody completes the same prompts."""
+def compare(
+    engine: TorchEngine,
+    peers: list[Peer],
+    make_prompts: Callable[[int], list[list[int]]],
+    repeats: int,
+) -> Speeds:
+    """One warm-up round and `repeats` timed ones; in each round everybody completes the same
+    prompts."""
     speeds: Speeds = {"agentevo": [], **{peer.name: [] for peer in peers}}
     for repeat in range(repeats + 1):
         prompts = make_prompts(repeat)
         seconds, tokens = time_generate(engine, prompts, NEW_TOKENS, TEMPERATURE, seed=repeat)
         found = {"agentevo": tokens / seconds}
         for peer in peers:
-            answer = peer.ask({"prompts": prompts, "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE})
+            answer = peer.ask(
+                {"prompts": prompts, "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
+            )
             found[peer.name] = answer["tokens"] / answer["seconds"]
         if repeat:
             for name, speed in found.items():
@@ -48,23 +58,45 @@ def compare(engine: TorchEngine, peers: list[Peer], make_prompts: Callable[[int]
 
 
 def figures(case: str, against: str, speeds: Speeds, meaning: str) -> list[Figure]:
-    """`CASE_vs_AGAINST`: ours over the best peer as it installs; `CASE_vs_vllm_tuned`: ours over vLLM with its manual's tuning."""
+    """`CASE_vs_AGAINST`: ours over the best peer as it installs; `CASE_vs_vllm_tuned`: ours over
+    vLLM with its manual's tuning."""
     medians = {contender: median(values) for contender, values in speeds.items()}
-    best = max((peer for peer in medians if peer not in {"agentevo", TUNED}), key=lambda peer: medians[peer])
-    rivals = {f"{case}_vs_{against}": best} | ({f"{case}_vs_{TUNED}": TUNED} if TUNED in medians else {})
+    best = max(
+        (peer for peer in medians if peer not in {"agentevo", TUNED}),
+        key=lambda peer: medians[peer],
+    )
+    rivals = {f"{case}_vs_{against}": best} | (
+        {f"{case}_vs_{TUNED}": TUNED} if TUNED in medians else {}
+    )
     raw = {"unit": "tokens/s", "medians": medians, "repeats": speeds}
-    return [Figure(name, medians["agentevo"] / medians[peer], meaning, raw | {"peer": peer}) for name, peer in rivals.items()]
+    return [
+        Figure(name, medians["agentevo"] / medians[peer], meaning, raw | {"peer": peer})
+        for name, peer in rivals.items()
+    ]
 
 
 def concurrent(engine: TorchEngine, peers: list[Peer], count: int, repeats: int) -> list[Figure]:
     """`count` requests with different prompts at once."""
-    speeds = compare(engine, peers, lambda repeat: random_prompts(count, PROMPT_TOKENS, 1000 * count + repeat), repeats)
-    meaning = f"{count} concurrent requests, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each"
+    speeds = compare(
+        engine,
+        peers,
+        lambda repeat: random_prompts(count, PROMPT_TOKENS, 1000 * count + repeat),
+        repeats,
+    )
+    meaning = (
+        f"{count} concurrent requests, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new "
+        "tokens each"
+    )
     return figures(f"generate_{count}", "best", speeds, meaning)
 
 
 def shared_prefix(engine: TorchEngine, vllm: list[Peer], repeats: int) -> list[Figure]:
     """64 requests with one and the same prompt of 500 tokens, new in each repeat."""
-    speeds = compare(engine, vllm, lambda repeat: random_prompts(1, PREFIX_TOKENS, 77 + repeat) * 64, repeats)
-    meaning = f"64 concurrent requests sharing a prompt of {PREFIX_TOKENS} tokens, {NEW_TOKENS} new tokens each; vLLM's prefix cache is on"
+    speeds = compare(
+        engine, vllm, lambda repeat: random_prompts(1, PREFIX_TOKENS, 77 + repeat) * 64, repeats
+    )
+    meaning = (
+        f"64 concurrent requests sharing a prompt of {PREFIX_TOKENS} tokens, {NEW_TOKENS} "
+        "new tokens each; vLLM's prefix cache is on"
+    )
     return figures("prefix500_64", "vllm", speeds, meaning)

@@ -1,8 +1,10 @@
-"""What a GRPO step trains on, without generation: ids drawn at random, advantages, and log-probs near those of the weights at hand.
+"""What a GRPO step trains on, without generation: ids drawn at random, advantages, and log-probs
+near those of the weights at hand.
 
-Ids are uniform over the vocabulary, so nothing is shared but what is meant to be; speed does not depend on which ids they are. Advantages
-are standard normal, one per row, not centred within the group, so that the loss is far from 0 and can be compared. Old log-probs are those
-of the weights plus normal noise of 0.1 nats: ratios differ from 1, and some are clipped.
+Ids are uniform over the vocabulary, so nothing is shared but what is meant to be; speed does not
+depend on which ids they are. Advantages are standard normal, one per row, not centred within the
+group, so that the loss is far from 0 and can be compared. Old log-probs are those of the weights
+plus normal noise of 0.1 nats: ratios differ from 1, and some are clipped.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.training.passes import token_tables
+from agentevo.training.batching.passes import token_tables
 from agentevo.types import Sample
 
 FIRST_ID = 32
@@ -64,40 +66,61 @@ def log_normal(rng: random.Random, median: float, sigma: float, low: int, high: 
     return min(high, max(low, round(rng.lognormvariate(math.log(median), sigma))))
 
 
-def noisy_logprobs(model: PreTrainedModel, samples: Sequence[Sample], seed: int) -> list[list[float]]:
+def noisy_logprobs(
+    model: PreTrainedModel, samples: Sequence[Sample], seed: int
+) -> list[list[float]]:
     """Per sample, of its trained tokens: as the module says."""
     rng = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    table = token_tables(samples, PASS_TOKENS, device, lambda batch: {"logp": batch.forward(model)[0]})["logp"]
+    table = token_tables(
+        samples, PASS_TOKENS, device, lambda batch: {"logp": batch.forward(model)[0]}
+    )["logp"]
     table = table + NOISE * torch.randn(table.shape, generator=rng)
     return [table[index, : sum(sample.loss_mask)].tolist() for index, sample in enumerate(samples)]
 
 
-def finished(model: PreTrainedModel, texts: Sequence[tuple[list[int], list[int]]], seed: int) -> list[Row]:
+def finished(
+    model: PreTrainedModel, texts: Sequence[tuple[list[int], list[int]]], seed: int
+) -> list[Row]:
     """Rows of (prompt, completion) under the model's weights."""
     rng = random.Random(seed)
-    rows = [Row(prompt, completion, rng.gauss(0.0, 1.0), [0.0] * len(completion)) for prompt, completion in texts]
+    rows = [
+        Row(prompt, completion, rng.gauss(0.0, 1.0), [0.0] * len(completion))
+        for prompt, completion in texts
+    ]
     found = noisy_logprobs(model, samples_of(rows), seed)
     return [replace(row, old_logprobs=logprobs) for row, logprobs in zip(rows, found, strict=True)]
 
 
 def shared_rows(model: PreTrainedModel, seed: int = 1) -> list[Row]:
-    """A group of 8 as an agent's turn makes it: a prompt of 1,000 tokens (system prompt, tools, history), answers of 16 to 64, uniform."""
+    """A group of 8 as an agent's turn makes it: a prompt of 1,000 tokens (system prompt, tools,
+    history), answers of 16 to 64, uniform."""
     rng, vocabulary = random.Random(seed), model.config.vocab_size
     prompt = random_ids(rng, vocabulary, 1000)
-    return finished(model, [(prompt, random_ids(rng, vocabulary, rng.randint(16, 64))) for _ in range(8)], seed)
+    return finished(
+        model, [(prompt, random_ids(rng, vocabulary, rng.randint(16, 64))) for _ in range(8)], seed
+    )
 
 
 def unshared_rows(model: PreTrainedModel, seed: int = 2) -> list[Row]:
-    """8 rows that share nothing. Log-normal lengths: prompts of median 150 (sigma 0.6, within 32..1024), completions of median 80 (sigma
-    0.7, within 16..512)."""
+    """8 rows that share nothing. Log-normal lengths: prompts of median 150 (sigma 0.6, within
+    32..1024), completions of median 80 (sigma 0.7, within 16..512)."""
     rng, vocabulary = random.Random(seed), model.config.vocab_size
-    lengths = [(log_normal(rng, 150, 0.6, 32, 1024), log_normal(rng, 80, 0.7, 16, 512)) for _ in range(8)]
-    texts = [(random_ids(rng, vocabulary, prompt), random_ids(rng, vocabulary, completion)) for prompt, completion in lengths]
+    lengths = [
+        (log_normal(rng, 150, 0.6, 32, 1024), log_normal(rng, 80, 0.7, 16, 512)) for _ in range(8)
+    ]
+    texts = [
+        (random_ids(rng, vocabulary, prompt), random_ids(rng, vocabulary, completion))
+        for prompt, completion in lengths
+    ]
     return finished(model, texts, seed)
 
 
 def long_rows(model: PreTrainedModel, seed: int = 3) -> list[Row]:
     """2 rows of 4,096 tokens that share nothing: prompts of 3,072, completions of 1,024."""
     rng, vocabulary = random.Random(seed), model.config.vocab_size
-    return finished(model, [(random_ids(rng, vocabulary, 3072), random_ids(rng, vocabulary, 1024)) for _ in range(2)], seed)
+    return finished(
+        model,
+        [(random_ids(rng, vocabulary, 3072), random_ids(rng, vocabulary, 1024)) for _ in range(2)],
+        seed,
+    )

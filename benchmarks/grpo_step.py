@@ -1,7 +1,9 @@
-"""One whole GRPO step (generate, score, update) against TRL's trainer: same prompts, same sizes, same reward, same weights at the start.
+"""One whole GRPO step (generate, score, update) against TRL's trainer: same prompts, same sizes,
+same reward, same weights at the start.
 
-Both sides sample 4 prompts x 8 completions of up to 16 tokens at temperature 1, score each by its number of different characters, and take
-one AdamW step on all of them (float32, no KL term, no gradient checkpointing).
+Both sides sample 4 prompts x 8 completions of up to 16 tokens at temperature 1, score each by its
+number of different characters, and take one AdamW step on all of them (float32, no KL term, no
+gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from statistics import median
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
-from agentevo.training.selection import select
+from agentevo.training.batching.selection import select
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn
 from figures import Figure
@@ -24,17 +26,25 @@ GROUP_SIZE = 8
 NEW_TOKENS = 16
 LEARNING_RATE = 1e-6
 QUESTIONS = (
-    "Write a long story about a fox who counts coins by the river every evening and one day finds that there is one too many.",
-    "Explain slowly and in detail how a bicycle stays upright while someone is riding it, as you would to a curious child.",
-    "List every single step that a baker takes, from flour, water and salt in the evening to a warm loaf of bread at dawn.",
-    "Describe at length what a sailor sees, hears and smells when the old ship leaves the harbour on a cold morning.",
+    "Write a long story about a fox who counts coins by the river every evening and one day "
+    "finds that there is one too many.",
+    "Explain slowly and in detail how a bicycle stays upright while someone is riding it, as you "
+    "would to a curious child.",
+    "List every single step that a baker takes, from flour, water and salt in the evening to a "
+    "warm loaf of bread at dawn.",
+    "Describe at length what a sailor sees, hears and smells when the old ship leaves the "
+    "harbour on a cold morning.",
 )
 
 
 def chat_prompts(loaded: LoadedModel) -> list[str]:
     """The questions as text in the model's chat format, about 55 tokens each."""
     return [
-        str(loaded.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False))
+        str(
+            loaded.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+        )
         for question in QUESTIONS
     ]
 
@@ -44,8 +54,16 @@ class GrpoStep:
 
     def __init__(self, loaded: LoadedModel, engine: TorchEngine) -> None:
         self.loaded, self.engine = loaded, engine
-        self.prompts = [list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in chat_prompts(loaded)]
-        section = TrainerSection(groups_per_step=len(QUESTIONS), group_size=GROUP_SIZE, learning_rate=LEARNING_RATE, warmup_steps=0)
+        self.prompts = [
+            list(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in chat_prompts(loaded)
+        ]
+        section = TrainerSection(
+            groups_per_step=len(QUESTIONS),
+            group_size=GROUP_SIZE,
+            learning_rate=LEARNING_RATE,
+            warmup_steps=0,
+        )
         self.trainer = Trainer(loaded.model, section, AlgorithmSection())
         self.num_steps = 0
 
@@ -61,8 +79,12 @@ class GrpoStep:
         return time.perf_counter() - started, sum(t.num_completion_tokens() for t in trajectories)
 
     async def _sample(self) -> list[Trajectory]:
-        members = [(group, attempt) for group in range(len(self.prompts)) for attempt in range(GROUP_SIZE)]
-        return list(await asyncio.gather(*(self._attempt(group, attempt) for group, attempt in members)))
+        members = [
+            (group, attempt) for group in range(len(self.prompts)) for attempt in range(GROUP_SIZE)
+        ]
+        return list(
+            await asyncio.gather(*(self._attempt(group, attempt) for group, attempt in members))
+        )
 
     async def _attempt(self, group: int, attempt: int) -> Trajectory:
         seed = (self.num_steps * 1009 + group) * 1009 + attempt
@@ -81,7 +103,12 @@ class GrpoStep:
         text = self.loaded.tokenizer.decode(completion.ids, skip_special_tokens=True)
         name = f"{self.num_steps}/{group}"
         return Trajectory(
-            id=f"{name}/{attempt}", task_id=str(group), group_id=name, attempt=attempt, turns=[turn], reward=float(len(set(text)))
+            id=f"{name}/{attempt}",
+            task_id=str(group),
+            group_id=name,
+            attempt=attempt,
+            turns=[turn],
+            reward=float(len(set(text))),
         )
 
 
@@ -98,7 +125,16 @@ def against_trl(ours: GrpoStep, trl: Peer, repeats: int) -> Figure:
             tokens["agentevo"].append(our_tokens)
             tokens["trl"].append(answer["tokens"])
     medians = {name: median(values) for name, values in seconds.items()}
-    meaning = f"seconds of a whole GRPO step, {len(QUESTIONS)} prompts x {GROUP_SIZE} completions of up to {NEW_TOKENS} tokens"
+    meaning = (
+        f"seconds of a whole GRPO step, {len(QUESTIONS)} prompts x {GROUP_SIZE} "
+        f"completions of up to {NEW_TOKENS} tokens"
+    )
     prompt_tokens = [len(ids) for ids in ours.prompts]
-    raw = {"unit": "s", "medians": medians, "repeats": seconds, "completion_tokens": tokens, "prompt_tokens": prompt_tokens}
+    raw = {
+        "unit": "s",
+        "medians": medians,
+        "repeats": seconds,
+        "completion_tokens": tokens,
+        "prompt_tokens": prompt_tokens,
+    }
     return Figure("grpo_step_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw)

@@ -1,10 +1,10 @@
-"""What a float32 matrix product reaches on this machine: PyTorch's own `F.linear` against oneDNN, which `agentevo.models.linear` uses, and
-its `PackedMatrix`, by which the engine generates.
+"""What a float32 matrix product reaches on this machine: PyTorch's own `F.linear` against oneDNN,
+which `agentevo.models.linear` uses, and its `PackedMatrix`, by which the engine generates.
 
     .venv/bin/python benchmarks/linear.py
 
-Prints GFLOP/s for the shapes of SmolLM2-135M, reading other weights each time, as the layers of a model do; in GB/s the weights that are
-read, and for comparison what a sum over the weights reads.
+Prints GFLOP/s for the shapes of SmolLM2-135M, reading other weights each time, as the layers of a
+model do; in GB/s the weights that are read, and for comparison what a sum over the weights reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MIN_SECONDS = 0.5
 
 
 def seconds_each(calls: Sequence[Callable[[], object]]) -> float:
-    """Of one call: best of the passes over all calls that fit in MIN_SECONDS, after one that warms up."""
+    """Of one call: best of the passes over all calls that fit in MIN_SECONDS, after one that warms
+    up."""
     best, deadline = float("inf"), 0.0
     while not deadline or time.perf_counter() < deadline:
         started = time.perf_counter()
@@ -41,12 +42,18 @@ def seconds_each(calls: Sequence[Callable[[], object]]) -> float:
 @torch.inference_mode()
 def main() -> None:
     if not available():
-        raise SystemExit("oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU: nothing to compare")
+        raise SystemExit(
+            "oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU: "
+            "nothing to compare"
+        )
     for inputs, outputs in SHAPES:
         size = 4 * inputs * outputs
         weights = [torch.randn(outputs, inputs) for _ in range(max(1, int(BYTES_CYCLED / size)))]
         packed = [PackedMatrix(weight) for weight in weights]
-        print(f"{inputs} -> {outputs}: a sum over the weights reads {size / seconds_each([w.sum for w in weights]) / 1e9:.0f} GB/s")
+        print(
+            f"{inputs} -> {outputs}: a sum over the weights reads "
+            f"{size / seconds_each([w.sum for w in weights]) / 1e9:.0f} GB/s"
+        )
         for rows in ROWS:
             x = torch.randn(rows, inputs)
             ways: dict[str, list[Callable[[], object]]] = {
@@ -55,7 +62,11 @@ def main() -> None:
                 "packed": [partial(matrix.product, x) for matrix in packed],
             }
             found = {name: seconds_each(calls) for name, calls in ways.items()}
-            texts = [f"{name} {2e-9 * rows * inputs * outputs / s:4.0f} GFLOP/s ({size / s / 1e9:3.0f} GB/s)" for name, s in found.items()]
+            texts = [
+                f"{name} {2e-9 * rows * inputs * outputs / s:4.0f} GFLOP/s "
+                f"({size / s / 1e9:3.0f} GB/s)"
+                for name, s in found.items()
+            ]
             print(f"{rows:6d} rows: {', '.join(texts)}", flush=True)
 
 

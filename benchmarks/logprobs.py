@@ -1,10 +1,12 @@
-"""Log-probs without logits (`training/linear_logprobs.py`) against our own dense way, from logits with one saved copy of them: time and
-peak memory of forward and backward pass, first of the output layer alone, then of the whole update of the trainer.
+"""Log-probs without logits (`training/linear_logprobs.py`) against our own dense way, from logits
+with one saved copy of them: time and peak memory of forward and backward pass, first of the output
+layer alone, then of the whole update of the trainer.
 
     .venv/bin/python benchmarks/run.py --only logprobs
 
-Sequences of 500 tokens, every one of them trained; shapes and weights are SmolLM2-135M's (V = 49152, H = 576, tied), float32. Both ways
-take turns. Memory is the peak of resident memory over what was there before; it counts the gradients, which both ways make.
+Sequences of 500 tokens, every one of them trained; shapes and weights are SmolLM2-135M's (V =
+49152, H = 576, tied), float32. Both ways take turns. Memory is the peak of resident memory over
+what was there before; it counts the gradients, which both ways make.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from statistics import median
 import torch
 
 from agentevo.models.load import LoadedModel
-from agentevo.training.linear_logprobs import linear_logprobs
-from agentevo.training.logprobs import selected_logprobs
-from agentevo.training.packing import PackedBatch, pack
+from agentevo.training.batching.packing import PackedBatch, pack
+from agentevo.training.kernels.linear_logprobs import linear_logprobs
+from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.types import Sample
 from figures import Figure
 from memory import peak_bytes
 
-ROWS = {"output_layer": (500, 2000, 8000), "frozen_output_layer": (500, 2000, 8000), "update": (500, 2000)}
+ROWS = {
+    "output_layer": (500, 2000, 8000),
+    "frozen_output_layer": (500, 2000, 8000),
+    "update": (500, 2000),
+}
 """8,000 tokens in one micro-batch would need about 12 GB for what the layers keep of them."""
 LENGTH = 500
 TEMPERATURE = 1.0
@@ -53,13 +59,16 @@ def batch_of(num_tokens: int, vocabulary: int) -> PackedBatch:
     return pack(samples, torch.device("cpu"))
 
 
-def output_layer(loaded: LoadedModel, num_rows: int, *, frozen: bool = False) -> dict[str, Callable[[], None]]:
+def output_layer(
+    loaded: LoadedModel, num_rows: int, *, frozen: bool = False
+) -> dict[str, Callable[[], None]]:
     """Both ways from hidden states to gradients in them and, unless it is frozen, in the weight."""
     layer = loaded.model.get_output_embeddings()
     weight = layer.weight.detach().requires_grad_(not frozen)
     generator = torch.Generator().manual_seed(num_rows)
     hidden = torch.randn(num_rows, weight.shape[1], generator=generator).requires_grad_()
-    rows, targets = torch.arange(num_rows), torch.randint(len(weight), (num_rows,), generator=generator)
+    rows = torch.arange(num_rows)
+    targets = torch.randint(len(weight), (num_rows,), generator=generator)
     linear = type(layer).sharing(layer)
     linear.weight = torch.nn.Parameter(weight.detach(), requires_grad=not frozen)
 
@@ -69,7 +78,9 @@ def output_layer(loaded: LoadedModel, num_rows: int, *, frozen: bool = False) ->
 
     return {
         "dense": lambda: backward(selected_logprobs(linear(hidden), rows, targets, TEMPERATURE)),
-        "without logits": lambda: backward(linear_logprobs(hidden, weight, None, rows, targets, TEMPERATURE)),
+        "without logits": lambda: backward(
+            linear_logprobs(hidden, weight, None, rows, targets, TEMPERATURE)
+        ),
     }
 
 
@@ -88,7 +99,11 @@ def update(loaded: LoadedModel, num_rows: int) -> dict[str, Callable[[], None]]:
     }
 
 
-PARTS = {"output_layer": output_layer, "frozen_output_layer": partial(output_layer, frozen=True), "update": update}
+PARTS = {
+    "output_layer": output_layer,
+    "frozen_output_layer": partial(output_layer, frozen=True),
+    "update": update,
+}
 
 
 def compared(name: str, ways: Mapping[str, Callable[[], None]], repeats: int) -> list[Figure]:
@@ -106,8 +121,18 @@ def compared(name: str, ways: Mapping[str, Callable[[], None]], repeats: int) ->
     time_raw = {"unit": "s", "medians": medians, "repeats": seconds}
     memory_raw = {"unit": "MiB", "medians": memory}
     return [
-        Figure(f"{name}_time", medians["dense"] / medians["without logits"], "seconds of forward and backward pass", time_raw),
-        Figure(f"{name}_memory", memory["dense"] / memory["without logits"], "peak memory of forward and backward pass", memory_raw),
+        Figure(
+            f"{name}_time",
+            medians["dense"] / medians["without logits"],
+            "seconds of forward and backward pass",
+            time_raw,
+        ),
+        Figure(
+            f"{name}_memory",
+            memory["dense"] / memory["without logits"],
+            "peak memory of forward and backward pass",
+            memory_raw,
+        ),
     ]
 
 

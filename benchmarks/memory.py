@@ -1,4 +1,5 @@
-"""Peak memory of a part of this process, on Linux. Standard library only: peers' workers use it too."""
+"""Peak memory of a part of this process, on Linux. Standard library only: peers' workers use it
+too."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from pathlib import Path
 
 def resident_bytes(field: str) -> int:
     """`VmRSS`: resident now; `VmHWM`: the most that was."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return 1024 * int(line.split()[1])
 
 

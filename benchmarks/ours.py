@@ -1,4 +1,5 @@
-"""Our side of the benchmarks: the embedded engine on the same folder of weights that the peers get."""
+"""Our side of the benchmarks: the embedded engine on the same folder of weights that the peers
+get."""
 
 from __future__ import annotations
 
@@ -32,15 +33,22 @@ def make_engine(loaded: LoadedModel) -> TorchEngine:
     return TorchEngine(loaded.model, loaded.tokenizer, EngineSection())
 
 
-def time_generate(engine: TorchEngine, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int) -> tuple[float, int]:
-    """Wall seconds, and tokens generated, for all prompts at once. No stop tokens: every completion has `new_tokens`."""
+def time_generate(
+    engine: TorchEngine, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int
+) -> tuple[float, int]:
+    """Wall seconds, and tokens generated, for all prompts at once. No stop tokens: every completion
+    has `new_tokens`."""
 
     async def run() -> list[Completion]:
         return await asyncio.gather(
             *(
                 engine.generate(
                     ids,
-                    SamplingParams(temperature=temperature, max_new_tokens=new_tokens, seed=seed * 100_003 + index),
+                    SamplingParams(
+                        temperature=temperature,
+                        max_new_tokens=new_tokens,
+                        seed=seed * 100_003 + index,
+                    ),
                     deadline_s=DEADLINE_S,
                 )
                 for index, ids in enumerate(prompts)

@@ -1,11 +1,12 @@
-"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`, and FEW_QUERIES of
-`inference/cache_attention.py`.
+"""What the embedded engine's choices for a CPU are worth on this machine: `models/fused.py`, and
+FEW_QUERIES of `inference/cache_attention.py`.
 
     .venv/bin/python benchmarks/passes.py
 
-Prints milliseconds of one forward pass of SmolLM2-135M without attention, by number of tokens, through its own layers and through
-`FusedLayer`; then microseconds of one layer's attention by number of query rows, through PyTorch's fused attention and through
-weighted sums. Medians of alternating repetitions.
+Prints milliseconds of one forward pass of SmolLM2-135M without attention, by number of tokens,
+through its own layers and through `FusedLayer`; then microseconds of one layer's attention by
+number of query rows, through PyTorch's fused attention and through weighted sums. Medians of
+alternating repetitions.
 """
 
 from __future__ import annotations
@@ -67,7 +68,13 @@ def passes(folder: Path) -> None:
 
         def run(which: Any, ids: torch.Tensor = ids, positions: torch.Tensor = positions) -> object:
             keep = torch.tensor([0])
-            return which(input_ids=ids, position_ids=positions, use_cache=False, plan=NoAttention(), logits_to_keep=keep)
+            return which(
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=False,
+                plan=NoAttention(),
+                logits_to_keep=keep,
+            )
 
         plain, fused = medians([lambda run=run: run(own), lambda run=run: run(model)])
         line = f"{tokens:5d} tokens: own layers {1e3 * plain:7.1f} ms, fused {1e3 * fused:7.1f} ms"
@@ -79,25 +86,44 @@ def attention() -> None:
         cache = KVCache()
         cache.resize(sequences, num_blocks(keys) * KEY_BLOCK, [])
         for tokens in TOKENS_EACH:
-            work = [(Running(slot, [0] * keys, None, cached=keys - tokens), tokens) for slot in range(sequences)]
+            work = [
+                (Running(slot, [0] * keys, None, cached=keys - tokens), tokens)
+                for slot in range(sequences)
+            ]
             plan = build_batch(cache, work, torch.device("cpu")).plan
             query = torch.randn(sequences * tokens, QUERY_HEADS, HEAD_DIM)
             new = torch.randn(sequences * tokens, KV_HEADS, HEAD_DIM)
 
-            def run(few: int, plan: CacheAttention = plan, query: torch.Tensor = query, new: torch.Tensor = new) -> None:
+            def run(
+                few: int,
+                plan: CacheAttention = plan,
+                query: torch.Tensor = query,
+                new: torch.Tensor = new,
+            ) -> None:
                 cache_attention.FEW_QUERIES = few
                 for layer in range(LAYERS):
                     plan.attend(layer, query, new, new, 0.125, None, None)
 
-            fused, sums = (1e6 * seconds / LAYERS for seconds in medians([lambda run=run: run(0), lambda run=run: run(10**6)]))
+            fused, sums = (
+                1e6 * seconds / LAYERS
+                for seconds in medians([lambda run=run: run(0), lambda run=run: run(10**6)])
+            )
             rows = tokens * QUERY_HEADS // KV_HEADS
-            print(f"{sequences} x {keys} keys, {rows:3d} query rows: fused {fused:6.0f} us, weighted sums {sums:6.0f} us", flush=True)
+            print(
+                f"{sequences} x {keys} keys, {rows:3d} query rows: fused {fused:6.0f} us, "
+                f"weighted sums {sums:6.0f} us",
+                flush=True,
+            )
 
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct; downloaded when left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="folder of SmolLM2-135M-Instruct; downloaded when left out"
+    )
     folder = parser.parse_args().model or model_folder()
     attention()
     passes(folder)

@@ -1,6 +1,8 @@
-"""Agent Lightning's end of benchmarks/store.py: its in-memory store, in this process and behind its HTTP server.
+"""Agent Lightning's end of benchmarks/store.py: its in-memory store, in this process and behind its
+HTTP server.
 
-An attempt is a rollout that is enqueued, dequeued by a worker, gets a span for each turn, is marked as succeeded, and is read by its spans.
+An attempt is a rollout that is enqueued, dequeued by a worker, gets a span for each turn, is marked
+as succeeded, and is read by its spans.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would ask the network for prices when it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = (
+    "True"  # it would ask the network for prices when it is imported
+)
 
 from agentlightning.store import InMemoryLightningStore, LightningStoreClient, LightningStoreServer
 from agentlightning.types import EnqueueRolloutRequest, Span
@@ -29,7 +33,12 @@ def make_attempt(turns: int, tokens: int) -> list[dict[str, Any]]:
         return [int(50_000 ** random.random()) for _ in range(half)]
 
     return [
-        {"prompt_token_ids": ids(), "response_token_ids": ids(), "logprobs": [-random.random() for _ in range(half)], "version": 7}
+        {
+            "prompt_token_ids": ids(),
+            "response_token_ids": ids(),
+            "logprobs": [-random.random() for _ in range(half)],
+            "version": 7,
+        }
         for _ in range(turns)
     ]
 
@@ -38,7 +47,9 @@ async def one_round(store: Any, request: dict[str, Any]) -> dict[str, float]:
     size, num_groups = request["group"], request["groups"]
     seconds = dict.fromkeys(("lease", "write", "read"), 0.0)
     for _ in range(num_groups):
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"task": i}) for i in range(size)])
+        await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input={"task": i}) for i in range(size)]
+        )
         attempts = [make_attempt(request["turns"], request["tokens"]) for _ in range(size)]
         start = time.perf_counter()
         rollouts = [await store.dequeue_rollout() for _ in range(size)]
@@ -46,9 +57,14 @@ async def one_round(store: Any, request: dict[str, Any]) -> dict[str, float]:
         for rollout, turns in zip(rollouts, attempts, strict=True):
             ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
             await store.add_many_spans(
-                [Span.from_attributes(attributes=turn, sequence_id=i, name="turn", **ids) for i, turn in enumerate(turns)]
+                [
+                    Span.from_attributes(attributes=turn, sequence_id=i, name="turn", **ids)
+                    for i, turn in enumerate(turns)
+                ]
             )
-            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+            await store.update_attempt(
+                rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
+            )
         written = time.perf_counter()
         for rollout in rollouts:
             assert len(await store.query_spans(rollout.rollout_id)) == request["turns"]
@@ -64,8 +80,13 @@ async def serve(line: Line) -> None:
         port = probe.getsockname()[1]
     server = LightningStoreServer(InMemoryLightningStore(), host="127.0.0.1", port=port)
     await server.start()
-    stores = {"agentlightning": InMemoryLightningStore(), "agentlightning_http": LightningStoreClient(f"http://127.0.0.1:{port}")}
-    for request in line.requests({"versions": {"agentlightning": version("agentlightning")}, "modes": list(stores)}):
+    stores = {
+        "agentlightning": InMemoryLightningStore(),
+        "agentlightning_http": LightningStoreClient(f"http://127.0.0.1:{port}"),
+    }
+    for request in line.requests(
+        {"versions": {"agentlightning": version("agentlightning")}, "modes": list(stores)}
+    ):
         line.reply(await one_round(stores[request["mode"]], request))
 
 

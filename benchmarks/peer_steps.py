@@ -1,11 +1,13 @@
-"""Optimizer steps of a Hugging Face Trainer, one for each request; runs in a peer's virtual environment.
+"""Optimizer steps of a Hugging Face Trainer, one for each request; runs in a peer's virtual
+environment.
 
     request: the settings that the trainer of this step is to have
     answer:  {"seconds": of the step, "loss": sum of what its micro-batches were differentiated by, "grad_norm": before clipping,
               "peak_bytes": peak of resident memory, "state_bytes": weights, gradients and optimizer, "library_bytes": before the model}
 
-The trainer's own loop runs, held between two steps until the next request; other settings end it and a new trainer begins, from the same
-weights. Its first step is short and has learning rate 0 (`FIRST_STEP`): it makes the optimizer's state and leaves the weights as they are.
+The trainer's own loop runs, held between two steps until the next request; other settings end it
+and a new trainer begins, from the same weights. Its first step is short and has learning rate 0
+(`FIRST_STEP`): it makes the optimizer's state and leaves the weights as they are.
 """
 
 from __future__ import annotations
@@ -61,8 +63,17 @@ class Clock(TrainerCallback):
 
     trainer: Any
 
-    def __init__(self, line: Line, requests: Iterator[dict[str, Any]], settings: dict[str, Any], library_bytes: int) -> None:
-        self.line, self.requests, self.settings, self.library_bytes = line, requests, settings, library_bytes
+    def __init__(
+        self,
+        line: Line,
+        requests: Iterator[dict[str, Any]],
+        settings: dict[str, Any],
+        library_bytes: int,
+    ) -> None:
+        self.line = line
+        self.requests = requests
+        self.settings = settings
+        self.library_bytes = library_bytes
         self.next: dict[str, Any] | None = settings
         self.started = 0.0
 
@@ -92,12 +103,22 @@ def state_bytes(model: Any, optimizer: Any) -> int:
     """Weights, gradients of those that are trained, and all tensors of the optimizer."""
     while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
         optimizer = optimizer.optimizer
-    tensors = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
-    return sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters()) + sum(t.nbytes for t in tensors)
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if hasattr(value, "nbytes")
+    ]
+    return sum(p.nbytes * (2 if p.requires_grad else 1) for p in model.parameters()) + sum(
+        t.nbytes for t in tensors
+    )
 
 
-def serve(line: Line, description: dict[str, Any], make_trainer: Callable[[dict[str, Any], Clock], Any]) -> None:
-    """Answers requests until there are no more. make_trainer(settings, callback): a Watched Trainer."""
+def serve(
+    line: Line, description: dict[str, Any], make_trainer: Callable[[dict[str, Any], Clock], Any]
+) -> None:
+    """Answers requests until there are no more. make_trainer(settings, callback): a Watched
+    Trainer."""
     library_bytes = reset_peak()
     requests = line.requests(description)
     request = next(requests, None)

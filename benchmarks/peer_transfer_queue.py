@@ -1,7 +1,9 @@
-"""TransferQueue's end of benchmarks/store.py: groups of attempts put into its storage units in memory, handed out, and read back.
+"""TransferQueue's end of benchmarks/store.py: groups of attempts put into its storage units in
+memory, handed out, and read back.
 
-A group is one batch: a row for each attempt, as tensors that are made before the clock starts. Its lease is `get_meta`, which marks rows
-as consumed by a task. One storage unit for each core, as its configuration recommends for one node.
+A group is one batch: a row for each attempt, as tensors that are made before the clock starts. Its
+lease is `get_meta`, which marks rows as consumed by a task. One storage unit for each core, as its
+configuration recommends for one node.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def make_group(group: int, turns: int, tokens: int) -> TensorDict:
         "logprobs": -torch.rand(half),
         "versions": torch.full(half, 7, dtype=torch.int32),
     }
-    return TensorDict(fields | {"lengths": torch.full((group, turns), tokens // turns)}, batch_size=group)
+    return TensorDict(
+        fields | {"lengths": torch.full((group, turns), tokens // turns)}, batch_size=group
+    )
 
 
 def main() -> None:
@@ -38,24 +42,35 @@ def main() -> None:
     client = transfer_queue.get_client()
     names = ("TransferQueue", "ray", "tensordict", "torch")
     count = 0
-    for request in line.requests({"versions": {name: version(name) for name in names}, "modes": ["transferqueue"]}):
+    for request in line.requests(
+        {"versions": {name: version(name) for name in names}, "modes": ["transferqueue"]}
+    ):
         size = request["group"]
-        groups = [make_group(size, request["turns"], request["tokens"]) for _ in range(request["groups"])]
+        groups = [
+            make_group(size, request["turns"], request["tokens"]) for _ in range(request["groups"])
+        ]
         seconds = dict.fromkeys(("lease", "write", "read"), 0.0)
         partition = f"round{count}"
         for fields in groups:
             keys = [f"{count}_{i}" for i in range(size)]
             count += 1
             start = time.perf_counter()
-            transfer_queue.kv_batch_put(keys=keys, partition_id=partition, fields=fields, tags=[{"status": "ready"}] * size)
+            transfer_queue.kv_batch_put(
+                keys=keys, partition_id=partition, fields=fields, tags=[{"status": "ready"}] * size
+            )
             written = time.perf_counter()
-            meta = client.get_meta(data_fields=FIELDS, batch_size=size, partition_id=partition, task_name="trainer")
+            meta = client.get_meta(
+                data_fields=FIELDS, batch_size=size, partition_id=partition, task_name="trainer"
+            )
             leased = time.perf_counter()
             data = client.get_data(meta)
             seconds["write"] += written - start
             seconds["lease"] += leased - written
             seconds["read"] += time.perf_counter() - leased
-            assert len(data["completion_ids"]) == size and len(data["completion_ids"][0]) == request["tokens"] // 2
+            assert (
+                len(data["completion_ids"]) == size
+                and len(data["completion_ids"][0]) == request["tokens"] // 2
+            )
         line.reply({name: size * len(groups) / spent for name, spent in seconds.items()})
 
 

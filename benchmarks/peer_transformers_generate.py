@@ -1,7 +1,8 @@
-"""Peer worker: transformers `generate` on a batch of prompts (SDPA attention, KV cache), as `peer_worker` describes.
+"""Peer worker: transformers `generate` on a batch of prompts (SDPA attention, KV cache), as
+`peer_worker` describes.
 
-usage: peer_transformers_generate.py MODEL_FOLDER NUM_THREADS
-request: {"prompts": [[ids], ...] of one length, "new_tokens": n, "temperature": t}; answer: {"seconds": wall, "tokens": generated}
+usage: peer_transformers_generate.py MODEL_FOLDER NUM_THREADS request: {"prompts": [[ids], ...] of
+one length, "new_tokens": n, "temperature": t}; answer: {"seconds": wall, "tokens": generated}
 """
 
 from __future__ import annotations
@@ -41,10 +42,17 @@ def main() -> None:
     line = Line()
     folder, threads = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     model.generation_config = GenerationConfig()  # the folder's eos would end completions early
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for request in line.requests({"versions": versions, "settings": "generate, SDPA, float32, dynamic KV cache, top_k 0, top_p 1"}):
+    for request in line.requests(
+        {
+            "versions": versions,
+            "settings": "generate, SDPA, float32, dynamic KV cache, top_k 0, top_p 1",
+        }
+    ):
         line.reply(generate(model, request))
 
 

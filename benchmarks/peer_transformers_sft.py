@@ -1,10 +1,13 @@
-"""Peer worker: supervised training steps of transformers' Trainer with a LoRA adapter by PEFT; see `peer_steps`.
+"""Peer worker: supervised training steps of transformers' Trainer with a LoRA adapter by PEFT; see
+`peer_steps`.
 
-usage: peer_transformers_sft.py MODEL_FOLDER ADAPTER_FOLDER ROWS_JSON NUM_THREADS
-ROWS_JSON: a file with a list of {"input_ids": ids, "labels": ids, -100 where nothing is trained}; one optimizer step is all of them.
-request: {"micro_batch": rows in one forward pass, "grouped": whether rows of similar length meet in one}
+usage: peer_transformers_sft.py MODEL_FOLDER ADAPTER_FOLDER ROWS_JSON NUM_THREADS ROWS_JSON: a file
+with a list of {"input_ids": ids, "labels": ids, -100 where nothing is trained}; one optimizer step
+is all of them. request: {"micro_batch": rows in one forward pass, "grouped": whether rows of
+similar length meet in one}
 
-Batches are padded by DataCollatorForSeq2Seq, the collator of transformers for rows with labels. No gradient checkpointing, float32.
+Batches are padded by DataCollatorForSeq2Seq, the collator of transformers for rows with labels. No
+gradient checkpointing, float32.
 """
 
 from __future__ import annotations
@@ -18,14 +21,22 @@ import peft
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+)
 
 from peer_steps import FIRST_STEP, FIRST_STEP_TOKENS, QUIET, Clock, Watched, serve
 from peer_worker import Line
 
 
 class Supervised(Watched, Trainer):
-    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if self.state.global_step == 0:
             inputs = {name: values[:, :FIRST_STEP_TOKENS] for name, values in inputs.items()}
         return super().training_step(model, inputs, *args, **kwargs)
@@ -60,8 +71,19 @@ def main() -> None:
             callbacks=[clock],
         )
 
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
-    serve(line, {"versions": versions, "settings": "Trainer, use_cpu, float32, DataCollatorForSeq2Seq, PEFT LoRA"}, make_trainer)
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+    }
+    serve(
+        line,
+        {
+            "versions": versions,
+            "settings": "Trainer, use_cpu, float32, DataCollatorForSeq2Seq, PEFT LoRA",
+        },
+        make_trainer,
+    )
 
 
 if __name__ == "__main__":

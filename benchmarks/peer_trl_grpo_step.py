@@ -1,11 +1,13 @@
-"""Peer worker: whole GRPO steps of TRL's trainer (generate, score, update), as `peer_worker` describes.
+"""Peer worker: whole GRPO steps of TRL's trainer (generate, score, update), as `peer_worker`
+describes.
 
-usage: peer_trl_grpo_step.py MODEL_FOLDER PROMPTS_JSON NUM_THREADS [MICRO_BATCH]
-PROMPTS_JSON: a file with a list of prompts (text, already in the model's chat format).
-request: {"steps": n}; answer: {"seconds": [one wall time a step], "tokens": completion tokens a step}
+usage: peer_trl_grpo_step.py MODEL_FOLDER PROMPTS_JSON NUM_THREADS [MICRO_BATCH] PROMPTS_JSON: a
+file with a list of prompts (text, already in the model's chat format). request: {"steps": n};
+answer: {"seconds": [one wall time a step], "tokens": completion tokens a step}
 
-Settings are those of our side: 4 prompts x 8 completions of up to 16 tokens, on-policy (one update a batch), no KL term, no gradient
-checkpointing, AdamW, float32. MICRO_BATCH completions go through the model at once (default: all 32).
+Settings are those of our side: 4 prompts x 8 completions of up to 16 tokens, on-policy (one update
+a batch), no KL term, no gradient checkpointing, AdamW, float32. MICRO_BATCH completions go through
+the model at once (default: all 32).
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ def make_trainer(folder: str, prompts: list[str], micro_batch: int, callback: An
         shuffle_dataset=False,
         seed=0,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     return GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -71,7 +75,8 @@ def make_trainer(folder: str, prompts: list[str], micro_batch: int, callback: An
 
 
 def make_callback(line: Line, description: dict[str, Any]) -> Any:
-    """A trainer callback that holds the training loop between steps until the harness asks for more of them."""
+    """A trainer callback that holds the training loop between steps until the harness asks for more
+    of them."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -123,8 +128,15 @@ def main() -> None:
     with open(prompts_file) as file:
         prompts: list[str] = json.load(file)
     micro_batch = int(sys.argv[4]) if len(sys.argv) > 4 else len(prompts) * NUM_GENERATIONS
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    settings = f"GRPOTrainer, use_cpu, float32, beta 0, num_iterations 1, no gradient checkpointing, micro-batch {micro_batch}"
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
+    settings = (
+        "GRPOTrainer, use_cpu, float32, beta 0, num_iterations 1, no gradient "
+        f"checkpointing, micro-batch {micro_batch}"
+    )
     clock = make_callback(line, {"versions": versions, "settings": settings})
     clock.trainer = make_trainer(folder, prompts, micro_batch, clock)
     clock.trainer.train()

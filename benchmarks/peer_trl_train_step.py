@@ -1,12 +1,15 @@
-"""Peer worker: training steps of TRL's GRPO trainer on given completions, without generation; see `peer_steps`.
+"""Peer worker: training steps of TRL's GRPO trainer on given completions, without generation; see
+`peer_steps`.
 
-usage: peer_trl_train_step.py MODEL_FOLDER ROWS_JSON NUM_THREADS plain|checkpointing
-ROWS_JSON: a file with a list of {"prompt": ids, "completion": ids, "old_logprobs": one per completion token, "advantage": number}.
-request: {"micro_batch": rows in one forward pass, "compact": bool}. `compact` makes TRL's output layer score completions only, as it does
-on a GPU; as it is, on a CPU it scores every position and drops the prompts' afterwards.
+usage: peer_trl_train_step.py MODEL_FOLDER ROWS_JSON NUM_THREADS plain|checkpointing ROWS_JSON: a
+file with a list of {"prompt": ids, "completion": ids, "old_logprobs": one per completion token,
+"advantage": number}. request: {"micro_batch": rows in one forward pass, "compact": bool}. `compact`
+makes TRL's output layer score completions only, as it does on a GPU; as it is, on a CPU it scores
+every position and drops the prompts' afterwards.
 
-The trainer's loop, loss, clipping and optimizer are TRL's; only `_generate_and_score_completions` is replaced, by one that returns the rows
-padded as TRL pads: prompts on the left and completions on the right, to the longest of the step.
+The trainer's loop, loss, clipping and optimizer are TRL's; only `_generate_and_score_completions`
+is replaced, by one that returns the rows padded as TRL pads: prompts on the left and completions on
+the right, to the longest of the step.
 """
 
 from __future__ import annotations
@@ -32,14 +35,27 @@ ON_TRITON = trl.trainer.utils._use_triton
 Row = dict[str, Any]
 
 
-def padded(rows: list[Row], key: str, side: str, value: float, dtype: torch.dtype, cut: int | None) -> torch.Tensor:
+def padded(
+    rows: list[Row], key: str, side: str, value: float, dtype: torch.dtype, cut: int | None
+) -> torch.Tensor:
     """[B, longest]"""
-    return pad([torch.tensor(row[key][:cut], dtype=dtype) for row in rows], padding_value=value, padding_side=side)
+    return pad(
+        [torch.tensor(row[key][:cut], dtype=dtype) for row in rows],
+        padding_value=value,
+        padding_side=side,
+    )
 
 
 def ready_made(rows: list[Row], pad_id: int, cut: int | None) -> dict[str, torch.Tensor]:
     """What TRL's own function returns. `cut`: most tokens of each prompt and each completion."""
-    tokens = [{**row, "prompt_mask": [1] * len(row["prompt"]), "completion_mask": [1] * len(row["completion"])} for row in rows]
+    tokens = [
+        {
+            **row,
+            "prompt_mask": [1] * len(row["prompt"]),
+            "completion_mask": [1] * len(row["completion"]),
+        }
+        for row in rows
+    ]
     completion_mask = padded(tokens, "completion_mask", "right", 0, torch.long, cut)
     return {
         "prompt_ids": padded(tokens, "prompt", "left", pad_id, torch.long, cut),
@@ -56,7 +72,11 @@ class GivenRows(Watched, GRPOTrainer):
     rows: list[Row]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-        return ready_made(self.rows, self._tokenizer.pad_token_id, FIRST_STEP_TOKENS if self.state.global_step == 0 else None)
+        return ready_made(
+            self.rows,
+            self._tokenizer.pad_token_id,
+            FIRST_STEP_TOKENS if self.state.global_step == 0 else None,
+        )
 
 
 def main() -> None:
@@ -92,8 +112,15 @@ def main() -> None:
         trainer.rows = rows
         return trainer
 
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    settings = f"GRPOTrainer, use_cpu, float32, loss_type dapo (its default), beta 0, gradient checkpointing {way == 'checkpointing'}"
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
+    settings = (
+        "GRPOTrainer, use_cpu, float32, loss_type dapo (its default), beta 0, gradient "
+        f"checkpointing {way == 'checkpointing'}"
+    )
     serve(line, {"versions": versions, "settings": settings}, make_trainer)
 
 

@@ -1,7 +1,9 @@
-"""The peer's end of the benchmark's line protocol; runs in a peer's virtual environment, so it imports nothing of AgentEvo.
+"""The peer's end of the benchmark's line protocol; runs in a peer's virtual environment, so it
+imports nothing of AgentEvo.
 
-A worker loads its system once, prints one JSON line that describes it, then answers each JSON line on standard input with one JSON line.
-Keeping the workers alive lets the harness take turns between them, so that a slow minute of the machine falls on everybody.
+A worker loads its system once, prints one JSON line that describes it, then answers each JSON line
+on standard input with one JSON line. Keeping the workers alive lets the harness take turns between
+them, so that a slow minute of the machine falls on everybody.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any, TextIO
 
 
 class Line:
-    """Standard output kept for the protocol alone: whatever a library prints goes to standard error instead."""
+    """Standard output kept for the protocol alone: whatever a library prints goes to standard error
+    instead."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)

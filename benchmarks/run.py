@@ -1,9 +1,11 @@
-"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us, but for shares).
+"""Speed against peers, all in one run: prints `ratio NAME VALUE` lines (higher is better for us,
+but for shares).
 
     .venv/bin/python benchmarks/run.py [--only turns,train] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A run of everything writes its raw numbers to results/<date>-<host>.json, one of a part with --save. A peer that can't be installed or
-started costs its own figures only, as does one that computes something else than we do: they are named on stderr and the exit code is 1.
+A run of everything writes its raw numbers to results/<date>-<host>.json, one of a part with --save.
+A peer that can't be installed or started costs its own figures only, as does one that computes
+something else than we do: they are named on stderr and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,8 @@ class Bench:
         return make_engine(self.loaded)
 
     def add(self, name: str, measure: Callable[[], list[Figure]]) -> None:
-        """Measures and prints the figures of one case; a peer's failure is recorded under `name`."""
+        """Measures and prints the figures of one case; a peer's failure is recorded under
+        `name`."""
         try:
             found = measure()
         except (peers.PeerError, NotComparableError) as error:
@@ -92,7 +95,11 @@ class Bench:
         for figure in found:
             print(figure.line(), flush=True)
         figure = found[0]
-        print(f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} {figure.raw['unit']}", file=sys.stderr, flush=True)
+        print(
+            f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} {figure.raw['unit']}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def fail(self, name: str, error: Exception) -> None:
         self.failures[name] = str(error)
@@ -109,7 +116,11 @@ class Bench:
                 except peers.PeerError as error:
                     self.fail(make.__name__, error)
                     continue
-                self.peers[peer.name] = {**peer.description, "command": peer.command, "variables": peer.variables}
+                self.peers[peer.name] = {
+                    **peer.description,
+                    "command": peer.command,
+                    "variables": peer.variables,
+                }
                 running.append(peer)
             yield running
 
@@ -124,13 +135,20 @@ class Bench:
 
 
 def run_generate(bench: Bench, only: set[str]) -> None:
-    with bench.started(bench.transformers_generate, bench.vllm_generate, bench.vllm_tuned) as running:
+    with bench.started(
+        bench.transformers_generate, bench.vllm_generate, bench.vllm_tuned
+    ) as running:
         if running and "generate" in only:
             for count in (1, 16, 64):
-                bench.add(f"generate_{count}_vs_best", lambda count=count: concurrent(bench.engine, running, count, bench.repeats))  # type: ignore[misc]
+                bench.add(
+                    f"generate_{count}_vs_best",
+                    lambda count=count: concurrent(bench.engine, running, count, bench.repeats),
+                )  # type: ignore[misc]
         vllm = [peer for peer in running if peer.name != "transformers"]
         if vllm and "prefix" in only:
-            bench.add("prefix500_64_vs_vllm", lambda: shared_prefix(bench.engine, vllm, bench.repeats))
+            bench.add(
+                "prefix500_64_vs_vllm", lambda: shared_prefix(bench.engine, vllm, bench.repeats)
+            )
 
 
 def run_grpo(bench: Bench, scratch: Path) -> None:
@@ -142,13 +160,21 @@ def run_grpo(bench: Bench, scratch: Path) -> None:
 
     with bench.started(trl_grpo_step) as running:
         if running:
-            bench.add("grpo_step_vs_trl", lambda: [against_trl(GrpoStep(bench.loaded, bench.engine), running[0], bench.repeats)])
+            bench.add(
+                "grpo_step_vs_trl",
+                lambda: [
+                    against_trl(GrpoStep(bench.loaded, bench.engine), running[0], bench.repeats)
+                ],
+            )
 
 
 def run_prefix_merging(bench: Bench) -> None:
     model = small_model()
     for num_turns in TURNS:
-        bench.add(f"prefix_merging_T{num_turns}", lambda num_turns=num_turns: figures(model, num_turns, bench.repeats))  # type: ignore[misc]
+        bench.add(
+            f"prefix_merging_T{num_turns}",
+            lambda num_turns=num_turns: figures(model, num_turns, bench.repeats),
+        )  # type: ignore[misc]
 
 
 def run_train(bench: Bench, scratch: Path) -> None:
@@ -163,7 +189,10 @@ def run_train(bench: Bench, scratch: Path) -> None:
         with bench.started(trl_train_step) as running:
             if running:
                 trl = running[0]
-                bench.add(f"train_{kind}", lambda: train_against_trl(bench.folder, trl, kind, rows, bench.repeats))  # noqa: B023
+                bench.add(
+                    f"train_{kind}",
+                    partial(train_against_trl, bench.folder, trl, kind, rows, bench.repeats),
+                )
 
 
 def run_sft(bench: Bench, scratch: Path) -> None:
@@ -180,28 +209,41 @@ def run_sft(bench: Bench, scratch: Path) -> None:
 
 
 def run_store(bench: Bench) -> None:
-    results, flatness_figures = store.over_backends(list(store.BACKENDS), list(store.ROWS), bench.repeats)
+    results, flatness_figures = store.over_backends(
+        list(store.BACKENDS), list(store.ROWS), bench.repeats
+    )
     for figure in flatness_figures:
         bench.add(figure.name, lambda figure=figure: [figure])  # type: ignore[misc]
     for start in store.PEERS:
         with bench.started(start) as running:
             for peer in running:
-                bench.add(f"store_vs_{peer.name}", lambda peer=peer: store.against(peer, results, bench.repeats))  # type: ignore[misc]
+                bench.add(
+                    f"store_vs_{peer.name}",
+                    lambda peer=peer: store.against(peer, results, bench.repeats),
+                )  # type: ignore[misc]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Speed against peers, as ratios in one run.")
-    parser.add_argument("--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas")
-    parser.add_argument("--repeats", type=int, default=3, help="timed rounds, after one that warms up")
+    parser.add_argument(
+        "--only", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)}, separated by commas"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed rounds, after one that warms up"
+    )
     parser.add_argument("--model", default=MODEL, help="a known model's name or a folder")
     parser.add_argument(
-        "--save", action="store_true", help="write the raw numbers of a part as well, to results/<date>-<host>-<names>.json"
+        "--save",
+        action="store_true",
+        help="write the raw numbers of a part as well, to results/<date>-<host>-<names>.json",
     )
     args = parser.parse_args()
     only = set(args.only.split(","))
     if only - set(GROUPS) or args.repeats < 1:
         parser.error(f"--only takes some of {', '.join(GROUPS)}, --repeats at least 1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through the `with` blocks, which end the peers
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # leave through the `with` blocks, which end the peers
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     before = machine()
@@ -211,10 +253,18 @@ def main() -> int:
     if "logprobs" in only:
         for part, all_rows in ROWS.items():
             for rows in all_rows:
-                bench.add("logprobs", lambda part=part, rows=rows: without_logits(bench.loaded, part, rows, bench.repeats))  # type: ignore[misc]
+                bench.add(
+                    "logprobs",
+                    lambda part=part, rows=rows: without_logits(
+                        bench.loaded, part, rows, bench.repeats
+                    ),
+                )  # type: ignore[misc]
     if "turns" in only:
         for episodes in (1, 8):
-            bench.add("turn_flatness", lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)])  # type: ignore[misc]
+            bench.add(
+                "turn_flatness",
+                lambda episodes=episodes: [flatness(bench.engine, episodes, bench.repeats)],
+            )  # type: ignore[misc]
     if only & {"generate", "prefix"}:
         run_generate(bench, only)
     if "prefix_merging" in only:
@@ -223,7 +273,12 @@ def main() -> int:
         if "train" in only:
             run_train(bench, Path(scratch))
         if "train_memory" in only:
-            bench.add("train_memory", lambda: against_trl_in_memory(bench.folder, bench.loaded.model, Path(scratch), threads))
+            bench.add(
+                "train_memory",
+                lambda: against_trl_in_memory(
+                    bench.folder, bench.loaded.model, Path(scratch), threads
+                ),
+            )
         if "sft" in only:
             run_sft(bench, Path(scratch))
         if "store" in only:
@@ -232,12 +287,19 @@ def main() -> int:
             bench.add("transport", lambda: transport(list(AT_ONCE), args.repeats))
         if "async" in only:
             arms = [(2, asynchronous.RECOMMENDED)]
-            bench.add("async", lambda: asynchronous.compare(Path(scratch), "lognormal", arms, range(args.repeats)))
+            bench.add(
+                "async",
+                lambda: asynchronous.compare(Path(scratch), "lognormal", arms, range(args.repeats)),
+            )
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
     if args.save or only == set(GROUPS):
         part = "" if only == set(GROUPS) else "-".join(name for name in GROUPS if name in only)
-        print(f"raw numbers: {write_results(bench.figures, bench.failures, bench.peers, before, part)}", file=sys.stderr)
+        print(
+            "raw numbers: "
+            f"{write_results(bench.figures, bench.failures, bench.peers, before, part)}",
+            file=sys.stderr,
+        )
     return 1 if bench.failures else 0
 
 

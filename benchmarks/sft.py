@@ -1,11 +1,14 @@
-"""A step of supervised training with LoRA, ours against plain transformers + PEFT: same weights, adapter, rows and trained tokens.
+"""A step of supervised training with LoRA, ours against plain transformers + PEFT: same weights,
+adapter, rows and trained tokens.
 
-Rows are conversations of many lengths, made here from a seed: 1 to 4 turns, texts of random words with log-normal lengths (the user's of
-median 24 words, the assistant's of 40, sigma 0.8). They share nothing but what the chat template puts before each (a system prompt of its
-own); the figures' raw numbers count the tokens that merging it saves. Only what the assistant says is trained.
+Rows are conversations of many lengths, made here from a seed: 1 to 4 turns, texts of random words
+with log-normal lengths (the user's of median 24 words, the assistant's of 40, sigma 0.8). They
+share nothing but what the chat template puts before each (a system prompt of its own); the figures'
+raw numbers count the tokens that merging it saves. Only what the assistant says is trained.
 
-One optimizer step is all rows. The adapter (rank 16, alpha 32, all linear layers) has random A and B, so that both matter to the loss. Loss
-and gradient norm of the first step must agree. transformers is tried with several micro-batches; the one that is fastest counts.
+One optimizer step is all rows. The adapter (rank 16, alpha 32, all linear layers) has random A and
+B, so that both matter to the loss. Loss and gradient norm of the first step must agree.
+transformers is tried with several micro-batches; the one that is fastest counts.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ DEFAULT_MICRO_BATCH = 8
 MICRO_BATCHES = (1, 4, DEFAULT_MICRO_BATCH)
 GROUPED_MICRO_BATCHES = (4, DEFAULT_MICRO_BATCH)
 TEXT = (
-    "the river runs past old stone houses and green hills where people walk slowly under tall trees while birds sing in early morning "
-    "light after long rain because nobody knows which road leads to town or how far it may be from here before winter comes with snow"
+    "the river runs past old stone houses and green hills where people walk slowly under tall "
+    "trees while birds sing in early morning "
+    "light after long rain because nobody knows which road leads to town or how far it may be "
+    "from here before winter comes with snow"
 )
 
 
@@ -51,12 +56,17 @@ def conversations(seed: int = 4) -> list[Conversation]:
     rng, words = random.Random(seed), TEXT.split()
 
     def text(median_words: int) -> str:
-        return " ".join(rng.choices(words, k=max(2, round(rng.lognormvariate(math.log(median_words), 0.8)))))
+        return " ".join(
+            rng.choices(words, k=max(2, round(rng.lognormvariate(math.log(median_words), 0.8))))
+        )
 
     def conversation(number: int) -> Conversation:
         messages = []
         for _ in range(rng.randint(1, 4)):
-            messages += [{"role": "user", "content": text(24)}, {"role": "assistant", "content": text(40)}]
+            messages += [
+                {"role": "user", "content": text(24)},
+                {"role": "assistant", "content": text(40)},
+            ]
         return Conversation(f"row {number}", messages)
 
     return [conversation(number) for number in range(NUM_ROWS)]
@@ -77,7 +87,10 @@ def make_adapter(folder: Path, out: Path) -> Path:
 
 
 def peer_row(sample: Sample) -> dict[str, list[int]]:
-    labels = [token if trained else -100 for token, trained in zip(sample.ids, sample.loss_mask, strict=True)]
+    labels = [
+        token if trained else -100
+        for token, trained in zip(sample.ids, sample.loss_mask, strict=True)
+    ]
     return {"input_ids": list(sample.ids), "labels": labels}
 
 
@@ -85,16 +98,24 @@ class SupervisedStep:
     """Our side."""
 
     def __init__(self, folder: Path, adapter: Path) -> None:
-        loaded = load_model(ModelSection(name=str(folder), device="cpu", lora=LoraSection(adapter=adapter)))
+        loaded = load_model(
+            ModelSection(name=str(folder), device="cpu", lora=LoraSection(adapter=adapter))
+        )
         encoder = AssistantTokens(loaded.tokenizer, max_tokens=4096)
-        self.samples = [row.sample() for conversation in conversations() for row in encoder.encode(conversation)[0]]
+        self.samples = [
+            row.sample()
+            for conversation in conversations()
+            for row in encoder.encode(conversation)[0]
+        ]
         section = SFTSection(learning_rate=LEARNING_RATE, warmup_ratio=0.0, schedule="constant")
         self.trainer = SupervisedTrainer(prepare(loaded.model), section, total_steps=1000)
 
     def step(self) -> tuple[Step, dict[str, float]]:
         started = time.perf_counter()
         metrics = self.trainer.step(self.samples)
-        return Step(time.perf_counter() - started, metrics["sft/loss"], metrics["actor/grad_norm"]), metrics
+        return Step(
+            time.perf_counter() - started, metrics["sft/loss"], metrics["actor/grad_norm"]
+        ), metrics
 
 
 def padded_tokens(samples: Sequence[Sample], micro_batch: int) -> int:
@@ -105,14 +126,22 @@ def padded_tokens(samples: Sequence[Sample], micro_batch: int) -> int:
 
 
 def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -> list[Figure]:
-    """The first round compares results and finds the peer's best micro-batches; then everybody takes turns."""
+    """The first round compares results and finds the peer's best micro-batches; then everybody
+    takes turns."""
     first, metrics = ours.step()
 
     def ask(setting: dict[str, Any]) -> Step:
         return Step.of(peer.ask(setting))
 
-    plain = tried(ask, [{"micro_batch": size, "grouped": False} for size in MICRO_BATCHES], first, "sft")
-    grouped = tried(ask, [{"micro_batch": size, "grouped": True} for size in GROUPED_MICRO_BATCHES], first, "sft")
+    plain = tried(
+        ask, [{"micro_batch": size, "grouped": False} for size in MICRO_BATCHES], first, "sft"
+    )
+    grouped = tried(
+        ask,
+        [{"micro_batch": size, "grouped": True} for size in GROUPED_MICRO_BATCHES],
+        first,
+        "sft",
+    )
     settings = {
         "best": json.loads(min(plain, key=lambda name: plain[name])),
         "default": {"micro_batch": DEFAULT_MICRO_BATCH, "grouped": False},
@@ -124,7 +153,8 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
         for name, setting in settings.items():
             seconds[name].append(ask(setting).seconds)
     medians = {name: median(values) for name, values in seconds.items()}
-    logical, distinct = int(metrics["trainer/logical_tokens"]), int(metrics["trainer/distinct_tokens"])
+    logical = int(metrics["trainer/logical_tokens"])
+    distinct = int(metrics["trainer/distinct_tokens"])
     raw = {
         "unit": "s",
         "medians": medians,
@@ -141,7 +171,22 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
     }
     meaning = "seconds of a supervised step with LoRA; transformers + PEFT"
     return [
-        Figure("sft_vs_transformers", medians["best"] / medians["agentevo"], f"{meaning}, its best micro-batch", raw),
-        Figure("sft_vs_transformers_default", medians["default"] / medians["agentevo"], f"{meaning}, micro-batch 8 as by default", raw),
-        Figure("sft_vs_transformers_grouped", medians["grouped"] / medians["agentevo"], f"{meaning}, rows grouped by length", raw),
+        Figure(
+            "sft_vs_transformers",
+            medians["best"] / medians["agentevo"],
+            f"{meaning}, its best micro-batch",
+            raw,
+        ),
+        Figure(
+            "sft_vs_transformers_default",
+            medians["default"] / medians["agentevo"],
+            f"{meaning}, micro-batch 8 as by default",
+            raw,
+        ),
+        Figure(
+            "sft_vs_transformers_grouped",
+            medians["grouped"] / medians["agentevo"],
+            f"{meaning}, rows grouped by length",
+            raw,
+        ),
     ]

@@ -1,10 +1,13 @@
-"""One training step of GRPO without generation, ours against TRL's trainer: same weights, rows, old log-probs, advantages and loss.
+"""One training step of GRPO without generation, ours against TRL's trainer: same weights, rows, old
+log-probs, advantages and loss.
 
-Both sides take one AdamW step on all rows in float32: clipped token ratios (0.2), mean over all completion tokens, no KL term, gradients
-clipped to norm 1, no gradient checkpointing. Loss and gradient norm of the first step must agree, or there is no ratio.
+Both sides take one AdamW step on all rows in float32: clipped token ratios (0.2), mean over all
+completion tokens, no KL term, gradients clipped to norm 1, no gradient checkpointing. Loss and
+gradient norm of the first step must agree, or there is no ratio.
 
-TRL runs as it is, at the micro-batch that turns out fastest for it in the first round; then, at the same, `compact`: on a CPU TRL 1.16
-takes every position through the output layer, on a GPU only the completions, and compact makes it do the latter here.
+TRL runs as it is, at the micro-batch that turns out fastest for it in the first round; then, at the
+same, `compact`: on a CPU TRL 1.16 takes every position through the output layer, on a GPU only the
+completions, and compact makes it do the latter here.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from ours import load
 LEARNING_RATE = 1e-6
 MICRO_BATCHES = (1, 4)
 """Rows in one forward pass that TRL is tried with."""
-ROWS: dict[str, Callable[[PreTrainedModel], list[Row]]] = {"shared": shared_rows, "unshared": unshared_rows}
+ROWS: dict[str, Callable[[PreTrainedModel], list[Row]]] = {
+    "shared": shared_rows,
+    "unshared": unshared_rows,
+}
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
 TRL_CHECKPOINTING = (True, False)
@@ -56,7 +62,9 @@ class Step:
 class TrainStep:
     """Our side."""
 
-    def __init__(self, loaded: LoadedModel, rows: Sequence[Row], keys: Mapping[str, Any], **options: Any) -> None:
+    def __init__(
+        self, loaded: LoadedModel, rows: Sequence[Row], keys: Mapping[str, Any], **options: Any
+    ) -> None:
         """keys: of the trainer's section; options: of Trainer."""
         self.samples = samples_of(rows)
         section = TrainerSection(**{"learning_rate": LEARNING_RATE, "warmup_steps": 0, **keys})
@@ -65,7 +73,9 @@ class TrainStep:
     def step(self) -> tuple[Step, dict[str, float]]:
         started = time.perf_counter()
         metrics = self.trainer.step(self.samples)
-        return Step(time.perf_counter() - started, metrics["actor/pg_loss"], metrics["actor/grad_norm"]), metrics
+        return Step(
+            time.perf_counter() - started, metrics["actor/pg_loss"], metrics["actor/grad_norm"]
+        ), metrics
 
 
 def check_same(what: str, ours: Step, theirs: Step) -> None:
@@ -74,8 +84,11 @@ def check_same(what: str, ours: Step, theirs: Step) -> None:
     check_equal(f"{what}, gradient norm", ours.grad_norm, theirs.grad_norm, NORM_TOLERANCE)
 
 
-def tried(ask: Callable[[dict[str, Any]], Step], settings: Sequence[dict[str, Any]], ours: Step, what: str) -> dict[str, float]:
-    """Seconds of one step with each of the peer's settings, by their text, once each was seen to compute what we do."""
+def tried(
+    ask: Callable[[dict[str, Any]], Step], settings: Sequence[dict[str, Any]], ours: Step, what: str
+) -> dict[str, float]:
+    """Seconds of one step with each of the peer's settings, by their text, once each was seen to
+    compute what we do."""
     found = {}
     for setting in settings:
         step = ask(setting)
@@ -84,15 +97,20 @@ def tried(ask: Callable[[dict[str, Any]], Step], settings: Sequence[dict[str, An
     return found
 
 
-def against_trl(folder: Path, trl: peers.Peer, kind: str, rows: Sequence[Row], repeats: int) -> list[Figure]:
-    """`kind`: one of ROWS. The first round compares results and finds TRL's micro-batch; then everybody takes turns."""
+def against_trl(
+    folder: Path, trl: peers.Peer, kind: str, rows: Sequence[Row], repeats: int
+) -> list[Figure]:
+    """`kind`: one of ROWS. The first round compares results and finds TRL's micro-batch; then
+    everybody takes turns."""
     ours = TrainStep(load(folder), rows, {})
     first, metrics = ours.step()
 
     def ask(setting: dict[str, Any]) -> Step:
         return Step.of(trl.ask(setting))
 
-    trials = tried(ask, [{"micro_batch": size, "compact": False} for size in MICRO_BATCHES], first, kind)
+    trials = tried(
+        ask, [{"micro_batch": size, "compact": False} for size in MICRO_BATCHES], first, kind
+    )
     best = json.loads(min(trials, key=lambda name: trials[name]))
     compact = {**best, "compact": True}
     trials |= tried(ask, [compact], first, kind)
@@ -113,7 +131,8 @@ def against_trl(folder: Path, trl: peers.Peer, kind: str, rows: Sequence[Row], r
             "logical": int(metrics["trainer/logical_tokens"]),
             "distinct": int(metrics["trainer/distinct_tokens"]),
             "trained": int(metrics["trainer/trained_tokens"]),
-            "padded": len(rows) * (max(len(row.prompt) for row in rows) + max(len(row.completion) for row in rows)),
+            "padded": len(rows)
+            * (max(len(row.prompt) for row in rows) + max(len(row.completion) for row in rows)),
         },
     }
     del ours
@@ -121,18 +140,28 @@ def against_trl(folder: Path, trl: peers.Peer, kind: str, rows: Sequence[Row], r
     meaning = f"seconds of one GRPO training step, {kind} prompts"
     return [
         Figure(f"train_{kind}_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw),
-        Figure(f"train_{kind}_vs_trl_compact", medians["trl_compact"] / medians["agentevo"], f"{meaning}, TRL's output layer compact", raw),
+        Figure(
+            f"train_{kind}_vs_trl_compact",
+            medians["trl_compact"] / medians["agentevo"],
+            f"{meaning}, TRL's output layer compact",
+            raw,
+        ),
     ]
 
 
-def against_trl_in_memory(folder: Path, model: PreTrainedModel, scratch: Path, threads: int) -> list[Figure]:
-    """Peak of resident memory of one step on rows of 4,096 tokens, one at a time, each way in a process of its own. Both sides' best."""
+def against_trl_in_memory(
+    folder: Path, model: PreTrainedModel, scratch: Path, threads: int
+) -> list[Figure]:
+    """Peak of resident memory of one step on rows of 4,096 tokens, one at a time, each way in a
+    process of its own. Both sides' best."""
     rows = scratch / "long_rows.json"
     rows.write_text(json.dumps([row.json() for row in long_rows(model)]))
     keys = {"micro_batch_tokens": LONG_ROW_TOKENS}
     answers: dict[str, dict[str, Any]] = {}
     for way in OUR_CHECKPOINTING:
-        with peers.our_train_step(folder, rows, threads, {"trainer": keys, "memory": {"checkpointing": way}}) as ours:
+        with peers.our_train_step(
+            folder, rows, threads, {"trainer": keys, "memory": {"checkpointing": way}}
+        ) as ours:
             answers[f"agentevo, checkpointing {way}"] = ours.ask({})
     first = Step.of(next(iter(answers.values())))
     for compact, on in product((False, True), TRL_CHECKPOINTING):
@@ -144,16 +173,24 @@ def against_trl_in_memory(folder: Path, model: PreTrainedModel, scratch: Path, t
     found = []
     for peer in ("trl", "trl_compact"):
         whole = {name: answer["peak_bytes"] for name, answer in answers.items()}
-        without = {name: size - answers[name]["state_bytes"] - answers[name]["library_bytes"] for name, size in whole.items()}
+        without = {
+            name: size - answers[name]["state_bytes"] - answers[name]["library_bytes"]
+            for name, size in whole.items()
+        }
         meaning = "peak of resident memory of a GRPO step at 4,096 tokens"
         found.append(_memory_figure(f"train_memory_vs_{peer}", peer, whole, meaning))
         meaning += " without libraries, weights, gradients and optimizer"
-        found.append(_memory_figure(f"train_memory_vs_{peer}_without_state", peer, without, meaning))
+        found.append(
+            _memory_figure(f"train_memory_vs_{peer}_without_state", peer, without, meaning)
+        )
     return found
 
 
 def _memory_figure(name: str, peer: str, sizes: Mapping[str, int], meaning: str) -> Figure:
     """sizes: side and its way, separated by a comma -> bytes. The best way of each side."""
     mib = {way: size / 2**20 for way, size in sizes.items()}
-    ours, theirs = (min(size for way, size in mib.items() if way.startswith(f"{side},")) for side in ("agentevo", peer))
+    ours, theirs = (
+        min(size for way, size in mib.items() if way.startswith(f"{side},"))
+        for side in ("agentevo", peer)
+    )
     return Figure(name, theirs / ours, meaning, {"unit": "MiB", "medians": mib})

@@ -1,9 +1,11 @@
-"""Peak memory of training steps, measured in a child process each, beside what `agentevo doctor` predicts.
+"""Peak memory of training steps, measured in a child process each, beside what `agentevo doctor`
+predicts.
 
     python benchmarks/training_memory.py [--hidden 512 --layers 6 --vocabulary 16384 --length 1024 --samples 4]
 
-Measured is the peak of resident memory over two optimizer steps, above what is resident once the model is loaded. glibc is told to return
-freed blocks of 1 MiB and more at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with blocks of 32 MiB: so a small run shows what a
+Measured is the peak of resident memory over two optimizer steps, above what is resident once the
+model is loaded. glibc is told to return freed blocks of 1 MiB and more at once
+(MALLOC_MMAP_THRESHOLD_), as it does by itself with blocks of 32 MiB: so a small run shows what a
 large one takes. `--plain-malloc` leaves that out.
 """
 
@@ -50,7 +52,9 @@ def measure(
     given = {key: value for key, value in locals().items() if key != "plain_malloc"}
     environment = os.environ if plain_malloc else {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
     command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(given)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     if done.returncode:
         raise RuntimeError(f"{given} failed:\n{done.stderr[-2000:]}")
     predicted, measured = json.loads(done.stdout.splitlines()[-1])
@@ -61,12 +65,18 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from agentevo.config import AlgorithmSection, LoraSection, MemorySection, SFTSection, TrainerSection
+    from agentevo.config import (
+        AlgorithmSection,
+        LoraSection,
+        MemorySection,
+        SFTSection,
+        TrainerSection,
+    )
+    from agentevo.doctor.memory_estimate import Load, total, training_bytes
     from agentevo.models.activations import keep_activations
     from agentevo.models.adapters import add_adapter
     from agentevo.models.attention import prepare
-    from agentevo.training.memory_estimate import Load, total, training_bytes
-    from agentevo.training.passes import micro_batches
+    from agentevo.training.batching.passes import micro_batches
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.training.trainer import Trainer
     from agentevo.types import Sample
@@ -86,9 +96,19 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
 
     torch.manual_seed(0)
     rng, hidden = random.Random(0), given["hidden"]
-    shape: dict[str, Any] = {"intermediate_size": 8 * hidden // 3, "num_hidden_layers": given["layers"], "max_position_embeddings": 65536}
+    shape: dict[str, Any] = {
+        "intermediate_size": 8 * hidden // 3,
+        "num_hidden_layers": given["layers"],
+        "max_position_embeddings": 65536,
+    }
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64 // 2}
-    config = LlamaConfig(hidden_size=hidden, vocab_size=given["vocabulary"], tie_word_embeddings=True, **heads, **shape)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        vocab_size=given["vocabulary"],
+        tie_word_embeddings=True,
+        **heads,
+        **shape,
+    )
     model = LlamaForCausalLM(config).to(getattr(torch, given["dtype"])).eval()
     if given["rank"]:
         model = add_adapter(model, LoraSection(rank=given["rank"]), seed=0)
@@ -104,18 +124,32 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     if given["kind"] == "sft":
         trainer = SupervisedTrainer(model, SFTSection(micro_batch_tokens=most), 10, memory=memory)
     else:
-        trainer = Trainer(model, TrainerSection(micro_batch_tokens=most), AlgorithmSection(), memory=memory)
+        trainer = Trainer(
+            model, TrainerSection(micro_batch_tokens=most), AlgorithmSection(), memory=memory
+        )
     with torch.no_grad():  # libraries load and buffers of theirs appear at the first pass
         for _, batch in micro_batches(small, 64, torch.device("cpu")):
             batch.forward(model)
-    torch.autograd.backward(micro_batches(small, 64, torch.device("cpu"))[0][1].forward(model)[0].sum())
+    torch.autograd.backward(
+        micro_batches(small, 64, torch.device("cpu"))[0][1].forward(model)[0].sum()
+    )
     model.zero_grad(set_to_none=True)
-    return total(training_bytes(model, load, memory)), float(peak_bytes(lambda: [trainer.step(items) for _ in range(2)]))
+    return total(training_bytes(model, load, memory)), float(
+        peak_bytes(lambda: [trainer.step(items) for _ in range(2)])
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"hidden": 512, "layers": 6, "vocabulary": 16384, "length": 1024, "samples": 4}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "hidden": 512,
+        "layers": 6,
+        "vocabulary": 16384,
+        "length": 1024,
+        "samples": 4,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--plain-malloc", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -124,10 +158,16 @@ def main() -> None:
     if child is not None:
         print(json.dumps(_child(json.loads(child))))
         return
-    print(f"{'':36} {'predicted':>10} {'measured':>10} {'off by':>8}   (MiB above the loaded model)")
+    print(
+        f"{'':36} {'predicted':>10} {'measured':>10} {'off by':>8}   (MiB above the loaded model)"
+    )
     for name, case in CASES.items():
         predicted, measured = measure(**options, **case)
-        print(f"{name:36} {predicted / MIB:10.0f} {measured / MIB:10.0f} {predicted / measured - 1:+8.1%}", flush=True)
+        print(
+            f"{name:36} {predicted / MIB:10.0f} {measured / MIB:10.0f} "
+            f"{predicted / measured - 1:+8.1%}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

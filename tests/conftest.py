@@ -1,5 +1,5 @@
-"""Models with random weights, small enough for any test, in the architectures whose attention differs; and an engine that follows a
-script."""
+"""Models with random weights, small enough for any test, in the architectures whose attention
+differs; and an engine that follows a script."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
 
-pytest_plugins = ["server_fixtures"]
+pytest_plugins = ["run_fixtures", "server_fixtures"]
 
 hypothesis.settings.register_profile("any-machine", deadline=None)
 hypothesis.settings.load_profile("any-machine")
@@ -63,7 +63,8 @@ class RandomModel(NamedTuple):
 
 
 def _build(name: str) -> PreTrainedModel:
-    # Wide initial weights: with the usual 0.02 attention is all but uniform, and a token that sees too much would hardly show.
+    # Wide initial weights: with the usual 0.02 attention is all but uniform, and a token that sees
+    # too much would hardly show.
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -89,17 +90,31 @@ def _build(name: str) -> PreTrainedModel:
     if name == "phi3":
         return Phi3ForCausalLM(Phi3Config(**shape, sliding_window=WINDOW))
     if name == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
+        return MixtralForCausalLM(
+            MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        )
     if name == "qwen3-moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        experts = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=8))
     if name == "gemma3":
         layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-        return Gemma3ForCausalLM(Gemma3TextConfig(**shape, **layers, head_dim=8, query_pre_attn_scalar=8))
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(**shape, **layers, head_dim=8, query_pre_attn_scalar=8)
+        )
     assert name == "gemma2"
     return Gemma2ForCausalLM(
         Gemma2Config(
-            **shape, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=3.0, final_logit_softcapping=10.0
+            **shape,
+            head_dim=8,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=8,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=10.0,
         )
     )
 
@@ -110,7 +125,9 @@ def _random_model(name: str) -> RandomModel:
         torch.manual_seed(sum(name.encode()))
         model = _build(name).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # biases and norms start at 0 or 1, where a mistake in them is invisible
+            for parameter in (
+                model.parameters()
+            ):  # biases and norms start at 0 or 1, where a mistake in them is invisible
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn_like(parameter))
     alone = copy.deepcopy(model)
@@ -120,22 +137,33 @@ def _random_model(name: str) -> RandomModel:
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[[str], RandomModel]:
-    """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of q and k), gemma2 (caps, a window in
-    every other layer), gemma3 (the same with norms and two ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe
-    (experts). The same two objects for every test: who trains the model must copy it."""
+    """`random_model(name)`: llama (grouped heads, tied embeddings), qwen2 (biases), qwen3 (norms of
+    q and k), gemma2 (caps, a window in every other layer), gemma3 (the same with norms and two
+    ropes in place of caps), mistral or phi3 (a window), mixtral or qwen3-moe (experts). The same
+    two objects for every test: who trains the model must copy it."""
     return _random_model
 
 
-CORPUS = ("Take the left coin or the right one. Up Down Left Right", "You win. You lose. Go on.", "red green blue black white")
+CORPUS = (
+    "Take the left coin or the right one. Up Down Left Right",
+    "You win. You lose. Go on.",
+    "red green blue black white",
+)
 
 
 @pytest.fixture
 def tiny_policy() -> Callable[..., LoadedModel]:
-    """`tiny_policy(seed=0, **shape)`: a fresh prepared tiny policy with a word tokenizer for a few words."""
+    """`tiny_policy(seed=0, **shape)`: a fresh prepared tiny policy with a word tokenizer for a few
+    words."""
 
     def make(seed: int = 0, **shape: Any) -> LoadedModel:
         section = ModelSection(
-            name="tiny", device="cpu", tiny=TinyModel(**{"hidden_size": 32, "num_layers": 2, "num_heads": 2, "context_length": 256} | shape)
+            name="tiny",
+            device="cpu",
+            tiny=TinyModel(
+                **{"hidden_size": 32, "num_layers": 2, "num_heads": 2, "context_length": 256}
+                | shape
+            ),
         )
         loaded = load_model(section, corpus=lambda: CORPUS, seed=seed)
         prepare(loaded.model)
@@ -157,17 +185,25 @@ def chat(loaded: LoadedModel) -> ChatFormat:
 
 
 class ScriptedEngine:
-    """An engine that says what it is told to: per request the next text of `says`, ended by `end_id`; a text that ends in `...` is cut off
-    there by the token limit. An exception in the list is raised. Remembers every request."""
+    """An engine that says what it is told to: per request the next text of `says`, ended by
+    `end_id`; a text that ends in `...` is cut off there by the token limit. An exception in the
+    list is raised. Remembers every request."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_id: int, says: Iterable[str | BaseException]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, end_id: int, says: Iterable[str | BaseException]
+    ) -> None:
         self._tokenizer, self._end_id, self._says = tokenizer, end_id, iter(says)
         self.version = 3
         self.requests: list[tuple[list[int], SamplingParams, str | None]] = []
         self.released: list[str] = []
 
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
     ) -> Completion:
         self.requests.append((list(prompt_ids), sampling, session))
         text = next(self._says)
@@ -177,12 +213,23 @@ class ScriptedEngine:
         ids = self._tokenizer.encode(text.removesuffix("..."), add_special_tokens=False)
         ids += [] if text.endswith("...") else [self._end_id]
         reason: FinishReason = "length" if text.endswith("...") else "stop"
-        return Completion(ids=ids, logprobs=[-0.5] * len(ids), versions=[self.version] * len(ids), finish_reason=reason)
+        return Completion(
+            ids=ids,
+            logprobs=[-0.5] * len(ids),
+            versions=[self.version] * len(ids),
+            finish_reason=reason,
+        )
 
     async def release(self, session: str) -> None:
         self.released.append(session)
 
-    async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None = None, *, deadline_s: float = 1.0) -> None:
+    async def publish(
+        self,
+        version: int,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        *,
+        deadline_s: float = 1.0,
+    ) -> None:
         self.version = version
 
     def stats(self) -> dict[str, float]:

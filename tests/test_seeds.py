@@ -29,4 +29,15 @@ def test_a_seed_is_a_63_bit_number(one):
 
 
 def test_types_and_borders_of_parts_count():
-    assert len({derive_seed(1, 2), derive_seed("1", 2), derive_seed(12), derive_seed("12"), derive_seed(1, 2, "")}) == 5
+    assert (
+        len(
+            {
+                derive_seed(1, 2),
+                derive_seed("1", 2),
+                derive_seed(12),
+                derive_seed("12"),
+                derive_seed(1, 2, ""),
+            }
+        )
+        == 5
+    )

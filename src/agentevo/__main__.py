@@ -2,6 +2,6 @@
 
 import sys
 
-from agentevo.cli import main
+from agentevo.cli.main import main
 
 sys.exit(main())

@@ -1,7 +1,8 @@
 """Every failure that AgentEvo raises on purpose, in one small tree.
 
-Policy: a bad configuration is fatal before anything is created; a bad rollout is data (a `failed` trajectory with its reason); a bad step
-never commits. Each message says what is wrong, where, and how to fix it.
+Policy: a bad configuration is fatal before anything is created; a bad rollout is data (a `failed`
+trajectory with its reason); a bad step never commits. Each message says what is wrong, where, and
+how to fix it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ class AgentEvoError(Exception):
 
 
 class ConfigError(AgentEvoError):
-    """The configuration can't be used; the command line exits with code 2 and nothing was created."""
+    """The configuration can't be used; the command line exits with code 2 and nothing was
+    created."""
 
 
 class UnknownNameError(ConfigError):
@@ -52,7 +54,8 @@ class StoreError(AgentEvoError):
 
 
 class StoreUnavailableError(StoreError):
-    """The database can't be reached now; the call may have happened or not, and repeating it is harmless."""
+    """The database can't be reached now; the call may have happened or not, and repeating it is
+    harmless."""
 
 
 class TrainingError(AgentEvoError):

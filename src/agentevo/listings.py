@@ -11,7 +11,9 @@ Row = tuple[str, str]
 def environments() -> list[Row]:
     from agentevo.environments import environments as registry
 
-    return [(name, _first_line(inspect.getdoc(registry.get(name)) or "")) for name in registry.names()]
+    return [
+        (name, _first_line(inspect.getdoc(registry.get(name)) or "")) for name in registry.names()
+    ]
 
 
 def algorithms() -> list[Row]:
@@ -22,7 +24,11 @@ def algorithms() -> list[Row]:
 
     rows = [(name, preset.meaning) for name, preset in PRESETS.items()]
     rows += [(name, preference.meaning) for name, preference in PREFERENCE_PRESETS.items()]
-    return rows + [(f"{kind}={name}", piece.meaning) for kind, pieces in PIECES.items() for name, piece in pieces.items()]
+    return rows + [
+        (f"{kind}={name}", piece.meaning)
+        for kind, pieces in PIECES.items()
+        for name, piece in pieces.items()
+    ]
 
 
 def models() -> list[Row]:
@@ -33,26 +39,47 @@ def models() -> list[Row]:
     rows = [("tiny", "made on the spot with random weights, shape and tokenizer under model.tiny")]
     for name in known_models.names():
         model = known_models.get(name)
-        rows.append((name, f"{model.summary} ({'here' if is_complete(model, cache_folder(name)) else 'not downloaded yet'})"))
+        rows.append(
+            (
+                name,
+                f"{model.summary} "
+                f"({'here' if is_complete(model, cache_folder(name)) else 'not downloaded yet'})",
+            )
+        )
     return rows
 
 
 def recipes() -> list[Row]:
-    """Packaged recipes; the line is the first comment of each file, and how many runs it is if it is a sweep."""
+    """Packaged recipes; the line is the first comment of each file, and how many runs it is if it
+    is a sweep."""
     from agentevo.config.sources import PACKAGED_RECIPES, recipe_names
     from agentevo.config.sweep import load_sweep
 
     rows = []
     for name in recipe_names():
-        first = (PACKAGED_RECIPES / f"{name}.yaml").read_text(encoding="utf-8").lstrip().splitlines()[:1]
+        first = (
+            (PACKAGED_RECIPES / f"{name}.yaml")
+            .read_text(encoding="utf-8")
+            .lstrip()
+            .splitlines()[:1]
+        )
         about = first[0].lstrip("# ") if first and first[0].startswith("#") else ""
         sweep = load_sweep(name)
-        rows.append((name, about if sweep is None else f"{about} (a sweep of {len(sweep.members)} runs)".lstrip()))
+        rows.append(
+            (
+                name,
+                about
+                if sweep is None
+                else f"{about} (a sweep of {len(sweep.members)} runs)".lstrip(),
+            )
+        )
     return rows
 
 
 def engines() -> list[Row]:
-    return [("torch", "embedded: continuous batching in this process, on the trainer's own weights")]
+    return [
+        ("torch", "embedded: continuous batching in this process, on the trainer's own weights")
+    ]
 
 
 def stores() -> list[Row]:
@@ -60,8 +87,11 @@ def stores() -> list[Row]:
 
     about = {
         "sqlite": "one file in the run's folder, or where store.url=sqlite:///PATH says",
-        "postgresql": "a schema of a database: store.url=postgresql://USER@HOST/DATABASE?schema=NAME; pip install 'agentevo[postgresql]'",
-        "mongodb": "a database of a replica set: store.url=mongodb://HOST/DATABASE; pip install 'agentevo[mongodb]'",
+        "postgresql": "a schema of a database: "
+        "store.url=postgresql://USER@HOST/DATABASE?schema=NAME; pip install "
+        "'agentevo[postgresql]'",
+        "mongodb": "a database of a replica set: store.url=mongodb://HOST/DATABASE; pip install "
+        "'agentevo[mongodb]'",
     }
     return [(name, about.get(name, "")) for name in sorted({*about, *registry.names()})]
 

@@ -1,7 +1,7 @@
 """Names that YAML may use, per kind, open to other packages through Python entry points.
 
-A package adds, say, an environment by listing it under the entry-point group `agentevo.environments`; it is imported only when its name is
-asked for.
+A package adds, say, an environment by listing it under the entry-point group
+`agentevo.environments`; it is imported only when its name is asked for.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from agentevo.errors import UnknownNameError
 def nearest(name: str, known: list[str]) -> str | None:
     """The known name that `name` most likely meant, or None."""
     found = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    swapped = [one for one in found if sorted(one) == sorted(name)]  # letters in another order: nearer than a wrong letter
+    swapped = [
+        one for one in found if sorted(one) == sorted(name)
+    ]  # letters in another order: nearer than a wrong letter
     return swapped[0] if swapped else found[0] if found else None
 
 
 def _is_same(one: object, other: object) -> bool:
-    names = [(getattr(item, "__module__", None), getattr(item, "__qualname__", None)) for item in (one, other)]
+    names = [
+        (getattr(item, "__module__", None), getattr(item, "__qualname__", None))
+        for item in (one, other)
+    ]
     return one is other or (names[0] == names[1] and names[0][1] is not None)
 
 
@@ -30,19 +35,22 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Name to object, for one kind of thing (`kind` is a plural noun, as in the entry-point group)."""
+    """Name to object, for one kind of thing (`kind` is a plural noun, as in the entry-point
+    group)."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: files the object under `name`. A name taken by another object is refused, unless that is the same definition run
-        earlier (a notebook cell run again)."""
+        """Decorator: files the object under `name`. A name taken by another object is refused,
+        unless that is the same definition run earlier (a notebook cell run again)."""
 
         def add(item: T) -> T:
             if not _is_same(self._items.get(name, item), item):
-                raise ValueError(f"{self.kind}: the name {name!r} is already taken by {self._items[name]!r}")
+                raise ValueError(
+                    f"{self.kind}: the name {name!r} is already taken by {self._items[name]!r}"
+                )
             self._items[name] = item
             return item
 
@@ -63,5 +71,8 @@ class Registry(Generic[T]):
         if name not in self._items:
             guess = nearest(name, self.names())
             hint = f"did you mean {guess!r}? " if guess else ""
-            raise UnknownNameError(f"no {self.kind.rstrip('s')} is called {name!r}: {hint}known {self.kind}: {', '.join(self.names())}")
+            raise UnknownNameError(
+                f"no {self.kind.rstrip('s')} is called {name!r}: {hint}known {self.kind}: "
+                f"{', '.join(self.names())}"
+            )
         return self._items[name]

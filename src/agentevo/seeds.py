@@ -1,4 +1,5 @@
-"""Every random choice of a run comes from (run seed, what it is for, which one): a seed is an argument, never ambient state."""
+"""Every random choice of a run comes from (run seed, what it is for, which one): a seed is an
+argument, never ambient state."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from the parts: equal parts give equal seeds on any machine, different ones unrelated seeds."""
+    """A 63-bit seed from the parts: equal parts give equal seeds on any machine, different ones
+    unrelated seeds."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

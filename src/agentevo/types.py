@@ -1,10 +1,12 @@
 """The words of the data path as frozen records (see docs/design.md, section 2).
 
-Invariant (token-exactness): along the tree of a trajectory, the tokens that the engine saw before turn `t` emitted its completion are
+Invariant (token-exactness): along the tree of a trajectory, the tokens that the engine saw before
+turn `t` emitted its completion are
 
     context(t) = context(parent(t)) + completion_ids(parent(t)) + prompt_ids(t)
 
-with `context(root) = prompt_ids(root)`. A turn therefore stores only the ids that it adds; nothing is ever re-encoded from text.
+with `context(root) = prompt_ids(root)`. A turn therefore stores only the ids that it adds; nothing
+is ever re-encoded from text.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     environment: str | None = None
     """Registered name of the environment; None for tasks that a user's own agent understands."""
     seed: int = 0
-    """Seed of the world: every member of a group gets the same one."""
+    """Seed of the environment: every member of a group gets the same one."""
     query: str | None = None
     answer: Any = None
     scorer: str | None = None
@@ -39,7 +41,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How completions are drawn. `temperature=0` is greedy: the log-prob is then that of a point mass, 0."""
+    """How completions are drawn. `temperature=0` is greedy: the log-prob is then that of a point
+    mass, 0."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,7 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
-    """Of this request alone: the same seed, prompt and weights give the same tokens in any batch."""
+    """Of this request alone: the same seed, prompt and weights give the same tokens in any
+    batch."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +64,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     """Includes the stop token, if one was drawn."""
     logprobs: list[float]
-    """Natural log of the probability under the distribution that the token was drawn from (after temperature and filters)."""
+    """Natural log of the probability under the distribution that the token was drawn from (after
+    temperature and filters)."""
     versions: list[int]
     """Version of the weights that emitted each token."""
     finish_reason: FinishReason
@@ -88,7 +93,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Status = Literal["completed", "failed", "cancelled"]
-"""`cancelled`: broken off by the sampler (too old, or its group was full), with what was recorded until then."""
+"""`cancelled`: broken off by the sampler (too old, or its group was full), with what was recorded
+until then."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,20 +103,22 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     task_id: str
     group_id: str
-    """Trajectories of one task under one policy share it; advantages compare within it, by id and never by position."""
+    """Trajectories of one task under one policy share it; advantages compare within it, by id and
+    never by position."""
     attempt: int = 0
     """Member number within the group; part of every random seed."""
     turns: list[Turn] = []
     reward: float = 0.0
     """Of the whole attempt, penalties included: what the advantages are made from."""
     reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name (`environment`, `format`, ...). Empty where nobody took it apart."""
+    """What the reward is the sum of, by name (`environment`, `format`, ...). Empty where nobody
+    took it apart."""
     success: bool = False
     status: Status = "completed"
     error: str | None = None
     """Why it did not complete. A failed or cancelled trajectory is never trained on."""
     truncated: bool = False
-    """The attempt ended by a limit (turns, actions, context) and not by the world."""
+    """The attempt ended by a limit (turns, actions, context) and not by the environment."""
     metrics: dict[str, float] = {}
     """Counts for reports: `num_actions`, `num_invalid_actions`, `num_format_errors`, ..."""
     started_at: float = 0.0
@@ -130,7 +138,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One root-to-leaf path of a trajectory, ready for training; every list has one entry per token of `ids`."""
+    """One root-to-leaf path of a trajectory, ready for training; every list has one entry per token
+    of `ids`."""
 
     trajectory_id: str
     group_id: str
@@ -143,14 +152,17 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """-1 where `loss_mask` is false."""
     advantages: list[float]
     columns: dict[str, list[float]] = {}
-    """What else the update needs to know, with one entry per *trained* token: `returns`, `values`, `old_logp`, `age`, ..."""
+    """What else the update needs to know, with one entry per *trained* token: `returns`, `values`,
+    `old_logp`, `age`, ..."""
     temperature: float = 1.0
 
 
 class Baselines(msgspec.Struct, frozen=True):
-    """Success rates (0..1) of two reference players on one task or a mean over tasks, under the agent's own limits. None: unknown."""
+    """Success rates (0..1) of two reference players on one task or a mean over tasks, under the
+    agent's own limits. None: unknown."""
 
     random: float | None
-    """A player that draws uniformly from the valid actions until the limit; None where the actions can't be listed (free text)."""
+    """A player that draws uniformly from the valid actions until the limit; None where the actions
+    can't be listed (free text)."""
     optimal: float | None
     """The best any player can do that sees the whole state; None where no solver exists."""

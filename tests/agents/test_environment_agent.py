@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from agentevo.agents import EnvironmentAgent, Policy
 from agentevo.agents import Outcome as Attempt
-from agentevo.agents.environment_agent import answer_instructions, demonstrate, format_answer, parse_answer
+from agentevo.agents.environment_agent import (
+    answer_instructions,
+    demonstrate,
+    format_answer,
+    parse_answer,
+)
 from agentevo.config import AgentSection
 from agentevo.environments.environment import EnvironmentConfig
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
@@ -60,7 +65,11 @@ LONG = AgentSection(format="plain", max_turns=100)
         (SEVERAL, "<answer> || Up ||  || Down</answer>", ["Up", "Down"]),
         (SEVERAL, "<answer>||</answer>", None),
         (SEVERAL, "<answer>Up, Down</answer>", ["Up, Down"]),
-        (SEVERAL.model_copy(update={"action_separator": ","}), "<answer>Up, Down</answer>", ["Up", "Down"]),
+        (
+            SEVERAL.model_copy(update={"action_separator": ","}),
+            "<answer>Up, Down</answer>",
+            ["Up", "Down"],
+        ),
     ],
 )
 def test_how_an_answer_is_read(section, text, expected):
@@ -74,17 +83,25 @@ def test_how_an_answer_is_read(section, text, expected):
 )
 def test_what_a_demonstration_says_is_read_as_it_was_meant(form, actions, separator):
     section = AgentSection(format=form, actions_per_turn=3, action_separator=separator)
-    assert parse_answer(format_answer(actions, section), section) == [action.strip() for action in actions]
+    assert parse_answer(format_answer(actions, section), section) == [
+        action.strip() for action in actions
+    ]
 
 
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
         (PLAIN, ""),
-        (PLAIN.model_copy(update={"actions_per_turn": 2}), "Answer with up to 2 actions separated by ||."),
+        (
+            PLAIN.model_copy(update={"actions_per_turn": 2}),
+            "Answer with up to 2 actions separated by ||.",
+        ),
         (ANSWER, "Answer with your action like this: <answer>...</answer>"),
         (SEVERAL, "Answer with up to 3 actions separated by || like this: <answer>...</answer>"),
-        (THINK, "Think first, then answer with your action: <think>...</think><answer>...</answer>"),
+        (
+            THINK,
+            "Think first, then answer with your action: <think>...</think><answer>...</answer>",
+        ),
     ],
 )
 def test_what_the_player_is_told(section, expected):
@@ -100,7 +117,8 @@ class CorridorConfig(EnvironmentConfig):
 
 
 class Corridor(EpisodicEnvironment):
-    """Walk right from a place given by the seed to place 3; each step costs 0.25, arriving pays 2. At -1 the world ends."""
+    """Walk right from a place given by the seed to place 3; each step costs 0.25, arriving pays 2.
+    At -1 the world ends."""
 
     Config = CorridorConfig
     config: CorridorConfig
@@ -142,11 +160,26 @@ def chat(tiny_policy):
 
 @pytest.fixture
 def play(chat, scripted_engine):
-    """`play(section, says, seed=0)` -> outcome and policy of one episode in which the policy says these things."""
+    """`play(section, says, seed=0)` -> outcome and policy of one episode in which the policy says
+    these things."""
 
-    def run(section: AgentSection, says: list[str], seed: int = 0, max_actions: int = 6, context_length: int = 1024):
+    def run(
+        section: AgentSection,
+        says: list[str],
+        seed: int = 0,
+        max_actions: int = 6,
+        context_length: int = 1024,
+    ):
         engine = scripted_engine(chat.tokenizer, chat.end_of_turn_id, says)
-        policy = Policy(engine, chat, SamplingParams(), name="a", seed=0, context_length=context_length, timeout_s=120)
+        policy = Policy(
+            engine,
+            chat,
+            SamplingParams(),
+            name="a",
+            seed=0,
+            context_length=context_length,
+            timeout_s=120,
+        )
         agent = EnvironmentAgent(lambda: Corridor(CorridorConfig(max_actions=max_actions)), section)
         return asyncio.run(agent.run(Task(id="t", seed=seed), policy)), policy
 
@@ -176,28 +209,46 @@ def test_what_each_turn_earns(says, turn_rewards, counts, play):
     assert list(outcome.turn_rewards.values()) == pytest.approx(turn_rewards)
     assert list(outcome.turn_rewards) == [turn.index for turn in policy.turns]
     assert outcome.reward == pytest.approx(sum(turn_rewards))
-    broken_turns = sum(not float(4 * reward).is_integer() for reward in turn_rewards)  # the world pays quarters
-    assert outcome.reward_parts == pytest.approx({"environment": sum(turn_rewards) + 0.1 * broken_turns, "format": -0.1 * broken_turns})
+    broken_turns = sum(
+        not float(4 * reward).is_integer() for reward in turn_rewards
+    )  # the world pays quarters
+    assert outcome.reward_parts == pytest.approx(
+        {"environment": sum(turn_rewards) + 0.1 * broken_turns, "format": -0.1 * broken_turns}
+    )
     assert (outcome.success, outcome.truncated) == (True, False)
     names = ("num_actions", "num_invalid_actions", "num_format_errors", "num_effective_actions")
     assert tuple(outcome.metrics[name] for name in names) == counts
 
 
 def test_without_a_penalty_bad_form_is_free(play):
-    outcome, _ = play(AgentSection(format="answer", format_penalty=0.0), ["Right", "<answer>Jump</answer>", GOOD], seed=2)
+    outcome, _ = play(
+        AgentSection(format="answer", format_penalty=0.0),
+        ["Right", "<answer>Jump</answer>", GOOD],
+        seed=2,
+    )
     assert outcome.reward == 2.0
     assert outcome.reward_parts == {"environment": 2.0, "format": 0.0}
 
 
 def test_parts_that_do_not_sum_to_the_reward_are_refused():
-    with pytest.raises(ValueError, match=r"reward_parts .* sum to 1\.5, but reward is 1: give parts that sum to the reward, or none"):
+    with pytest.raises(
+        ValueError,
+        match=r"reward_parts .* sum to 1\.5, but reward is 1: give parts that sum to the reward, or none",
+    ):
         Attempt(reward=1.0, success=True, reward_parts={"answer": 1.0, "style": 0.5})
-    assert Attempt(reward=0.3, success=True, reward_parts={"answer": 0.1, "style": 0.2}).reward == 0.3
+    assert (
+        Attempt(reward=0.3, success=True, reward_parts={"answer": 0.1, "style": 0.2}).reward == 0.3
+    )
 
 
 def test_the_world_may_end_badly(play):
     outcome, policy = play(ANSWER, ["<answer>Left</answer>"], seed=0)
-    assert (outcome.success, outcome.truncated, outcome.reward, len(policy.turns)) == (False, False, -0.25, 1)
+    assert (outcome.success, outcome.truncated, outcome.reward, len(policy.turns)) == (
+        False,
+        False,
+        -0.25,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,13 +261,16 @@ def test_the_world_may_end_badly(play):
     ids=["turns", "actions", "actions-within-a-turn"],
 )
 def test_limits_truncate(section, max_actions, num_turns, num_actions, play):
-    outcome, policy = play(section, ["<answer>Left || Right || Left</answer>"] * 9, seed=2, max_actions=max_actions)
+    outcome, policy = play(
+        section, ["<answer>Left || Right || Left</answer>"] * 9, seed=2, max_actions=max_actions
+    )
     assert (outcome.truncated, outcome.success) == (True, False)
     assert (len(policy.turns), outcome.metrics["num_actions"]) == (num_turns, num_actions)
 
 
 def test_a_full_context_ends_the_episode_like_any_other_limit(play):
-    """What was earned until then counts. Where not even the first question fits, the attempt has failed."""
+    """What was earned until then counts. Where not even the first question fits, the attempt has
+    failed."""
     outcome, policy = play(ANSWER, ["<answer>Left</answer>", GOOD] * 5, seed=1, context_length=115)
     assert 1 < len(policy.turns) < 6
     assert outcome.truncated
@@ -225,7 +279,15 @@ def test_a_full_context_ends_the_episode_like_any_other_limit(play):
 
 def test_the_conversation_that_the_policy_sees(play, chat):
     section = AgentSection(format="think_answer", system_prompt="Be brief.")
-    _, policy = play(section, ["Right", "<think>ok</think><answer>Right</answer>", "<think></think><answer>Right</answer>"], seed=1)
+    _, policy = play(
+        section,
+        [
+            "Right",
+            "<think>ok</think><answer>Right</answer>",
+            "<think></think><answer>Right</answer>",
+        ],
+        seed=1,
+    )
     trajectory_text = chat.tokenizer.decode([*policy._contexts[-1]])
     told = "Think first, then answer with your action: <think>...</think><answer>...</answer>"
     assert trajectory_text == (
@@ -256,38 +318,59 @@ def test_demonstrations_are_the_conversations_of_a_good_player():
     shown = demonstrate(Corridor(CorridorConfig()), 1, ANSWER, random_rate=0.0)
     assert shown.success
     (messages,) = shown.conversations
-    assert [(m.role, m.content) for m in messages[1:]] == [("assistant", GOOD), ("user", "at 2"), ("assistant", GOOD)]
+    assert [(m.role, m.content) for m in messages[1:]] == [
+        ("assistant", GOOD),
+        ("user", "at 2"),
+        ("assistant", GOOD),
+    ]
     (messages,) = demonstrate(Corridor(CorridorConfig()), 0, SEVERAL, random_rate=0.0).conversations
     assert [m.content for m in messages[1:]] == ["<answer>Right || Right || Right</answer>"]
 
 
 def test_a_demonstration_for_an_agent_without_memory_is_one_conversation_a_turn():
     shown = demonstrate(Corridor(CorridorConfig()), 1, FORGETFUL, random_rate=0.0)
-    assert [[m.content.splitlines()[-1] for m in messages] for messages in shown.conversations] == [["at 1", GOOD], ["at 2", GOOD]]
-    assert [messages[0].content.splitlines()[0] for messages in shown.conversations] == ["Walk Right to the end."] * 2
+    assert [[m.content.splitlines()[-1] for m in messages] for messages in shown.conversations] == [
+        ["at 1", GOOD],
+        ["at 2", GOOD],
+    ]
+    assert [messages[0].content.splitlines()[0] for messages in shown.conversations] == [
+        "Walk Right to the end."
+    ] * 2
 
 
 def test_demonstrations_with_random_actions_follow_their_seed():
-    shown = [demonstrate(Corridor(CorridorConfig()), seed, ANSWER, random_rate=0.7) for seed in (0, 3, 6, 9, 0)]
+    shown = [
+        demonstrate(Corridor(CorridorConfig()), seed, ANSWER, random_rate=0.7)
+        for seed in (0, 3, 6, 9, 0)
+    ]
     assert shown[0] == shown[4]
-    messages = [message for one in shown for conversation in one.conversations for message in conversation]
+    messages = [
+        message for one in shown for conversation in one.conversations for message in conversation
+    ]
     assert any("Left" in message.content for message in messages if message.role == "assistant")
-    assert all(one.conversations[-1][-1].role == "assistant" for one in shown), "it ends with what the player says"
+    assert all(one.conversations[-1][-1].role == "assistant" for one in shown), (
+        "it ends with what the player says"
+    )
 
 
 def test_a_demonstration_stops_at_the_agents_limit():
-    shown = demonstrate(Corridor(CorridorConfig()), 0, AgentSection(format="answer", max_turns=2), random_rate=0.0)
+    shown = demonstrate(
+        Corridor(CorridorConfig()), 0, AgentSection(format="answer", max_turns=2), random_rate=0.0
+    )
     assert not shown.success
     assert [m.role for m in shown.conversations[0]] == ["user", "assistant", "user", "assistant"]
 
 
 def test_a_demonstration_ends_where_the_task_is_lost():
-    """Random pushes get the box stuck: up to there a solution existed, afterwards nothing is shown."""
+    """Random pushes get the box stuck: up to there a solution existed, afterwards nothing is
+    shown."""
     num_lost = 0
     for seed in range(8):
         world = SokobanEnvironment(SokobanConfig())
         shown = demonstrate(world, seed, LONG, random_rate=1.0)
-        said = [message.content for message in shown.conversations[-1] if message.role == "assistant"]
+        said = [
+            message.content for message in shown.conversations[-1] if message.role == "assistant"
+        ]
         world.reset(seed=seed)
         over = False
         for action in said:

@@ -8,9 +8,14 @@ import contextlib
 import pytest
 
 from agentevo.agents import Policy
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    RequestTooLongError,
+)
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.training.samples import trajectory_rows
+from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Message, SamplingParams, Trajectory
 
 USER = Message("user", "Take the left coin or the right one.")
@@ -25,7 +30,9 @@ def scripted(loaded, chat, scripted_engine):
     def make(says, **options):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
         settings = {"name": "a", "seed": 5, "context_length": 256, "timeout_s": 120.0} | options
-        return engine, Policy(engine, chat, SamplingParams(max_new_tokens=20, temperature=0.7), **settings)
+        return engine, Policy(
+            engine, chat, SamplingParams(max_new_tokens=20, temperature=0.7), **settings
+        )
 
     return make
 
@@ -57,13 +64,20 @@ def test_each_turn_extends_the_very_ids_of_the_one_before(loaded, chat, scripted
         assert trajectory.context_ids(turn.index) == prompt
         assert (sampling.seed, sampling.temperature, session) == (turn.seed, 0.7, "a")
         assert turn.versions == [3] * len(turn.completion_ids)
-    said = "<|user|>Take the left coin or the right one.<|end|><|assistant|>left<|end|><|user|>Go on.<|end|><|assistant|>right<|end|>"
-    assert loaded.tokenizer.decode(engine.requests[-1][0]) == f"{said}<|user|>Go on.<|end|><|assistant|>"
+    said = (
+        "<|user|>Take the left coin or the right "
+        "one.<|end|><|assistant|>left<|end|><|user|>Go on.<|end|><|assistant|>right<|end|>"
+    )
+    assert (
+        loaded.tokenizer.decode(engine.requests[-1][0])
+        == f"{said}<|user|>Go on.<|end|><|assistant|>"
+    )
     assert len({turn.seed for turn in turns}) == 3
 
 
 def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
-    """A random policy says what no tokenizer would ever say; still every id is trained as it was drawn."""
+    """A random policy says what no tokenizer would ever say; still every id is trained as it was
+    drawn."""
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     seen = []
     generate = engine.generate
@@ -75,7 +89,13 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
 
     engine.generate = watched  # type: ignore[method-assign]
     policy = Policy(
-        engine, chat, SamplingParams(max_new_tokens=7, stop_token_ids=chat.end_ids), name="a", seed=1, context_length=256, timeout_s=120
+        engine,
+        chat,
+        SamplingParams(max_new_tokens=7, stop_token_ids=chat.end_ids),
+        name="a",
+        seed=1,
+        context_length=256,
+        timeout_s=120,
     )
 
     async def talk():
@@ -91,8 +111,12 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
     assert [lp for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m] == [
         lp for turn in policy.turns for lp in turn.logprobs
     ]
-    reencoded = loaded.tokenizer.encode(loaded.tokenizer.decode(sample.ids), add_special_tokens=False)
-    assert reencoded != sample.ids, "the test means something only if encoding again would have given other ids"
+    reencoded = loaded.tokenizer.encode(
+        loaded.tokenizer.decode(sample.ids), add_special_tokens=False
+    )
+    assert reencoded != sample.ids, (
+        "the test means something only if encoding again would have given other ids"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,13 +126,27 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
         (lambda said: [*said[:3], OTHER], 0, False),
         (lambda said: said[:3], 0, False),
         (lambda said: [USER, OTHER], None, True),
-        (lambda said: [USER, Message("assistant", "what it never said"), *said[2:], MORE], None, True),
+        (
+            lambda said: [USER, Message("assistant", "what it never said"), *said[2:], MORE],
+            None,
+            True,
+        ),
         (lambda said: [OTHER, *said[1:], MORE], None, True),
         (lambda said: said[:1], None, True),
     ],
-    ids=["extended", "other-second-question", "second-turn-again", "no-answer", "edited-answer", "edited-question", "first-turn-again"],
+    ids=[
+        "extended",
+        "other-second-question",
+        "second-turn-again",
+        "no-answer",
+        "edited-answer",
+        "edited-question",
+        "first-turn-again",
+    ],
 )
-def test_an_edited_history_branches_where_it_was_edited(edit, parent, begins_anew, loaded, chat, scripted):
+def test_an_edited_history_branches_where_it_was_edited(
+    edit, parent, begins_anew, loaded, chat, scripted
+):
     engine, policy = scripted(["left", "right", "Up"])
 
     async def talk():
@@ -123,12 +161,18 @@ def test_an_edited_history_branches_where_it_was_edited(edit, parent, begins_ane
     turn = policy.turns[2]
     assert turn.parent == parent
     assert as_trajectory(policy).context_ids(2) == engine.requests[2][0]
-    rendered = "".join(f"<|{message.role}|>{message.content}<|end|>" for message in changed) + "<|assistant|>"
+    rendered = (
+        "".join(f"<|{message.role}|>{message.content}<|end|>" for message in changed)
+        + "<|assistant|>"
+    )
     assert loaded.tokenizer.decode(engine.requests[2][0]) == rendered
     if begins_anew:
         assert turn.prompt_ids == engine.requests[2][0]
     samples = [sample for _, sample, _ in trajectory_rows(as_trajectory(policy))]
-    assert sum(sum(sample.loss_mask) for sample in samples) == as_trajectory(policy).num_completion_tokens(), "each token once"
+    assert (
+        sum(sum(sample.loss_mask) for sample in samples)
+        == as_trajectory(policy).num_completion_tokens()
+    ), "each token once"
 
 
 def test_a_completion_that_was_cut_off_gets_its_end_from_the_next_prompt(loaded, chat, scripted):
@@ -149,7 +193,12 @@ def test_a_completion_that_was_cut_off_gets_its_end_from_the_next_prompt(loaded,
 def test_replies_say_what_was_said_without_the_end_of_turn(scripted):
     _, policy = scripted(["left"])
     reply = run(policy.generate([USER]))
-    assert (reply.text, reply.complete, reply.turn, reply.message) == ("left", True, 0, Message("assistant", "left"))
+    assert (reply.text, reply.complete, reply.turn, reply.message) == (
+        "left",
+        True,
+        0,
+        Message("assistant", "left"),
+    )
     assert policy.turns[0].messages == [USER, Message("assistant", "left")]
 
 
@@ -159,7 +208,10 @@ def test_the_last_tokens_of_the_context_are_used_and_then_it_is_full(chat, scrip
     run(policy.generate([USER]))
     assert engine.requests[0][1].max_new_tokens == 3
     _, policy = scripted(["left"], context_length=prompt)
-    with pytest.raises(RequestTooLongError, match=f"conversation has {prompt} tokens, the model's context is {prompt}"):
+    with pytest.raises(
+        RequestTooLongError,
+        match=f"conversation has {prompt} tokens, the model's context is {prompt}",
+    ):
         run(policy.generate([USER]))
     assert policy.turns == []
 
@@ -183,16 +235,25 @@ def test_turns_asked_at_the_same_time_are_told_apart(scripted):
 
     async def talk():
         first = await policy.generate([USER])
-        replies = await asyncio.gather(*(policy.generate([USER, first.message, MORE]) for _ in range(2)))
+        replies = await asyncio.gather(
+            *(policy.generate([USER, first.message, MORE]) for _ in range(2))
+        )
         last = await policy.generate([USER, first.message, MORE, replies[0].message, MORE])
         return [first, *replies, last]
 
     replies = run(talk())
     assert [turn.index for turn in policy.turns] == [0, 1, 2, 3]
     assert sorted(reply.turn for reply in replies) == [0, 1, 2, 3]
-    assert [policy.turns[reply.turn].messages[-1].content for reply in replies] == ["left", "right", "Up", "Down"]
+    assert [policy.turns[reply.turn].messages[-1].content for reply in replies] == [
+        "left",
+        "right",
+        "Up",
+        "Down",
+    ]
     assert policy.turns[3].parent == replies[1].turn
-    assert len({sampling.seed for _, sampling, _ in engine.requests}) == 4, "equal questions, different draws"
+    assert len({sampling.seed for _, sampling, _ in engine.requests}) == 4, (
+        "equal questions, different draws"
+    )
 
 
 def test_seeds_follow_the_attempt(scripted):
@@ -217,7 +278,9 @@ def test_the_engines_failure_is_remembered_whatever_the_agent_does(scripted):
         with contextlib.suppress(Exception):
             await policy.generate(list(messages))
 
-    _, policy = scripted([RequestTooLongError("full"), "left", DeadlineExceededError("late"), EngineError("second")])
+    _, policy = scripted(
+        [RequestTooLongError("full"), "left", DeadlineExceededError("late"), EngineError("second")]
+    )
     for expected in (None, None, "late", "late"):
         run(swallow(policy))
         assert (str(policy.broken) if policy.broken else None) == expected

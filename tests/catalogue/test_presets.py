@@ -12,49 +12,67 @@ from agentevo.catalogue.describe import PIECES, describe, markdown
 from agentevo.catalogue.kl import KL_CONTROLLERS
 from agentevo.catalogue.peers import DIFFERENCES, VERSIONS
 from agentevo.catalogue.policy_losses import IMPORTANCE
-from agentevo.catalogue.presets import PRESETS, hyper_parameters, settle
+from agentevo.catalogue.presets import PRESETS, hyper_parameters, resolve_preset
 from agentevo.config import AlgorithmSection, build_config
 from agentevo.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_settles_and_is_explained(name):
-    settled = AlgorithmSection(name=name).settled()
-    assert settled == settle(name, {})
+    resolved = AlgorithmSection(name=name).resolved()
+    assert resolved == resolve_preset(name, {})
     text = describe(name)[0]
-    assert all(piece in text for piece in (settled.advantage, settled.policy_loss, settled.aggregation))
+    assert all(
+        piece in text for piece in (resolved.advantage, resolved.policy_loss, resolved.aggregation)
+    )
 
 
 def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
-    dapo = AlgorithmSection(name="dapo", clip_low=0.1, aggregation="seq-mean-token-mean").settled()
+    dapo = AlgorithmSection(name="dapo", clip_low=0.1, aggregation="seq-mean-token-mean").resolved()
     assert dict(dapo.loss_hyper) == {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 0.0}
     assert dapo.aggregation == "seq-mean-token-mean"
-    swapped = AlgorithmSection(name="dr_grpo", advantage="rloo").settled()
-    assert (swapped.advantage, dict(swapped.advantage_hyper)) == ("rloo", {}), "scale_by_std went with the advantage that has it"
+    swapped = AlgorithmSection(name="dr_grpo", advantage="rloo").resolved()
+    assert (swapped.advantage, dict(swapped.advantage_hyper)) == ("rloo", {}), (
+        "scale_by_std went with the advantage that has it"
+    )
 
 
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
         ({"name": "gpro"}, "algorithm.name: got 'gpro'; did you mean grpo?"),
-        ({"clip_low": 1.5}, "policy loss ppo_clip: clip_low=1.5 is not possible: give a number at least 0 and at most 1"),
+        (
+            {"clip_low": 1.5},
+            "policy loss ppo_clip: clip_low=1.5 is not possible: give a number at least 0 and at "
+            "most 1",
+        ),
         ({"tau_pos": 1.0}, "tau_pos belongs to policy loss sapo"),
         ({"name": "rloo", "scale_by_std": False}, "scale_by_std belongs to advantage grpo"),
         ({"name": "gspo", "aggregation": "token-mean"}, "Choose aggregation=seq-mean-token-mean"),
         ({"policy_loss": "dro"}, "policy loss dro needs beta: give a number above 0"),
-        ({"aggregation": "seq-mean-token-sum-norm"}, "aggregation seq-mean-token-sum-norm needs norm"),
+        (
+            {"aggregation": "seq-mean-token-sum-norm"},
+            "aggregation seq-mean-token-sum-norm needs norm",
+        ),
         ({"kl_target": 0.1}, "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tree, said):
     with pytest.raises(ConfigError) as error:
-        build_config({"environment": {"type": "bandit"}, "model": {"name": "tiny"}, "algorithm": tree})
+        build_config(
+            {"environment": {"type": "bandit"}, "model": {"name": "tiny"}, "algorithm": tree}
+        )
     assert said in str(error.value)
 
 
 def test_a_group_of_one_is_refused_only_where_a_group_is_compared():
     def build(name: str):
-        tree = {"environment": {"type": "bandit"}, "model": {"name": "tiny"}, "algorithm": {"name": name}, "trainer": {"group_size": 1}}
+        tree = {
+            "environment": {"type": "bandit"},
+            "model": {"name": "tiny"},
+            "algorithm": {"name": name},
+            "trainer": {"group_size": 1},
+        }
         return build_config(tree)
 
     assert build("reinforce_pp").trainer.group_size == 1
@@ -76,17 +94,32 @@ def test_every_piece_has_a_formula_and_a_source():
 
 
 def test_the_docs_are_those_of_the_catalogue():
-    written = Path(__file__).parents[2].joinpath("docs", "algorithms.md").read_text(encoding="utf-8")
+    written = (
+        Path(__file__).parents[2].joinpath("docs", "algorithms.md").read_text(encoding="utf-8")
+    )
     assert written == markdown(), "run: python -m agentevo.catalogue > docs/algorithms.md"
 
 
 def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
     folder = Path(__file__).parents[1] / "conformance"
-    tests = set(re.findall(r"^def (test_\w+)", (folder / "test_peers_differences.py").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {one.test for one in DIFFERENCES} == tests, "each test has a line in the table, and each line a test"
-    known = PIECES | {"kl controller": KL_CONTROLLERS, "importance": dict.fromkeys(IMPORTANCE[0].choices)}
+    tests = set(
+        re.findall(
+            r"^def (test_\w+)",
+            (folder / "test_peers_differences.py").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
+    assert {one.test for one in DIFFERENCES} == tests, (
+        "each test has a line in the table, and each line a test"
+    )
+    known = PIECES | {
+        "kl controller": KL_CONTROLLERS,
+        "importance": dict.fromkeys(IMPORTANCE[0].choices),
+    }
     for one in DIFFERENCES:
         assert set(one.names) <= set(known[one.kind]), one
     for peer, version in VERSIONS.items():
-        recorded = json.loads((folder / "peers" / f"{peer.lower()}.json").read_text(encoding="utf-8"))
+        recorded = json.loads(
+            (folder / "peers" / f"{peer.lower()}.json").read_text(encoding="utf-8")
+        )
         assert recorded["versions"][peer.lower()] == version

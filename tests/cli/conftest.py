@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import pytest
 
-from agentevo.cli import main
+from agentevo.cli.main import main
 
-RECIPE = "environment: {type: coins}\nmodel: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}\n"
+RECIPE = (
+    "environment: {type: coins}\nmodel: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, "
+    "num_heads: 2}}\n"
+)
 
 
 class Result(NamedTuple):

@@ -5,9 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.cli import main
+from agentevo.cli.main import main
 
-SMALL = ["trainer.steps=1", "trainer.group_size=2", "trainer.groups_per_step=2", "evaluation.tasks=2", "sampling.max_new_tokens=4"]
+SMALL = [
+    "trainer.steps=1",
+    "trainer.group_size=2",
+    "trainer.groups_per_step=2",
+    "evaluation.tasks=2",
+    "sampling.max_new_tokens=4",
+]
 
 
 @pytest.fixture(scope="module")
@@ -15,15 +21,24 @@ def run_dir(tmp_path_factory) -> Path:
     """A run of one step, made by the command."""
     folder = tmp_path_factory.mktemp("whole")
     recipe = folder / "small.yaml"
-    recipe.write_text("environment: {type: coins}\nmodel: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}\n")
+    recipe.write_text(
+        "environment: {type: coins}\nmodel: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, "
+        "num_heads: 2}}\n"
+    )
     assert main(["train", str(recipe), *SMALL, f"run.dir={folder / 'run'}"]) == 0
     return folder / "run"
 
 
 def test_train_leaves_the_files_of_a_run(run_dir):
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "report.html", "plots", "checkpoints", "store.sqlite"} <= {
-        path.name for path in run_dir.iterdir()
-    }
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "plots",
+        "checkpoints",
+        "store.sqlite",
+    } <= {path.name for path in run_dir.iterdir()}
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == 1
     assert summary["eval"]["n"] == 2
@@ -57,7 +72,9 @@ def test_eval_of_a_recipe_with_and_without_a_checkpoint(agentevo, run_dir):
     assert agentevo("eval", "small.yaml", *SMALL).code == 0
     (checkpoint,) = run_dir.glob("checkpoints/step-*")
     assert agentevo("eval", "small.yaml", *SMALL, "--checkpoint", str(checkpoint)).code == 0
-    assert [path.name for path in Path().iterdir()] == ["small.yaml"], "an evaluation writes nothing"
+    assert [path.name for path in Path().iterdir()] == ["small.yaml"], (
+        "an evaluation writes nothing"
+    )
 
 
 @pytest.mark.parametrize(

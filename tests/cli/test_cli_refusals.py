@@ -5,33 +5,72 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.cli import main
+from agentevo.cli.main import main
 from agentevo.errors import AgentEvoError, ConfigError
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "small.yaml", "trainer.grop_size=4"], "override: trainer.grop_size: unknown key; did you mean trainer.group_size?"),
-        (["train", "small.yaml", "trainer.steps=many"], "override: trainer.steps: got 'many'; needs a whole number, at least 0"),
-        (["train", "small.yaml", "sampling.top_k=5"], "small.yaml: sampling.top_p, top_k and min_p cut"),
-        (["train", "small.yaml", "environment.type=coin"], "override: environment.type: got 'coin'; did you mean coins?"),
-        (["train", "small.yaml", "trainer.steps"], "override 'trainer.steps': write it as key.subkey=value"),
+        (
+            ["train", "small.yaml", "trainer.grop_size=4"],
+            "override: trainer.grop_size: unknown key; did you mean trainer.group_size?",
+        ),
+        (
+            ["train", "small.yaml", "trainer.steps=many"],
+            "override: trainer.steps: got 'many'; needs a whole number, at least 0",
+        ),
+        (
+            ["train", "small.yaml", "sampling.top_k=5"],
+            "small.yaml: sampling.top_p, top_k and min_p cut",
+        ),
+        (
+            ["train", "small.yaml", "environment.type=coin"],
+            "override: environment.type: got 'coin'; did you mean coins?",
+        ),
+        (
+            ["train", "small.yaml", "trainer.steps"],
+            "override 'trainer.steps': write it as key.subkey=value",
+        ),
         (["train", "smal.yaml"], "recipe smal.yaml: no such file"),
         (["train", "nothing-like-it"], "no recipe is called 'nothing-like-it'"),
-        (["train", "small.yaml", "--resume", "run.overwrite=true"], "--resume goes on with the run"),
-        (["train", "small.yaml", "--dry-run", "trainer.stps=1"], "override: trainer.stps: unknown key; did you mean trainer.steps?"),
-        (["train", "small.yaml", "algorithm.name=gpro"], "override: algorithm.name: got 'gpro'; did you mean grpo?"),
-        (["eval", "small.yaml", "evaluation.task=3"], "override: evaluation.task: unknown key; did you mean evaluation.tasks?"),
+        (
+            ["train", "small.yaml", "--resume", "run.overwrite=true"],
+            "--resume goes on with the run",
+        ),
+        (
+            ["train", "small.yaml", "--dry-run", "trainer.stps=1"],
+            "override: trainer.stps: unknown key; did you mean trainer.steps?",
+        ),
+        (
+            ["train", "small.yaml", "algorithm.name=gpro"],
+            "override: algorithm.name: got 'gpro'; did you mean grpo?",
+        ),
+        (
+            ["eval", "small.yaml", "evaluation.task=3"],
+            "override: evaluation.task: unknown key; did you mean evaluation.tasks?",
+        ),
         (["eval", "nothing-like-it"], "no recipe is called 'nothing-like-it'"),
         (["doctor", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
         (["config", "show", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
-        (["config", "explain", "trainer.stps"], "trainer.stps: unknown key; did you mean trainer.steps?"),
+        (
+            ["config", "explain", "trainer.stps"],
+            "trainer.stps: unknown key; did you mean trainer.steps?",
+        ),
         (["report", "runs/nix"], "runs/nix: is not the folder of a run"),
         (["trajectories", "show", "runs/nix"], "runs/nix: is not the folder of a run"),
-        (["trajectories", "export", "runs/nix", "out.jsonl"], "runs/nix: is not the folder of a run"),
-        (["trajectories", "show", "runs/nix", "--best", "--last"], "trajectories show: give an ID or one of"),
-        (["list", "environment"], "nothing is listed under 'environment': did you mean 'environments'?"),
+        (
+            ["trajectories", "export", "runs/nix", "out.jsonl"],
+            "runs/nix: is not the folder of a run",
+        ),
+        (
+            ["trajectories", "show", "runs/nix", "--best", "--last"],
+            "trajectories show: give an ID or one of",
+        ),
+        (
+            ["list", "environment"],
+            "nothing is listed under 'environment': did you mean 'environments'?",
+        ),
         (["models", "get", "smollm2-135m-instrukt"], "did you mean 'smollm2-135m-instruct'?"),
     ],
 )
@@ -52,11 +91,16 @@ def test_one_line_exit_code_2_and_nothing_created(agentevo, words, expected):
             ["model={name: smollm, tiny: {hidden_size: 192, num_layers: 4, num_heads: 4}}"],
             "model 'smollm' is no local folder and no known model",
         ),
-        (["environment={type: reasoning_gym, dataset: chain_sum}"], "pip install 'agentevo[reasoning-gym]'"),
+        (
+            ["environment={type: reasoning_gym, dataset: chain_sum}"],
+            "pip install 'agentevo[reasoning-gym]'",
+        ),
         (["environment={type: gymnasium, id: NoSuchWorld-v0}"], "NoSuchWorld"),
     ],
 )
-def test_what_only_building_shows_is_told_before_anything_is_created(agentevo, monkeypatch, overrides, expected):
+def test_what_only_building_shows_is_told_before_anything_is_created(
+    agentevo, monkeypatch, overrides, expected
+):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     code, _, err = agentevo("train", "small.yaml", *overrides)
     assert (code, err.count("\n")) == (2, 1)
@@ -70,14 +114,19 @@ def test_one_line_for_each_problem(agentevo):
     assert len(err.splitlines()) == 2
 
 
-@pytest.mark.parametrize(("typo", "meant"), [("trian", "train"), ("evl", "eval"), ("trajectory", "trajectories"), ("docter", "doctor")])
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("trian", "train"), ("evl", "eval"), ("trajectory", "trajectories"), ("docter", "doctor")],
+)
 def test_a_mistyped_command_is_answered_with_the_nearest(agentevo, typo, meant):
     code, _, err = agentevo(typo)
     assert code == 2
     assert f"'{meant}'" in err
 
 
-@pytest.mark.parametrize("words", [["train"], ["train", "small.yaml", "--no-such-option"], ["config", "explian"]])
+@pytest.mark.parametrize(
+    "words", [["train"], ["train", "small.yaml", "--no-such-option"], ["config", "explian"]]
+)
 def test_usage_errors_exit_with_2(agentevo, words):
     assert agentevo(*words).code == 2
 

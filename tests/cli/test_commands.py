@@ -1,4 +1,5 @@
-"""Commands that answer from what is installed or lies in a run's folder; the ones that train are tested with the orchestration."""
+"""Commands that answer from what is installed or lies in a run's folder; the ones that train are
+tested with the orchestration."""
 
 import asyncio
 import gzip
@@ -21,7 +22,20 @@ def test_version(agentevo):
 
 def test_help_names_every_command(agentevo):
     out = agentevo("--help").out
-    assert all(f"\n  {name} " in out for name in ["train", "eval", "merge", "report", "doctor", "list", "models", "config", "trajectories"])
+    assert all(
+        f"\n  {name} " in out
+        for name in [
+            "train",
+            "eval",
+            "merge",
+            "report",
+            "doctor",
+            "list",
+            "models",
+            "config",
+            "trajectories",
+        ]
+    )
 
 
 def test_a_dry_run_prints_the_resolved_config_and_creates_nothing(agentevo):
@@ -51,8 +65,14 @@ def test_explain_says_meaning_type_default_and_unit(agentevo):
 
 
 def test_explain_lists_a_section_and_all_sections(agentevo):
-    assert "\n  trainer.group_size\n      Attempts per task" in agentevo("config", "explain", "trainer").out
-    assert re.search(r"environment\.max_actions \(.*frozen_lake.*\)\n", agentevo("config", "explain", "environment").out)
+    assert (
+        "\n  trainer.group_size\n      Attempts per task"
+        in agentevo("config", "explain", "trainer").out
+    )
+    assert re.search(
+        r"environment\.max_actions \(.*frozen_lake.*\)\n",
+        agentevo("config", "explain", "environment").out,
+    )
     assert re.search(r"^trainer +\w", agentevo("config", "explain").out, re.MULTILINE)
 
 
@@ -90,7 +110,13 @@ def trajectory(number: int, reward: float, *, status: str = "completed") -> Traj
     )
     error = "it broke" if status == "failed" else None
     return Trajectory(
-        id=f"t{number}-0", task_id=f"t{number}", group_id=f"t{number}", turns=[turn], reward=reward, status=status, error=error
+        id=f"t{number}-0",
+        task_id=f"t{number}",
+        group_id=f"t{number}",
+        turns=[turn],
+        reward=reward,
+        status=status,
+        error=error,
     )
 
 
@@ -99,9 +125,16 @@ def run_dir() -> Path:
     """A run whose store holds four attempts; t4 broke."""
     run = Path("runs/small")
     run.mkdir(parents=True)
-    config = build_config({"environment": {"type": "coins"}, "model": {"name": "tiny"}, "run": {"name": "small"}})
+    config = build_config(
+        {"environment": {"type": "coins"}, "model": {"name": "tiny"}, "run": {"name": "small"}}
+    )
     (run / "config.yaml").write_text(to_yaml(config))
-    attempts = [trajectory(1, 0.5), trajectory(2, 1.0), trajectory(3, 0.25), trajectory(4, 0.0, status="failed")]
+    attempts = [
+        trajectory(1, 0.5),
+        trajectory(2, 1.0),
+        trajectory(3, 0.25),
+        trajectory(4, 0.0, status="failed"),
+    ]
 
     async def fill() -> None:
         async with await open_store(f"sqlite:///{run / 'store.sqlite'}") as store:
@@ -114,7 +147,14 @@ def run_dir() -> Path:
 
 @pytest.mark.parametrize(
     ("words", "shown"),
-    [(["--best"], "t2-0"), (["--worst"], "t3-0"), (["--last"], "t3-0"), ([], "t3-0"), (["t1-0"], "t1-0"), (["t4"], "t4-0")],
+    [
+        (["--best"], "t2-0"),
+        (["--worst"], "t3-0"),
+        (["--last"], "t3-0"),
+        ([], "t3-0"),
+        (["t1-0"], "t1-0"),
+        (["t4"], "t4-0"),
+    ],
 )
 def test_show_prints_the_chosen_trajectory(agentevo, run_dir, words, shown):
     code, out, err = agentevo("trajectories", "show", str(run_dir), *words)
@@ -124,7 +164,10 @@ def test_show_prints_the_chosen_trajectory(agentevo, run_dir, words, shown):
     assert "-0.25" in out
 
 
-@pytest.mark.parametrize(("words", "expected"), [("nix", "no trajectory is called 'nix'"), ("t", "4 begin so, the first is t1-0")])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("nix", "no trajectory is called 'nix'"), ("t", "4 begin so, the first is t1-0")],
+)
 def test_show_refuses_an_id_that_fits_none_or_several(agentevo, run_dir, words, expected):
     code, _, err = agentevo("trajectories", "show", str(run_dir), words)
     assert code == 2
@@ -143,7 +186,10 @@ def test_export_writes_one_trajectory_a_line(agentevo, run_dir, name):
 
 def test_export_to_another_kind_of_file_fails_with_1(agentevo, run_dir):
     code, _, err = agentevo("trajectories", "export", str(run_dir), "out.csv")
-    assert (code, err) == (1, "error: can't export to out.csv: the name must end in .jsonl or .jsonl.gz\n")
+    assert (code, err) == (
+        1,
+        "error: can't export to out.csv: the name must end in .jsonl or .jsonl.gz\n",
+    )
     assert not Path("out.csv").exists()
 
 
@@ -154,11 +200,17 @@ def test_report_of_an_interrupted_run(agentevo, run_dir):
 
 
 def test_sft_dry_run_and_refusals(agentevo):
-    Path("chats.yaml").write_text("data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte}}\n")
+    Path("chats.yaml").write_text(
+        "data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte}}\n"
+    )
     code, out, err = agentevo("sft", "chats.yaml", "sft.epochs=3", "--dry-run")
     assert (code, err) == (0, "")
     tree = yaml.safe_load(out)
-    assert tree["sft"]["epochs"] == 3 and tree["data"]["train"] == ["chats.jsonl"] and tree["environment"] is None
+    assert (
+        tree["sft"]["epochs"] == 3
+        and tree["data"]["train"] == ["chats.jsonl"]
+        and tree["environment"] is None
+    )
     code, out, err = agentevo("sft", "chats.yaml")
     assert code == 2 and "data.train: chats.jsonl does not exist" in err
     code, out, err = agentevo("sft", "small.yaml")
@@ -169,7 +221,9 @@ def test_sft_dry_run_and_refusals(agentevo):
 
 
 def test_sft_of_a_file_by_command(agentevo):
-    Path("chats.yaml").write_text("data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte, num_layers: 1}}\n")
+    Path("chats.yaml").write_text(
+        "data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte, num_layers: 1}}\n"
+    )
     row = {"instruction": "say", "output": "ok"}
     Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for _ in range(4)) + "{torn\n")
     code, out, err = agentevo("sft", "chats.yaml", "tracking.tensorboard=false", "run.threads=1")

@@ -1,4 +1,5 @@
-"""Nothing heavy is loaded before it is used: importing the package and asking for help take under half a second."""
+"""Nothing heavy is loaded before it is used: importing the package and asking for help take under
+half a second."""
 
 import resource
 import subprocess
@@ -7,11 +8,21 @@ import sys
 import pytest
 
 LIMIT_S = 0.5
-HEAVY = ("torch", "transformers", "matplotlib", "sqlalchemy", "rich", "plotly", "tensorboard", "huggingface_hub")
+HEAVY = (
+    "torch",
+    "transformers",
+    "matplotlib",
+    "sqlalchemy",
+    "rich",
+    "plotly",
+    "tensorboard",
+    "huggingface_hub",
+)
 
 
 def best_of_5(words: list[str]) -> float:
-    """Seconds of processor time: what a start takes on an idle machine, whatever else this one is doing (which only ever adds to it)."""
+    """Seconds of processor time: what a start takes on an idle machine, whatever else this one is
+    doing (which only ever adds to it)."""
     best = float("inf")
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -23,7 +34,12 @@ def best_of_5(words: list[str]) -> float:
 
 @pytest.mark.parametrize(
     "words",
-    [["-c", "import agentevo"], ["-m", "agentevo", "--help"], ["-m", "agentevo", "train", "--help"], ["-m", "agentevo", "--version"]],
+    [
+        ["-c", "import agentevo"],
+        ["-m", "agentevo", "--help"],
+        ["-m", "agentevo", "train", "--help"],
+        ["-m", "agentevo", "--version"],
+    ],
     ids=" ".join,
 )
 def test_start_takes_under_half_a_second(words):
@@ -34,13 +50,15 @@ def test_start_takes_under_half_a_second(words):
     "code",
     [
         "import agentevo",
-        "import agentevo.cli",
+        "import agentevo.cli.main",
         "import agentevo.config",
         "import agentevo.api",
-        "from agentevo.cli import main; main(['config', 'explain', 'trainer.steps'])",
+        "from agentevo.cli.main import main; main(['config', 'explain', 'trainer.steps'])",
     ],
 )
 def test_nothing_heavy_is_imported(code):
     check = f"import sys\n{code}\nprint([name for name in {HEAVY!r} if name in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=60)
+    loaded = subprocess.run(
+        [sys.executable, "-c", check], check=True, capture_output=True, text=True, timeout=60
+    )
     assert loaded.stdout.splitlines()[-1] == "[]"

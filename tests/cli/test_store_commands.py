@@ -9,7 +9,14 @@ from agentevo.types import Task, Trajectory, Turn
 
 def fill(url: str) -> None:
     async def work() -> None:
-        turn = Turn(index=0, prompt_ids=[1], completion_ids=[2], logprobs=[-0.5], versions=[0], finish_reason="stop")
+        turn = Turn(
+            index=0,
+            prompt_ids=[1],
+            completion_ids=[2],
+            logprobs=[-0.5],
+            versions=[0],
+            finish_reason="stop",
+        )
         async with await open_store(url) as store:
             await store.add_tasks([Task(id="x")])
             many = [Trajectory(id=name, task_id=name, group_id="g", turns=[turn]) for name in "abc"]
@@ -32,8 +39,14 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
         ["steps", "1"],
     ]
     assert counted.out.splitlines()[-1].startswith("size") and counted.out.endswith(" MB\n")
-    assert agentevo("store", "export", "sqlite:///one.sqlite", "all.jsonl.gz").out == "5 rows written to all.jsonl.gz\n"
-    assert agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out == "5 new rows in sqlite:///two.sqlite\n"
+    assert (
+        agentevo("store", "export", "sqlite:///one.sqlite", "all.jsonl.gz").out
+        == "5 rows written to all.jsonl.gz\n"
+    )
+    assert (
+        agentevo("store", "import", "sqlite:///two.sqlite", "all.jsonl.gz").out
+        == "5 new rows in sqlite:///two.sqlite\n"
+    )
     agentevo("store", "export", "sqlite:///two.sqlite", "again.jsonl.gz")
     assert Path("again.jsonl.gz").read_bytes() == Path("all.jsonl.gz").read_bytes()
     assert agentevo("store", "retry", "sqlite:///two.sqlite").out == "0 tasks queued again\n"
@@ -53,4 +66,7 @@ def test_wrong_words_are_refused(agentevo):
     assert "did you mean 'postgresql'" in agentevo("store", "stats", "postgres://x/y").err
     assert "is not the folder of a run" in agentevo("store", "gc", "missing").err
     missing = agentevo("store", "import", "sqlite:///new.sqlite", "missing.jsonl")
-    assert (missing.code, Path("new.sqlite").exists()) == (2, False) and "no such file" in missing.err
+    assert (missing.code, Path("new.sqlite").exists()) == (
+        2,
+        False,
+    ) and "no such file" in missing.err

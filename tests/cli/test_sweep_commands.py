@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-SWEEP = "sweep: {seeds: [0, 1], variants: {one: {trainer.steps: 3}, two: {algorithm.name: rloo, trainer.minibatches: 2}}}\n"
+SWEEP = (
+    "sweep: {seeds: [0, 1], variants: {one: {trainer.steps: 3}, two: {algorithm.name: rloo, "
+    "trainer.minibatches: 2}}}\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +29,14 @@ def test_a_dry_run_lists_the_members_and_creates_nothing(agentevo):
 
 
 def test_sweeps_are_explained_and_listed(agentevo):
-    assert "\n  sweep.seeds\n      Each variant is run once" in agentevo("config", "explain", "sweep").out
+    assert (
+        "\n  sweep.seeds\n      Each variant is run once"
+        in agentevo("config", "explain", "sweep").out
+    )
     assert "\nsweep " in agentevo("config", "explain").out
-    zoo = next(line for line in agentevo("list", "recipes").out.splitlines() if line.startswith("zoo "))
+    zoo = next(
+        line for line in agentevo("list", "recipes").out.splitlines() if line.startswith("zoo ")
+    )
     assert zoo.endswith("runs)")
 
 
@@ -37,14 +45,20 @@ def test_sweeps_are_explained_and_listed(agentevo):
     [
         (["train", "many.yaml", "trainer.steps=x"], "override: trainer.steps: got 'x'"),
         (["train", "many.yaml", "sweep.only=tow"], "did you mean two?"),
-        (["train", "many.yaml", "--resume", "run.overwrite=true"], "--resume goes on with the sweep"),
+        (
+            ["train", "many.yaml", "--resume", "run.overwrite=true"],
+            "--resume goes on with the sweep",
+        ),
         (["train", "many.yaml", "--resume"], "there is no sweep to resume"),
         (["eval", "many.yaml"], "add sweep=null for the recipe without its variants"),
         (["doctor", "many.yaml"], "add sweep=null"),
         (["config", "show", "many.yaml"], "add sweep=null"),
         (["config", "explain", "sweep.seed"], "did you mean sweep.seeds?"),
         (["table", "runs/nix"], "runs/nix: is not the folder of a run"),
-        (["table", "runs/nix", "--out", "nowhere/README.md"], "nowhere/README.md: its folder does not exist"),
+        (
+            ["table", "runs/nix", "--out", "nowhere/README.md"],
+            "nowhere/README.md: its folder does not exist",
+        ),
     ],
 )
 def test_refusals(agentevo, words, expected):

@@ -1,4 +1,5 @@
-"""Two worlds of this test's own, so that these tests say nothing about the real environments' options."""
+"""Two worlds of this test's own, so that these tests say nothing about the real environments'
+options."""
 
 import random
 from typing import Any, ClassVar, Literal
@@ -32,11 +33,19 @@ class Doors(TextEnvironment):
     Config: ClassVar[type[EnvironmentConfig]] = DoorsConfig
     instructions = "Say the number of a door."
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         return "doors", {"valid": True, "effective": False, "success": False}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "opened", 0.0, True, False, {"valid": True, "effective": True, "success": action == "1"}
+        return (
+            "opened",
+            0.0,
+            True,
+            False,
+            {"valid": True, "effective": True, "success": action == "1"},
+        )
 
     def random_action(self, rng: random.Random) -> str:
         return str(rng.randint(1, 3))

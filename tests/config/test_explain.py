@@ -1,4 +1,5 @@
-"""`explain`: every key has a meaning, a type, a default and, where it counts or measures something, a unit."""
+"""`explain`: every key has a meaning, a type, a default and, where it counts or measures something,
+a unit."""
 
 import pytest
 
@@ -18,11 +19,21 @@ def test_every_key_is_explained(key):
             assert all(inner.key.rpartition(".")[0] == key for inner in one.keys)
         else:
             assert one.type
-            assert one.default or key == "environment.type" or (key.startswith("environment.") and one.option_of), f"{key}: no default"
+            assert (
+                one.default
+                or key == "environment.type"
+                or (key.startswith("environment.") and one.option_of)
+            ), f"{key}: no default"
 
 
 def test_the_walk_meets_every_section_and_nested_key():
-    assert {"run", "model.tiny.hidden_size", "environment.type", "trainer.group_size", "tracking.report"} <= set(KEYS)
+    assert {
+        "run",
+        "model.tiny.hidden_size",
+        "environment.type",
+        "trainer.group_size",
+        "tracking.report",
+    } <= set(KEYS)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +79,11 @@ def test_types_and_defaults_in_words(key, type_, default):
 def test_an_environment_option_is_explained_for_the_types_that_have_it():
     (doors,) = config_keys().explain("environment.num_doors")
     assert doors.option_of == ("test_doors",)
-    by_type = {kind: one.default for one in config_keys().explain("environment.max_actions") for kind in one.option_of}
+    by_type = {
+        kind: one.default
+        for one in config_keys().explain("environment.max_actions")
+        for kind in one.option_of
+    }
     assert (by_type["test_doors"], by_type["test_ice"]) == ("10", "20")
 
 

@@ -51,7 +51,10 @@ def test_an_adapter_to_start_from(tmp_path):
     [
         (["model.lora.alpha=8"], "alpha is for adapters.*rank=16"),
         (["model.lora.quantize=4bit"], "quantize is for adapters"),
-        (["model.lora.rank=4", "model.lora.adapter=x"], "brings its own settings, so rank would do nothing"),
+        (
+            ["model.lora.rank=4", "model.lora.adapter=x"],
+            "brings its own settings, so rank would do nothing",
+        ),
         (["model.lora.adapter=x", "model.lora.dora=true"], "so dora would do nothing"),
         (["model.lora.rank=4", "model.lora.targets=[all-linear,q_proj]"], "includes the others"),
         (["model.lora.rank=4", "model.lora.layers=[0]"], "layers needs targets by name"),
@@ -68,7 +71,12 @@ def test_contradictions_are_refused_with_the_remedy(overrides, message):
 
 
 def test_dropout_goes_with_a_cold_start():
-    assert built("model.lora.rank=4", "model.lora.dropout=0.1", "cold_start.episodes=5").model.lora.dropout == 0.1
+    assert (
+        built(
+            "model.lora.rank=4", "model.lora.dropout=0.1", "cold_start.episodes=5"
+        ).model.lora.dropout
+        == 0.1
+    )
 
 
 def test_every_key_is_explained():

@@ -13,7 +13,9 @@ from agentevo.training import quantized_optimizer
 
 
 def config(*overrides: str):
-    return build_config({"environment": {"type": "frozen_lake"}, "model": {"name": "tiny"}}, overrides)
+    return build_config(
+        {"environment": {"type": "frozen_lake"}, "model": {"name": "tiny"}}, overrides
+    )
 
 
 @pytest.mark.parametrize("key", ["offload_activations", "offload_optimizer"])

@@ -34,7 +34,10 @@ def test_the_remedy_is_one():
     remedy = told("algorithm.name=gspo")[-1].partition("add: ")[2].split()
     assert told("algorithm.name=gspo", *remedy) == []
     config = build_config(TREE, ["algorithm.name=gspo", *remedy])
-    assert config.algorithm.settled().loss_hyper["clip_high"] == AlgorithmSection(name="gspo").settled().loss_hyper["clip_high"]
+    assert (
+        config.algorithm.resolved().loss_hyper["clip_high"]
+        == AlgorithmSection(name="gspo").resolved().loss_hyper["clip_high"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,12 @@ def test_nothing_to_tell(overrides: tuple[str, ...]):
 
 
 def test_a_recipe_of_another_preset_or_without_hyper_parameters():
-    assert told("algorithm.name=grpo", tree={**TREE, "algorithm": {"name": "gspo", "clip_high": 0.001}})[1].split()[-1] == "0.2"
+    assert (
+        told(
+            "algorithm.name=grpo", tree={**TREE, "algorithm": {"name": "gspo", "clip_high": 0.001}}
+        )[1].split()[-1]
+        == "0.2"
+    )
     assert told("algorithm.name=gspo", tree={"environment": {"type": "test_doors"}}) == []
     assert told("algorithm.name=gspo", tree={**TREE, "algorithm": {"name": "grpo"}}) == []
 
@@ -71,14 +79,17 @@ def test_own_values_are_what_the_preset_computes_with(name: str):
     if preference is not None:
         used = dict(preference.hyper)
     else:
-        algorithm = section.settled()
+        algorithm = section.resolved()
         used = {**algorithm.advantage_hyper, **algorithm.loss_hyper, **algorithm.aggregation_hyper}
     assert {key: own[key] for key in used} == used
 
 
 def test_the_packaged_recipe_that_is_wrong_by_orders_of_magnitude():
     tree = sources.read_yaml(sources.find_recipe("frozen_lake"))
-    assert any("clip_high=0.28" in line and "0.0004" in line for line in told("algorithm.name=gspo", tree=tree))
+    assert any(
+        "clip_high=0.28" in line and "0.0004" in line
+        for line in told("algorithm.name=gspo", tree=tree)
+    )
 
 
 def test_options_of_python_tell_the_same():

@@ -1,4 +1,5 @@
-"""Keys of algorithms that train by a preference loss: what makes no sense together is refused, with the way out."""
+"""Keys of algorithms that train by a preference loss: what makes no sense together is refused, with
+the way out."""
 
 from __future__ import annotations
 
@@ -6,21 +7,26 @@ import pytest
 import yaml
 
 from agentevo.catalogue.describe import describe
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, settle_preference
+from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, resolve_preference
 from agentevo.config import AlgorithmSection, RunConfig, build_config, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.listings import algorithms
 
 
 def build(algorithm: dict, **sections) -> RunConfig:
-    tree = {"environment": {"type": "bandit"}, "model": {"name": "tiny"}, "algorithm": algorithm, **sections}
+    tree = {
+        "environment": {"type": "bandit"},
+        "model": {"name": "tiny"},
+        "algorithm": algorithm,
+        **sections,
+    }
     return build_config(tree)
 
 
 @pytest.mark.parametrize("name", PREFERENCE_PRESETS)
 def test_every_preset_settles_is_explained_and_comes_back_from_yaml(name):
     config = build({"name": name})
-    assert config.algorithm.preference() == settle_preference(name, {})
+    assert config.algorithm.preference() == resolve_preference(name, {})
     assert PREFERENCE_PRESETS[name].preference_loss in describe(name)[0]
     assert name in dict(algorithms())
     again = build_config(yaml.safe_load(to_yaml(config)))
@@ -28,11 +34,18 @@ def test_every_preset_settles_is_explained_and_comes_back_from_yaml(name):
 
 
 def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
-    assert dict(AlgorithmSection(name="dpo", beta=0.5).preference().hyper) == {"beta": 0.5, "label_smoothing": 0.0}
+    assert dict(AlgorithmSection(name="dpo", beta=0.5).preference().hyper) == {
+        "beta": 0.5,
+        "label_smoothing": 0.0,
+    }
     swapped = AlgorithmSection(name="dpo", preference_loss="ipo", pairs="all").preference()
     assert (swapped.loss, dict(swapped.hyper), swapped.pairs) == ("ipo", {"beta": 0.1}, "all")
     spin = AlgorithmSection(name="spin")
-    assert (spin.reference, spin.reference_every, spin.preference().pairs) == ("synced", 10, "demonstrations")
+    assert (spin.reference, spin.reference_every, spin.preference().pairs) == (
+        "synced",
+        10,
+        "demonstrations",
+    )
     assert AlgorithmSection(name="spin", reference_every=3).reference_every == 3
     assert AlgorithmSection().preference() is None
     assert AlgorithmSection(name="dpo").within_group
@@ -42,27 +55,71 @@ def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
-        ({"name": "dpo", "advantage": "grpo"}, "name=dpo trains by the preference loss dpo, in which advantage has no place: remove it"),
-        ({"name": "dpo", "policy_loss": "gspo", "kl": "k1"}, "in which policy_loss, kl has no place"),
+        (
+            {"name": "dpo", "advantage": "grpo"},
+            "name=dpo trains by the preference loss dpo, in which advantage has no place: remove "
+            "it",
+        ),
+        (
+            {"name": "dpo", "policy_loss": "gspo", "kl": "k1"},
+            "in which policy_loss, kl has no place",
+        ),
         (
             {"name": "dpo", "kl_coef": 0.1},
-            "in which kl_coef has no place: remove it (or set it to its default); its pull to the reference is",
+            "in which kl_coef has no place: remove it (or set it to its default); its pull to "
+            "the reference is",
         ),
         ({"name": "orpo", "entropy_coef": 0.1}, "in which entropy_coef has no place"),
-        ({"name": "kto", "importance": "token_tis", "old_logprobs": "recomputed"}, "in which old_logprobs, importance has no place"),
+        (
+            {"name": "kto", "importance": "token_tis", "old_logprobs": "recomputed"},
+            "in which old_logprobs, importance has no place",
+        ),
         ({"name": "dpo", "clip_low": 0.1}, "preference loss dpo has no hyper-parameter 'clip_low'"),
-        ({"name": "dpo", "beta": 0.0}, "preference loss dpo: beta=0.0 is not possible: give a number above 0"),
-        ({"name": "orpo", "beta": 0.1}, "preference loss orpo has no hyper-parameter 'beta': it has coef"),
-        ({"name": "orpo", "reference": "ema"}, "name=orpo trains by the preference loss orpo, which has no reference: remove reference"),
-        ({"name": "kto", "pairs": "all"}, "preference loss kto takes single answers: remove algorithm.pairs"),
-        ({"name": "kto", "pairs_per_group": 2}, "which takes every attempt: remove pairs_per_group"),
-        ({"name": "rft", "pair_margin": 0.1}, "on single answers, which have no margin: remove pair_margin"),
-        ({"name": "spin", "pair_margin": 0.1}, "on demonstrations, which have no margin: remove pair_margin"),
-        ({"pairs": "all"}, "pairs is for presets that train by a preference loss, and name=grpo does not: remove it, or choose one of dpo"),
-        ({"preference_loss": "dpo"}, "preference_loss is for presets that train by a preference loss, and name=grpo does not"),
+        (
+            {"name": "dpo", "beta": 0.0},
+            "preference loss dpo: beta=0.0 is not possible: give a number above 0",
+        ),
+        (
+            {"name": "orpo", "beta": 0.1},
+            "preference loss orpo has no hyper-parameter 'beta': it has coef",
+        ),
+        (
+            {"name": "orpo", "reference": "ema"},
+            "name=orpo trains by the preference loss orpo, which has no reference: remove "
+            "reference",
+        ),
+        (
+            {"name": "kto", "pairs": "all"},
+            "preference loss kto takes single answers: remove algorithm.pairs",
+        ),
+        (
+            {"name": "kto", "pairs_per_group": 2},
+            "which takes every attempt: remove pairs_per_group",
+        ),
+        (
+            {"name": "rft", "pair_margin": 0.1},
+            "on single answers, which have no margin: remove pair_margin",
+        ),
+        (
+            {"name": "spin", "pair_margin": 0.1},
+            "on demonstrations, which have no margin: remove pair_margin",
+        ),
+        (
+            {"pairs": "all"},
+            "pairs is for presets that train by a preference loss, and name=grpo does not: "
+            "remove it, or choose one of dpo",
+        ),
+        (
+            {"preference_loss": "dpo"},
+            "preference_loss is for presets that train by a preference loss, and name=grpo does "
+            "not",
+        ),
         ({"label_smoothing": 0.1}, "label_smoothing belongs to preference loss dpo"),
         ({"name": "dpoo"}, "algorithm.name: got 'dpoo'; did you mean dpo?"),
-        ({"name": "dpo", "preference_loss": "dpoo"}, "algorithm.preference_loss: got 'dpoo'; did you mean dpo?"),
+        (
+            {"name": "dpo", "preference_loss": "dpoo"},
+            "algorithm.preference_loss: got 'dpoo'; did you mean dpo?",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(algorithm, said):
@@ -74,9 +131,21 @@ def test_what_makes_no_sense_is_refused(algorithm, said):
 @pytest.mark.parametrize(
     ("algorithm", "sections", "said"),
     [
-        ({"name": "dpo"}, {"data": {"pairs": "a.jsonl", "pairs_from": "runs/a"}}, "data.pairs and data.pairs_from both say"),
-        ({}, {"data": {"pairs": "a.jsonl"}}, "are for a preference loss, and algorithm.name=grpo has none: choose one of dpo"),
-        ({"name": "dpo", "pairs": "all"}, {"data": {"pairs": "a.jsonl"}}, "so algorithm.pairs does nothing: remove it"),
+        (
+            {"name": "dpo"},
+            {"data": {"pairs": "a.jsonl", "pairs_from": "runs/a"}},
+            "data.pairs and data.pairs_from both say",
+        ),
+        (
+            {},
+            {"data": {"pairs": "a.jsonl"}},
+            "are for a preference loss, and algorithm.name=grpo has none: choose one of dpo",
+        ),
+        (
+            {"name": "dpo", "pairs": "all"},
+            {"data": {"pairs": "a.jsonl"}},
+            "so algorithm.pairs does nothing: remove it",
+        ),
         (
             {"name": "spin"},
             {"data": {"pairs_from": "runs/a"}},
@@ -104,5 +173,9 @@ def test_one_attempt_is_enough_where_none_is_compared():
 
 
 def test_a_solver_needs_an_environment():
-    with pytest.raises(ConfigError, match=r"algorithm\.pairs=demonstrations needs an environment with a solver"):
-        build_config({"model": {"name": "tiny"}, "algorithm": {"name": "spin"}}, needs_environment=False)
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.pairs=demonstrations needs an environment with a solver"
+    ):
+        build_config(
+            {"model": {"name": "tiny"}, "algorithm": {"name": "spin"}}, needs_environment=False
+        )

@@ -7,7 +7,7 @@ import yaml
 
 from agentevo.config import build_config, load_config, to_tree, to_yaml
 from agentevo.errors import ConfigError
-from agentevo.run_folder import run_config
+from agentevo.runs.folder import run_config
 
 DOORS = {"environment": {"type": "test_doors"}}
 
@@ -34,7 +34,11 @@ def recipe(text: str = "environment: {type: test_doors}\n", name: str = "r.yaml"
         ("run.name=no", "run.name", "no"),
         ("agent.action_separator=||", "agent.action_separator", "||"),
         ("agent.action_separator=#", "agent.action_separator", "#"),
-        ("agent.system_prompt=Be brief: say x=1, not 'x'.", "agent.system_prompt", "Be brief: say x=1, not 'x'."),
+        (
+            "agent.system_prompt=Be brief: say x=1, not 'x'.",
+            "agent.system_prompt",
+            "Be brief: say x=1, not 'x'.",
+        ),
         ("agent.system_prompt='quoted: text'", "agent.system_prompt", "quoted: text"),
         ("agent.system_prompt=", "agent.system_prompt", ""),
         ("sampling.stop=['</answer>', '\\n']", "sampling.stop", ("</answer>", "\\n")),
@@ -51,17 +55,30 @@ def test_overrides(override, key, value):
 
 
 def test_later_overrides_win_and_leave_their_neighbours():
-    config = build_config({**DOORS, "trainer": {"steps": 1, "group_size": 3}}, ["trainer.steps=2", "trainer.steps=4"])
+    config = build_config(
+        {**DOORS, "trainer": {"steps": 1, "group_size": 3}}, ["trainer.steps=2", "trainer.steps=4"]
+    )
     assert (config.trainer.steps, config.trainer.group_size) == (4, 3)
 
 
 def test_a_recipe_is_named_after_its_file_unless_it_says_otherwise():
     assert load_config(recipe(name="walk.yaml")).run.name == "walk"
-    assert load_config(recipe("run: {name: 2024}\nenvironment: {type: test_doors}\n")).run.name == "2024"
+    assert (
+        load_config(recipe("run: {name: 2024}\nenvironment: {type: test_doors}\n")).run.name
+        == "2024"
+    )
 
 
 def test_the_resolved_tree_loads_to_the_same_config():
-    config = load_config(recipe(), ["environment.type=test_ice", "environment.slick=false", "model.name=tiny", "model.tiny.num_layers=2"])
+    config = load_config(
+        recipe(),
+        [
+            "environment.type=test_ice",
+            "environment.slick=false",
+            "model.name=tiny",
+            "model.tiny.num_layers=2",
+        ],
+    )
     Path("again.yaml").write_text(to_yaml(config))
     assert load_config("again.yaml") == config
     assert "slick: false" in to_yaml(config)
@@ -96,7 +113,11 @@ def test_only_an_agent_function_runs_without_environment():
 
 def test_a_store_by_its_url_alone():
     one = load_config(recipe("environment: {type: test_doors}\nstore: sqlite:///a.sqlite\n"))
-    assert one == load_config(recipe(), ["store=sqlite:///a.sqlite"]) == load_config(recipe(), ["store.url=sqlite:///a.sqlite"])
+    assert (
+        one
+        == load_config(recipe(), ["store=sqlite:///a.sqlite"])
+        == load_config(recipe(), ["store.url=sqlite:///a.sqlite"])
+    )
     assert one.store_url == "sqlite:///a.sqlite"
 
 
@@ -117,15 +138,24 @@ def test_something_else_is_no_run_folder_and_the_near_ones_are_named():
 
 
 def test_hyper_parameters_that_nobody_chose_are_not_written():
-    config = build_config({"environment": {"type": "coins"}, "algorithm": {"name": "rlpr", "rlpr_beta": None, "clip_low": 0.1}})
+    config = build_config(
+        {
+            "environment": {"type": "coins"},
+            "algorithm": {"name": "rlpr", "rlpr_beta": None, "clip_low": 0.1},
+        }
+    )
     written = yaml.safe_load(to_yaml(config))["algorithm"]
     assert "fraction" not in written
-    assert (written["clip_low"], written["rlpr_beta"]) == (0.1, None), "turned off, where the preset has it on"
+    assert (written["clip_low"], written["rlpr_beta"]) == (0.1, None), (
+        "turned off, where the preset has it on"
+    )
     assert build_config(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_another_preset_brings_its_own_keys():
-    config = build_config({"environment": {"type": "coins"}, "algorithm": {"name": "dapo", "entropy_coef": 0.01}})
+    config = build_config(
+        {"environment": {"type": "coins"}, "algorithm": {"name": "dapo", "entropy_coef": 0.01}}
+    )
     assert config.algorithm.dynamic_sampling == 10
     other = build_config(to_tree(config), ["algorithm.name=starpo_s"]).algorithm
     assert (other.dynamic_sampling, other.keep_groups, other.entropy_coef) == (0, 0.25, 0.01)
@@ -149,5 +179,8 @@ def test_profile_may_be_written_short(profile, overrides, enabled, steps):
 
 
 def test_profile_is_yes_or_no_or_a_section():
-    with pytest.raises(ConfigError, match=r"override: profile: got 3; it is a section, set its keys, such as profile\.enabled"):
+    with pytest.raises(
+        ConfigError,
+        match=r"override: profile: got 3; it is a section, set its keys, such as profile\.enabled",
+    ):
         build_config(DOORS, ["profile=3"])

@@ -1,4 +1,5 @@
-"""Lets the tests import the slow versions, `slow_*.py`, that stand beside them (pytest's importlib mode adds no folder to the path)."""
+"""Lets the tests import the slow versions, `slow_*.py`, that stand beside them (pytest's importlib
+mode adds no folder to the path)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What peers' own functions answered (tests/conformance/peers/*.json), and our functions on the same inputs."""
+"""What peers' own functions answered (tests/conformance/peers/*.json), and our functions on the
+same inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def recording(peer: str) -> Case:
 def batch(name: str) -> Tensors:
     """The inputs of that name, float64 (masks and ids int64)."""
     found = recording("verl")["batches"][name]
-    return {key: torch.tensor(value, dtype=None if key in (*INTEGERS, "desirable") else torch.float64) for key, value in found.items()}
+    return {
+        key: torch.tensor(value, dtype=None if key in (*INTEGERS, "desirable") else torch.float64)
+        for key, value in found.items()
+    }
 
 
 def case(peer: str, name: str) -> Case:
@@ -34,14 +38,17 @@ def case(peer: str, name: str) -> Case:
 
 
 def close(ours: torch.Tensor, theirs: Any, tolerance: float = 1e-6) -> bool:
-    """Whether they agree to 1e-6, of the largest magnitude where that is above 1; a different shape or a NaN does not."""
+    """Whether they agree to 1e-6, of the largest magnitude where that is above 1; a different shape
+    or a NaN does not."""
     expected = torch.as_tensor(theirs, dtype=torch.float64)
     assert ours.shape == expected.shape
     scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
     return bool(((ours.double() - expected).abs() <= tolerance * scale).all())
 
 
-def our_advantage(name: str, inputs: Tensors, rewards: str = "token_rewards", **hyper: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def our_advantage(
+    name: str, inputs: Tensors, rewards: str = "token_rewards", **hyper: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Ours on a batch of scores; everything that some estimator needs is given."""
     return advantage(
         name,
@@ -58,9 +65,15 @@ def our_advantage(name: str, inputs: Tensors, rewards: str = "token_rewards", **
 
 
 def our_loss(
-    name: str, inputs: Tensors, aggregation: str = "token-mean", advantages: str = "advantages", k3_coef: float = 0.0, **hyper: Any
+    name: str,
+    inputs: Tensors,
+    aggregation: str = "token-mean",
+    advantages: str = "advantages",
+    k3_coef: float = 0.0,
+    **hyper: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Loss, gradient [S, T] in the log-probs and metrics of ours; `k3_coef` times k3 from the reference is added."""
+    """Loss, gradient [S, T] in the log-probs and metrics of ours; `k3_coef` times k3 from the
+    reference is added."""
     logp = inputs["logp"].clone().requires_grad_()
     loss, metrics = policy_loss(
         name,
@@ -73,18 +86,27 @@ def our_loss(
         **hyper,
     )
     if k3_coef:
-        loss = loss + k3_coef * aggregate(aggregation, kl("k3", logp, inputs["ref_logp"], inputs["mask"]), inputs["mask"])
+        loss = loss + k3_coef * aggregate(
+            aggregation, kl("k3", logp, inputs["ref_logp"], inputs["mask"]), inputs["mask"]
+        )
     return loss.detach(), torch.autograd.grad(loss, logp)[0], metrics
 
 
 def trl_advantages(name: str, found: Case, **hyper: Any) -> torch.Tensor:
-    """Our advantages [rows] on the rewards of one of TRL's cases; a row that TRL could not score has no trained token."""
+    """Our advantages [rows] on the rewards of one of TRL's cases; a row that TRL could not score
+    has no trained token."""
     rewards = torch.tensor(found["rewards"], dtype=torch.float64)
     mask = ~rewards.isnan().any(1, keepdim=True)
     rewards = rewards.nan_to_num()
     groups = torch.arange(len(rewards)) // found["generations"]
     parts = {f"reward {index}": column for index, column in enumerate(rewards.T)}
     weights = dict(zip(parts, found["settings"]["reward_weights"], strict=True))
-    return advantage(name, token_rewards=rewards[:, :1], mask=mask, group_ids=groups, reward_parts=parts, reward_weights=weights, **hyper)[
-        0
-    ][:, 0]
+    return advantage(
+        name,
+        token_rewards=rewards[:, :1],
+        mask=mask,
+        group_ids=groups,
+        reward_parts=parts,
+        reward_weights=weights,
+        **hyper,
+    )[0][:, 0]

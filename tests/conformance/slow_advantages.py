@@ -1,6 +1,8 @@
-"""Every advantage estimator again, in plain loops over float64 numbers, from the equations that the catalogue names.
+"""Every advantage estimator again, in plain loops over float64 numbers, from the equations that the
+catalogue names.
 
-Slow on purpose and without a line in common with `agentevo.algorithms`: what both say is right, or both are wrong in the same way.
+Slow on purpose and without a line in common with `agentevo.algorithms`: what both say is right, or
+both are wrong in the same way.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class Batch:
     parents: np.ndarray | None
 
 
-def slow_advantage(name: str, batch: Batch, hyper: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
+def slow_advantage(
+    name: str, batch: Batch, hyper: dict[str, float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns, [S, T], 0 at untrained tokens."""
     if name in PER_TRAJECTORY:
         numbers = PER_TRAJECTORY[name](batch, **hyper)
-        advantages = {token: numbers[owner] for owner, tokens in owned(batch).items() for token in tokens}
+        advantages = {
+            token: numbers[owner] for owner, tokens in owned(batch).items() for token in tokens
+        }
         found: tuple[PerToken, PerToken] = (advantages, advantages)
     else:
         found = PER_TOKEN[name](batch, **hyper)
@@ -58,7 +64,9 @@ def owned(batch: Batch) -> dict[Hashable, list[Token]]:
     for row in range(batch.mask.shape[0]):
         for column in range(batch.mask.shape[1]):
             if batch.mask[row, column]:
-                tokens[row if batch.trajectories is None else batch.trajectories[row]].append((row, column))
+                tokens[row if batch.trajectories is None else batch.trajectories[row]].append(
+                    (row, column)
+                )
     if batch.turns is not None:
         for listed in tokens.values():
             listed.sort(key=lambda token: (batch.turns[token], *token))
@@ -83,7 +91,10 @@ def turns_of(batch: Batch, tokens: list[Token]) -> list[list[Token]]:
 
 
 def scores(batch: Batch) -> dict[Hashable, float]:
-    return {owner: math.fsum(batch.rewards[token] for token in tokens) for owner, tokens in owned(batch).items()}
+    return {
+        owner: math.fsum(batch.rewards[token] for token in tokens)
+        for owner, tokens in owned(batch).items()
+    }
 
 
 def group_of(batch: Batch, owner: Hashable) -> Hashable:
@@ -137,7 +148,8 @@ def whitened_trajectories(batch: Batch, numbers: dict[Hashable, float]) -> dict[
 
 
 def in_groups(batch: Batch, rule) -> dict[Hashable, float]:
-    """`rule` turns the scores of one group into its advantages; groups of one and equal scores are 0."""
+    """`rule` turns the scores of one group into its advantages; groups of one and equal scores are
+    0."""
     score, found = scores(batch), {}
     for group in by_group(batch):
         numbers = [score[owner] for owner in group]
@@ -152,7 +164,11 @@ def raw(batch: Batch) -> dict[Hashable, float]:
 
 def batch_norm(batch: Batch, epsilon: float) -> dict[Hashable, float]:
     score = scores(batch)
-    return dict(zip(score, normalised(list(score.values()), True, epsilon), strict=True)) if score else {}
+    return (
+        dict(zip(score, normalised(list(score.values()), True, epsilon), strict=True))
+        if score
+        else {}
+    )
 
 
 def grpo(batch: Batch, scale_by_std: bool, epsilon: float) -> dict[Hashable, float]:
@@ -170,7 +186,9 @@ def grpo_passk(batch: Batch, scale_by_std: bool, epsilon: float) -> dict[Hashabl
 
 def rloo(batch: Batch) -> dict[Hashable, float]:
     def rule(numbers: list[float], group: list[Hashable]) -> list[float]:
-        return [number - mean(numbers[:at] + numbers[at + 1 :]) for at, number in enumerate(numbers)]
+        return [
+            number - mean(numbers[:at] + numbers[at + 1 :]) for at, number in enumerate(numbers)
+        ]
 
     return in_groups(batch, rule)
 
@@ -178,7 +196,9 @@ def rloo(batch: Batch) -> dict[Hashable, float]:
 def opo(batch: Batch) -> dict[Hashable, float]:
     def rule(numbers: list[float], group: list[Hashable]) -> list[float]:
         lengths = [len(owned(batch)[owner]) for owner in group]
-        baseline = math.fsum(length * number for length, number in zip(lengths, numbers, strict=True)) / sum(lengths)
+        baseline = math.fsum(
+            length * number for length, number in zip(lengths, numbers, strict=True)
+        ) / sum(lengths)
         return [number - baseline for number in numbers]
 
     return in_groups(batch, rule)
@@ -186,12 +206,26 @@ def opo(batch: Batch) -> dict[Hashable, float]:
 
 def gpg(batch: Batch) -> dict[Hashable, float]:
     score = scores(batch)
-    useful = sum(len(group) for group in by_group(batch) if len(group) > 1 and not equal([score[owner] for owner in group]))
-    return in_groups(batch, lambda numbers, group: [len(score) / useful * (number - mean(numbers)) for number in numbers])
+    useful = sum(
+        len(group)
+        for group in by_group(batch)
+        if len(group) > 1 and not equal([score[owner] for owner in group])
+    )
+    return in_groups(
+        batch,
+        lambda numbers, group: [
+            len(score) / useful * (number - mean(numbers)) for number in numbers
+        ],
+    )
 
 
 def maxrl(batch: Batch, epsilon: float) -> dict[Hashable, float]:
-    return in_groups(batch, lambda numbers, group: [(number - mean(numbers)) / (mean(numbers) + epsilon) for number in numbers])
+    return in_groups(
+        batch,
+        lambda numbers, group: [
+            (number - mean(numbers)) / (mean(numbers) + epsilon) for number in numbers
+        ],
+    )
 
 
 def gdpo(batch: Batch, epsilon: float, whiten: bool) -> dict[Hashable, float]:
@@ -210,26 +244,36 @@ def reinforce_pp_baseline(batch: Batch) -> dict[Hashable, float]:
 
 def to_go(rewards: list[float], gamma: float) -> list[float]:
     """From the definition: every future reward, discounted by its distance."""
-    return [math.fsum(gamma ** (later - now) * rewards[later] for later in range(now, len(rewards))) for now in range(len(rewards))]
+    return [
+        math.fsum(gamma ** (later - now) * rewards[later] for later in range(now, len(rewards)))
+        for now in range(len(rewards))
+    ]
 
 
 def estimate(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """GAE from its definition (eq. 16): A_t = sum_l (gamma lam)^l delta_{t+l}."""
     after = [*values[1:], 0.0]
-    deltas = [reward + gamma * later - value for reward, later, value in zip(rewards, after, values, strict=True)]
+    deltas = [
+        reward + gamma * later - value
+        for reward, later, value in zip(rewards, after, values, strict=True)
+    ]
     return to_go(deltas, gamma * lam)
 
 
 def reinforce_pp(batch: Batch, gamma: float) -> tuple[PerToken, PerToken]:
     returns: PerToken = {}
     for tokens in streams(batch):
-        returns.update(zip(tokens, to_go([batch.rewards[token] for token in tokens], gamma), strict=True))
+        returns.update(
+            zip(tokens, to_go([batch.rewards[token] for token in tokens], gamma), strict=True)
+        )
     return whitened_tokens(returns), returns
 
 
 def remax(batch: Batch, gamma: float) -> tuple[PerToken, PerToken]:
     _, returns = reinforce_pp(batch, gamma)
-    return {token: number - float(batch.baseline[token[0]]) for token, number in returns.items()}, returns
+    return {
+        token: number - float(batch.baseline[token[0]]) for token, number in returns.items()
+    }, returns
 
 
 def finish(batch: Batch, advantages: PerToken, whiten: bool) -> tuple[PerToken, PerToken]:
@@ -240,7 +284,12 @@ def finish(batch: Batch, advantages: PerToken, whiten: bool) -> tuple[PerToken, 
 def gae(batch: Batch, gamma: float, lam: float, whiten: bool) -> tuple[PerToken, PerToken]:
     advantages: PerToken = {}
     for tokens in streams(batch):
-        found = estimate([batch.rewards[token] for token in tokens], [batch.values[token] for token in tokens], gamma, lam)
+        found = estimate(
+            [batch.rewards[token] for token in tokens],
+            [batch.values[token] for token in tokens],
+            gamma,
+            lam,
+        )
         advantages.update(zip(tokens, found, strict=True))
     return finish(batch, advantages, whiten)
 
@@ -252,25 +301,39 @@ def turn_gae(batch: Batch, gamma: float, lam: float, whiten: bool) -> tuple[PerT
         turns = turns_of(batch, tokens)
         rewards = [math.fsum(batch.rewards[token] for token in turn) for turn in turns]
         values = [float(batch.values[turn[0]]) for turn in turns]
-        for turn, number, value in zip(turns, estimate(rewards, values, gamma, lam), values, strict=True):
+        for turn, number, value in zip(
+            turns, estimate(rewards, values, gamma, lam), values, strict=True
+        ):
             advantages.update(dict.fromkeys(turn, number))
             returns.update(dict.fromkeys(turn, number + value))
     return whitened_tokens(advantages) if whiten else advantages, returns
 
 
-def bi_level_gae(batch: Batch, gamma: float, lam: float, turn_gamma: float, turn_lam: float, whiten: bool) -> tuple[PerToken, PerToken]:
+def bi_level_gae(
+    batch: Batch, gamma: float, lam: float, turn_gamma: float, turn_lam: float, whiten: bool
+) -> tuple[PerToken, PerToken]:
     advantages: PerToken = {}
     for tokens in streams(batch):
         turns = turns_of(batch, tokens)
         rewards = [math.fsum(batch.rewards[token] for token in turn) for turn in turns]
         lasts = [float(batch.values[turn[-1]]) for turn in turns]
-        for turn, high, last in zip(turns, estimate(rewards, lasts, turn_gamma, turn_lam), lasts, strict=True):
+        for turn, high, last in zip(
+            turns, estimate(rewards, lasts, turn_gamma, turn_lam), lasts, strict=True
+        ):
             inner = [0.0] * (len(turn) - 1) + [high + last]
-            advantages.update(zip(turn, estimate(inner, [float(batch.values[token]) for token in turn], gamma, lam), strict=True))
+            advantages.update(
+                zip(
+                    turn,
+                    estimate(inner, [float(batch.values[token]) for token in turn], gamma, lam),
+                    strict=True,
+                )
+            )
     return finish(batch, advantages, whiten)
 
 
-def turn_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[PerToken, PerToken]:
+def turn_returns(
+    batch: Batch, gamma: float, scale_by_std: bool, epsilon: float
+) -> tuple[PerToken, PerToken]:
     advantages: PerToken = {}
     returns: PerToken = {}
     for group in by_group(batch):
@@ -278,8 +341,12 @@ def turn_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float)
         for owner in group:
             own = turns_of(batch, owned(batch)[owner])
             turns += own
-            numbers += to_go([math.fsum(batch.rewards[token] for token in turn) for turn in own], gamma)
-        given = [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
+            numbers += to_go(
+                [math.fsum(batch.rewards[token] for token in turn) for turn in own], gamma
+            )
+        given = (
+            [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
+        )
         for turn, number, advantage in zip(turns, numbers, given, strict=True):
             returns.update(dict.fromkeys(turn, number))
             advantages.update(dict.fromkeys(turn, advantage))
@@ -300,7 +367,9 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
         members = [tokens for tokens in streams(batch) if tokens[0][0] in rows]
         for time in range(max(len(tokens) for tokens in members)):
             left = [tokens[time] for tokens in members if len(tokens) > time]
-            baseline = math.fsum(weights[token] * returns[token] for token in left) / math.fsum(weights[token] for token in left)
+            baseline = math.fsum(weights[token] * returns[token] for token in left) / math.fsum(
+                weights[token] for token in left
+            )
             if len(left) == 1 and handle_zero_tail:
                 baseline = 0.0
             for token in left:
@@ -309,13 +378,30 @@ def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
 
 
 PER_TRAJECTORY = {
-    function.__name__: function for function in (raw, batch_norm, grpo, grpo_passk, rloo, opo, gpg, maxrl, gdpo, reinforce_pp_baseline)
+    function.__name__: function
+    for function in (
+        raw,
+        batch_norm,
+        grpo,
+        grpo_passk,
+        rloo,
+        opo,
+        gpg,
+        maxrl,
+        gdpo,
+        reinforce_pp_baseline,
+    )
 }
 
 
-def prime(batch: Batch, gamma: float, process_coef: float, whiten: bool) -> tuple[PerToken, PerToken]:
+def prime(
+    batch: Batch, gamma: float, process_coef: float, whiten: bool
+) -> tuple[PerToken, PerToken]:
     outcome, advantages = rloo(batch), {}
-    means = {owner: mean([float(batch.process[token]) for token in tokens]) for owner, tokens in owned(batch).items()}
+    means = {
+        owner: mean([float(batch.process[token]) for token in tokens])
+        for owner, tokens in owned(batch).items()
+    }
     for group in by_group(batch):
         for owner in group:
             others = [means[one] for one in group if one != owner]
@@ -330,9 +416,12 @@ def prime(batch: Batch, gamma: float, process_coef: float, whiten: bool) -> tupl
     return white, advantages
 
 
-def tree_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[PerToken, PerToken]:
+def tree_returns(
+    batch: Batch, gamma: float, scale_by_std: bool, epsilon: float
+) -> tuple[PerToken, PerToken]:
     def going_on_from(at: int, own: list[list[Token]]) -> list[int]:
-        """Turns whose parent is turn `at`; one without a parent among the earlier turns goes on from the one before it."""
+        """Turns whose parent is turn `at`; one without a parent among the earlier turns goes on
+        from the one before it."""
         numbers = [int(batch.turns[turn[0]]) for turn in own]
         found = []
         for later in range(at + 1, len(own)):
@@ -342,7 +431,9 @@ def tree_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float)
         return found
 
     def to_come(at: int, own: list[list[Token]]) -> float:
-        return math.fsum(batch.rewards[token] for token in own[at]) + gamma * math.fsum(to_come(one, own) for one in going_on_from(at, own))
+        return math.fsum(batch.rewards[token] for token in own[at]) + gamma * math.fsum(
+            to_come(one, own) for one in going_on_from(at, own)
+        )
 
     advantages: PerToken = {}
     returns: PerToken = {}
@@ -352,7 +443,9 @@ def tree_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float)
             own = turns_of(batch, owned(batch)[owner])
             turns += own
             numbers += [to_come(at, own) for at in range(len(own))]
-        given = [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
+        given = (
+            [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
+        )
         for turn, number, advantage in zip(turns, numbers, given, strict=True):
             returns.update(dict.fromkeys(turn, number))
             advantages.update(dict.fromkeys(turn, advantage))
@@ -360,5 +453,16 @@ def tree_returns(batch: Batch, gamma: float, scale_by_std: bool, epsilon: float)
 
 
 PER_TOKEN = {
-    function.__name__: function for function in (reinforce_pp, remax, gae, turn_gae, bi_level_gae, turn_returns, otb, tree_returns, prime)
+    function.__name__: function
+    for function in (
+        reinforce_pp,
+        remax,
+        gae,
+        turn_gae,
+        bi_level_gae,
+        turn_returns,
+        otb,
+        tree_returns,
+        prime,
+    )
 }

@@ -7,10 +7,15 @@ import numpy as np
 
 def trained(values, mask):
     """Per row the values of its trained tokens."""
-    return [[float(v) for v, m in zip(row, keep, strict=True) if m] for row, keep in zip(values, mask, strict=True)]
+    return [
+        [float(v) for v, m in zip(row, keep, strict=True) if m]
+        for row, keep in zip(values, mask, strict=True)
+    ]
 
 
-def aggregate(name: str, values: np.ndarray, mask: np.ndarray, trajectory_ids=None, norm: float | None = None) -> float:
+def aggregate(
+    name: str, values: np.ndarray, mask: np.ndarray, trajectory_ids=None, norm: float | None = None
+) -> float:
     rows = trained(values, mask)
     filled = [row for row in rows if row]
     if not filled:
@@ -26,7 +31,9 @@ def aggregate(name: str, values: np.ndarray, mask: np.ndarray, trajectory_ids=No
     assert name == "per-trajectory-token-mean"
     tokens = {}
     for index, row in enumerate(rows):
-        tokens.setdefault(index if trajectory_ids is None else trajectory_ids[index], []).extend(row)
+        tokens.setdefault(index if trajectory_ids is None else trajectory_ids[index], []).extend(
+            row
+        )
     means = [sum(row) / len(row) for row in tokens.values() if row]
     return sum(means) / len(means)
 

@@ -8,7 +8,10 @@ import numpy as np
 
 
 def groups(rewards, ids):
-    return {name: [r for r, g in zip(rewards, ids, strict=True) if g == name] for name in dict.fromkeys(ids)}
+    return {
+        name: [r for r, g in zip(rewards, ids, strict=True) if g == name]
+        for name in dict.fromkeys(ids)
+    }
 
 
 def std(rewards) -> float:
@@ -16,7 +19,11 @@ def std(rewards) -> float:
 
 
 def informative(rewards, ids) -> set:
-    return {name for name, members in groups(rewards, ids).items() if any(r != members[0] for r in members)}
+    return {
+        name
+        for name, members in groups(rewards, ids).items()
+        if any(r != members[0] for r in members)
+    }
 
 
 def rlpr(steps, beta, decay, record_from, start):

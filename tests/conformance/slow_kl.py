@@ -1,4 +1,5 @@
-"""KL estimates per token from Schulman's definitions with the ratio r = ref / policy, and Ziegler's controller; scalar float64."""
+"""KL estimates per token from Schulman's definitions with the ratio r = ref / policy, and Ziegler's
+controller; scalar float64."""
 
 from __future__ import annotations
 
@@ -8,14 +9,23 @@ import math
 def value(name: str, logp: float, ref: float) -> float:
     d = max(-20.0, min(20.0, logp - ref))
     r = math.exp(-d)
-    return {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": (r - 1) - math.log(r), "abs": abs(math.log(r))}[name.removesuffix("+")]
+    return {
+        "k1": -math.log(r),
+        "k2": math.log(r) ** 2 / 2,
+        "k3": (r - 1) - math.log(r),
+        "abs": abs(math.log(r)),
+    }[name.removesuffix("+")]
 
 
 def gradient(name: str, logp: float, ref: float) -> float:
     """In logp; beyond the bound that of the bound."""
     d = max(-20.0, min(20.0, logp - ref))
     sign = (d > 0) - (d < 0)
-    return d if name.endswith("+") else {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": float(sign)}[name]
+    return (
+        d
+        if name.endswith("+")
+        else {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": float(sign)}[name]
+    )
 
 
 def adaptive(coef: float, target: float, horizon: float, steps) -> float:

@@ -1,7 +1,9 @@
-"""Policy losses as their papers write them: float64 NumPy, one Python loop per sum, nothing shared with the library.
+"""Policy losses as their papers write them: float64 NumPy, one Python loop per sum, nothing shared
+with the library.
 
-Each function takes `now` (log-probs now) and `c` (the same numbers where the paper stops the gradient), so central differences in `now`
-alone give the gradient that the paper means. Rows are sequences; m is the mask; results are token losses [S, T].
+Each function takes `now` (log-probs now) and `c` (the same numbers where the paper stops the
+gradient), so central differences in `now` alone give the gradient that the paper means. Rows are
+sequences; m is the mask; results are token losses [S, T].
 """
 
 from __future__ import annotations
@@ -99,7 +101,12 @@ def gmpo(now, c, o, a, m, *, clip_low, clip_high, **_) -> Array:
 
 
 def cispo(now, c, o, a, m, *, clip_low, clip_high, **_) -> Array:
-    return per_token(m, lambda s, t: -min(max(ratio(c[s, t] - o[s, t]), 1 - clip_low), 1 + clip_high) * a[s, t] * now[s, t])
+    return per_token(
+        m,
+        lambda s, t: (
+            -min(max(ratio(c[s, t] - o[s, t]), 1 - clip_low), 1 + clip_high) * a[s, t] * now[s, t]
+        ),
+    )
 
 
 def sigmoid(x: float) -> float:
@@ -134,7 +141,9 @@ def dppo_kl(now, c, o, a, m, *, clip_low, clip_high, cap, **_) -> Array:
 
 
 def dro(now, c, o, a, m, *, beta, **_) -> Array:
-    return per_token(m, lambda s, t: -(a[s, t] * now[s, t] - 0.5 * beta * (now[s, t] - o[s, t]) ** 2))
+    return per_token(
+        m, lambda s, t: -(a[s, t] * now[s, t] - 0.5 * beta * (now[s, t] - o[s, t]) ** 2)
+    )
 
 
 def reinforce(now, c, o, a, m, **_) -> Array:
@@ -151,7 +160,9 @@ def chosen(c, a, m, candidates, fraction, low, high) -> set[tuple[int, int]]:
     def centred(x: float, around: float) -> float:
         return 0.0 if math.isclose(x, around, rel_tol=1e-12) else x - around
 
-    scored = sorted(((centred(a[i], mean_a) * centred(c[i], mean_l), i) for i in candidates), reverse=True)
+    scored = sorted(
+        ((centred(a[i], mean_a) * centred(c[i], mean_l), i) for i in candidates), reverse=True
+    )
     scored = [(value, i) for value, i in scored if low < value < high and value != 0]
     count = max(1, int(fraction * len(every)))
     if not scored:
@@ -166,7 +177,14 @@ def clip_cov(now, c, o, a, m, *, clip_low, clip_high, fraction, low, high, **_) 
         return -a[i] * min(max(r, 1 - clip_low), 1 + clip_high) > -a[i] * r
 
     out = chosen(c, a, m, [i for i in tokens(m) if not is_clipped(i)], fraction, low, high)
-    return per_token(m, lambda s, t: 0.0 if (s, t) in out else clipped(ratio(now[s, t] - o[s, t]), a[s, t], clip_low, clip_high))
+    return per_token(
+        m,
+        lambda s, t: (
+            0.0
+            if (s, t) in out
+            else clipped(ratio(now[s, t] - o[s, t]), a[s, t], clip_low, clip_high)
+        ),
+    )
 
 
 def kl_cov(now, c, o, a, m, *, fraction, coef, **_) -> Array:
@@ -179,12 +197,16 @@ def kl_cov(now, c, o, a, m, *, fraction, coef, **_) -> Array:
     return per_token(m, loss)
 
 
-def minirl_keeps(c, o, a, m, *, strict_in_bound, clip_low, clip_high, cap_ratio, **_) -> set[tuple[int, int]]:
+def minirl_keeps(
+    c, o, a, m, *, strict_in_bound, clip_low, clip_high, cap_ratio, **_
+) -> set[tuple[int, int]]:
     k = 1.0 if strict_in_bound else cap_ratio
     kept = set()
     for i in tokens(m):
         r = ratio(c[i] - o[i])
-        if not (r > 1 + (clip_low + clip_high) * k and a[i] > 0) and not (r < 1 - clip_low * k and a[i] < 0):
+        if not (r > 1 + (clip_low + clip_high) * k and a[i] > 0) and not (
+            r < 1 - clip_low * k and a[i] < 0
+        ):
             kept.add(i)
     return kept
 
@@ -227,7 +249,9 @@ def importance_weights(name: str, o: Array, q: Array, m: Array, cap: float, floo
     out = np.zeros(m.shape)
     for s, t in tokens(m):
         gaps = [o[s, u] - q[s, u] for u in row_tokens(m, s)]
-        total = {"token": o[s, t] - q[s, t], "sequence": sum(gaps), "geometric": mean(gaps)}[name.split("_")[0]]
+        total = {"token": o[s, t] - q[s, t], "sequence": sum(gaps), "geometric": mean(gaps)}[
+            name.split("_")[0]
+        ]
         w = ratio(total)
         out[s, t] = min(w, cap) if name.endswith("tis") else (w if floor <= w <= cap else 0.0)
     return out

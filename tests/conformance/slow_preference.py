@@ -1,4 +1,5 @@
-"""Preference losses of one pair (or one answer), straight from the papers' formulas; scalars, math only."""
+"""Preference losses of one pair (or one answer), straight from the papers' formulas; scalars, math
+only."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def orpo(chosen, rejected, chosen_length, rejected_length, coef):
         mean = min(logp / length, -1e-6)
         return mean - math.log(1 - math.exp(mean))  # of p/(1 - p), which underflows where p does
 
-    return -chosen / chosen_length - coef * log_sigmoid(log_odds(chosen, chosen_length) - log_odds(rejected, rejected_length))
+    return -chosen / chosen_length - coef * log_sigmoid(
+        log_odds(chosen, chosen_length) - log_odds(rejected, rejected_length)
+    )
 
 
 def spin(chosen, rejected, opponent_chosen, opponent_rejected, beta):
@@ -46,7 +49,9 @@ def spin(chosen, rejected, opponent_chosen, opponent_rejected, beta):
 def sppo(chosen, rejected, ref_chosen, ref_rejected, beta, win=1.0, lose=None):
     eta = 1 / beta
     lose = 1 - win if lose is None else lose
-    return (chosen - ref_chosen - eta * (win - 0.5)) ** 2 + (rejected - ref_rejected - eta * (lose - 0.5)) ** 2
+    return (chosen - ref_chosen - eta * (win - 0.5)) ** 2 + (
+        rejected - ref_rejected - eta * (lose - 0.5)
+    ) ** 2
 
 
 def rft(chosen, length):

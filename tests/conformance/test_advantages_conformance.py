@@ -36,7 +36,8 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 @st.composite
 def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
-    """Rows 0-7 of 0-12 tokens, with holes, empty rows, groups of one, ties, equal rewards, and trajectories of several rows."""
+    """Rows 0-7 of 0-12 tokens, with holes, empty rows, groups of one, ties, equal rewards, and
+    trajectories of several rows."""
     num_rows, width = draw(st.integers(0, 7)), draw(st.integers(0, 12))
     kind = draw(st.sampled_from(["grid", "real", "equal", "last", "zero"]))
     several_rows, density = draw(st.booleans()), draw(st.sampled_from([0.3, 0.7, 1.0]))
@@ -44,7 +45,11 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
     shape = (num_rows, width)
     mask = random.random(shape) < density
     mask[random.random(num_rows) < 0.15] = False
-    trajectories = [f"t{number}" for number in random.integers(0, max(num_rows, 1), num_rows)] if several_rows else None
+    trajectories = (
+        [f"t{number}" for number in random.integers(0, max(num_rows, 1), num_rows)]
+        if several_rows
+        else None
+    )
     names = trajectories or [f"r{row}" for row in range(num_rows)]
     group_of = {name: int(random.integers(0, 3)) for name in names}
     rewards = {
@@ -62,7 +67,10 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
         turns=_turns(random, mask, names) if turns else None,
         values=random.normal(size=shape),
         baseline=random.normal(size=num_rows),
-        parts={key: _per_trajectory(random, names, spread) for key, spread in (("right", 2), ("short", 100), ("same", 1))},
+        parts={
+            key: _per_trajectory(random, names, spread)
+            for key, spread in (("right", 2), ("short", 100), ("same", 1))
+        },
         weights={"right": 1.0, "short": 0.25, "same": 2.0},
         logp=-random.exponential(size=shape),
         squares=np.zeros(shape),
@@ -70,7 +78,14 @@ def batches(draw: st.DrawFn, *, turns: bool, positive: bool = False) -> Batch:
         parents=None,
     )
     if batch.turns is not None:  # some name an earlier turn, some none, some one that is not there
-        batch = replace(batch, parents=np.where(random.random(shape) < 0.5, random.choice([-1, 7, *batch.turns.reshape(-1)], shape), -1))
+        batch = replace(
+            batch,
+            parents=np.where(
+                random.random(shape) < 0.5,
+                random.choice([-1, 7, *batch.turns.reshape(-1)], shape),
+                -1,
+            ),
+        )
     batch.squares[...] = np.exp(2 * batch.logp) + (1 - np.exp(batch.logp)) ** 2 / 10
     for tokens in owned(batch).values():  # one reward for all, or a solved-or-not at the end
         if kind in ("equal", "last"):
@@ -84,15 +99,20 @@ def _per_trajectory(random: np.random.Generator, names: list[str], spread: int) 
 
 
 def _turns(random: np.random.Generator, mask: np.ndarray, names: list[str]) -> np.ndarray:
-    """Turn numbers with gaps, growing along each row; the rows of a trajectory take turns of their own, in any order of rows."""
+    """Turn numbers with gaps, growing along each row; the rows of a trajectory take turns of their
+    own, in any order of rows."""
     turns = np.full(mask.shape, -7)
     for row in range(mask.shape[0]):
         start = 100 * int(random.permutation(len(names))[0]) + row
-        turns[row] = start * 100 + np.cumsum(random.random(mask.shape[1]) < 0.4) * int(random.integers(1, 4))
+        turns[row] = start * 100 + np.cumsum(random.random(mask.shape[1]) < 0.4) * int(
+            random.integers(1, 4)
+        )
     return turns
 
 
-def ours(name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper: float) -> tuple[np.ndarray, np.ndarray]:
+def ours(
+    name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper: float
+) -> tuple[np.ndarray, np.ndarray]:
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype)
 
@@ -116,12 +136,17 @@ def ours(name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper
         **{key: given[key] for key in ADVANTAGES[name].needs if key in given},
         **hyper,
     )
-    assert all(part.dtype == dtype and part.shape == batch.mask.shape and not part.requires_grad for part in found)
+    assert all(
+        part.dtype == dtype and part.shape == batch.mask.shape and not part.requires_grad
+        for part in found
+    )
     return found[0].double().numpy(), found[1].double().numpy()
 
 
 def drawn(data: st.DataObject, name: str) -> tuple[Batch, dict[str, float]]:
-    batch = data.draw(batches(turns=name in NEED_TURNS or data.draw(st.booleans()), positive=name == "maxrl"))
+    batch = data.draw(
+        batches(turns=name in NEED_TURNS or data.draw(st.booleans()), positive=name == "maxrl")
+    )
     hyper: dict[str, float] = {}
     for one in ADVANTAGES[name].hyper:
         if isinstance(one.default, bool):
@@ -142,7 +167,11 @@ def test_catalogue_and_functions_match_one_to_one() -> None:
     assert sorted(NAMES) == sorted([*SCORES, *RECURSIONS]) == sorted([*PER_TRAJECTORY, *PER_TOKEN])
     for name, function in [*SCORES.items(), *RECURSIONS.items()]:
         assert list(function.__kwdefaults__ or {}) == [], f"{name} has defaults of its own"
-        names = set(function.__code__.co_varnames[function.__code__.co_argcount :][: function.__code__.co_kwonlyargcount])
+        names = set(
+            function.__code__.co_varnames[function.__code__.co_argcount :][
+                : function.__code__.co_kwonlyargcount
+            ]
+        )
         assert names == {one.name for one in ADVANTAGES[name].hyper}
         assert function.__name__ == name
 
@@ -158,39 +187,66 @@ def test_agrees_with_the_slow_version(name: str, data: st.DataObject) -> None:
 @each_name
 @settings(max_examples=25)
 @given(data=st.data())
-def test_masked_places_padding_order_and_names_of_groups_do_not_matter(name: str, data: st.DataObject) -> None:
+def test_masked_places_padding_order_and_names_of_groups_do_not_matter(
+    name: str, data: st.DataObject
+) -> None:
     batch, hyper = drawn(data, name)
     advantages, returns = ours(name, batch, **hyper)
     assert not advantages[~batch.mask].any()
     assert not returns[~batch.mask].any()
 
     def garbage(array: np.ndarray) -> np.ndarray:
-        return np.where(batch.mask, array, data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 1e300])))
+        return np.where(
+            batch.mask, array, data.draw(st.sampled_from([np.nan, np.inf, -np.inf, 1e300]))
+        )
 
-    soiled = replace(batch, **{key: garbage(getattr(batch, key)) for key in ("rewards", "values", "logp", "squares", "process")})
+    soiled = replace(
+        batch,
+        **{
+            key: garbage(getattr(batch, key))
+            for key in ("rewards", "values", "logp", "squares", "process")
+        },
+    )
     same(ours(name, soiled, **hyper), (advantages, returns))
 
     order = np.array(data.draw(st.permutations(range(len(batch.groups)))), dtype=np.int64)
     moved = {
         key: None if getattr(batch, key) is None else getattr(batch, key)[order]
-        for key in ("rewards", "mask", "turns", "values", "baseline", "logp", "squares", "process", "parents")
+        for key in (
+            "rewards",
+            "mask",
+            "turns",
+            "values",
+            "baseline",
+            "logp",
+            "squares",
+            "process",
+            "parents",
+        )
     }
     shuffled = replace(
         batch,
         **moved,
         groups=[("renamed", 2 - batch.groups[row]) for row in order],
-        trajectories=None if batch.trajectories is None else [batch.trajectories[row] for row in order],
+        trajectories=None
+        if batch.trajectories is None
+        else [batch.trajectories[row] for row in order],
         parts={key: part[order] for key, part in batch.parts.items()},
     )
     same(ours(name, shuffled, **hyper), (advantages[order], returns[order]))
 
     at = data.draw(st.integers(0, batch.mask.shape[1]))
     wider = {
-        key: None if getattr(batch, key) is None else np.insert(getattr(batch, key), [at, at], 9, axis=1)
+        key: None
+        if getattr(batch, key) is None
+        else np.insert(getattr(batch, key), [at, at], 9, axis=1)
         for key in ("rewards", "turns", "values", "logp", "squares", "process", "parents")
     }
     padded = replace(batch, **wider, mask=np.insert(batch.mask, [at, at], False, axis=1))
-    same(ours(name, padded, **hyper), (np.insert(advantages, [at, at], 0, axis=1), np.insert(returns, [at, at], 0, axis=1)))
+    same(
+        ours(name, padded, **hyper),
+        (np.insert(advantages, [at, at], 0, axis=1), np.insert(returns, [at, at], 0, axis=1)),
+    )
 
 
 @each_name
@@ -201,14 +257,30 @@ def test_a_trajectory_may_be_cut_into_rows(name: str, data: st.DataObject) -> No
     batch, hyper = drawn(data, name)
     random = np.random.default_rng(0)
     turns = np.sort(random.integers(0, 4, batch.mask.shape), axis=1)
-    whole = replace(batch, turns=turns, parents=random.integers(-1, 3, batch.mask.shape), trajectories=None)
+    whole = replace(
+        batch, turns=turns, parents=random.integers(-1, 3, batch.mask.shape), trajectories=None
+    )
     pieces = [(row, turn) for turn in (2, 0, 3, 1) for row in range(len(batch.groups))]
     rows = np.array([row for row, _ in pieces], dtype=np.int64)
     shape = (len(pieces), batch.mask.shape[1])
     cut = replace(
         whole,
-        **{key: getattr(whole, key)[rows] for key in ("rewards", "turns", "values", "baseline", "logp", "squares", "process", "parents")},
-        mask=np.array([whole.mask[row] & (whole.turns[row] == turn) for row, turn in pieces], dtype=bool).reshape(shape),
+        **{
+            key: getattr(whole, key)[rows]
+            for key in (
+                "rewards",
+                "turns",
+                "values",
+                "baseline",
+                "logp",
+                "squares",
+                "process",
+                "parents",
+            )
+        },
+        mask=np.array(
+            [whole.mask[row] & (whole.turns[row] == turn) for row, turn in pieces], dtype=bool
+        ).reshape(shape),
         groups=[batch.groups[row] for row in rows],
         trajectories=rows.tolist(),
         parts={key: part[rows] for key, part in batch.parts.items()},
@@ -229,11 +301,15 @@ def test_finite_in_finite_out(name: str, dtype: torch.dtype, data: st.DataObject
     batch, hyper = drawn(data, name)
     if "epsilon" in hyper:
         hyper["epsilon"] = data.draw(st.sampled_from([0.0, 1e-6, 1.0]))
-    size = data.draw(st.sampled_from([torch.finfo(dtype).max, 1e30, 1e-30, torch.finfo(dtype).tiny]))
+    size = data.draw(
+        st.sampled_from([torch.finfo(dtype).max, 1e30, 1e-30, torch.finfo(dtype).tiny])
+    )
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
 
     def extreme(shape: tuple[int, ...]) -> np.ndarray:
-        return random.choice([0.0, 1.0, size] if name == "maxrl" else [0.0, 1.0, size, -size], shape)
+        return random.choice(
+            [0.0, 1.0, size] if name == "maxrl" else [0.0, 1.0, size, -size], shape
+        )
 
     shape = batch.mask.shape
     names = batch.trajectories or range(len(batch.groups))
@@ -264,7 +340,12 @@ def test_a_group_of_one_has_advantage_0(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in AGAINST_GROUP if name not in ("turn_returns", "tree_returns", "prime")), "batch_norm", "reinforce_pp"]
+    "name",
+    [
+        *(name for name in AGAINST_GROUP if name not in ("turn_returns", "tree_returns", "prime")),
+        "batch_norm",
+        "reinforce_pp",
+    ],
 )
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.7, 1e6 / 3])
 def test_equal_rewards_give_exactly_0(name: str, reward: float) -> None:
@@ -319,7 +400,8 @@ def test_numbers_worked_by_hand() -> None:
 
 
 def test_bi_level_gae_counts_turns_without_reward() -> None:
-    """Two turns of one token, reward only in the second: the first still bootstraps from the second's value."""
+    """Two turns of one token, reward only in the second: the first still bootstraps from the
+    second's value."""
     found, returns = advantage(
         "bi_level_gae",
         token_rewards=torch.tensor([[0.0, 9.0, 1.0]]),
@@ -340,7 +422,13 @@ def test_otb_takes_the_plain_mean_where_no_token_had_a_choice(reward: float) -> 
     ones = torch.ones(3, 1)
     rewards = torch.tensor([[1.0], [1.0], [reward]])
     found, _ = advantage(
-        "otb", token_rewards=rewards, mask=ones, group_ids=[0, 0, 0], logp=0 * ones, sum_pi_squared=ones, handle_zero_tail=True
+        "otb",
+        token_rewards=rewards,
+        mask=ones,
+        group_ids=[0, 0, 0],
+        logp=0 * ones,
+        sum_pi_squared=ones,
+        handle_zero_tail=True,
     )
     torch.testing.assert_close(found, rewards - rewards.mean())
 
@@ -359,25 +447,51 @@ GOOD = {"token_rewards": torch.zeros(2, 3), "mask": torch.ones(2, 3), "group_ids
         ("gae", {"values": torch.zeros(2, 3), "lam": 1.5}, "at most 1"),
         ("gae", {"values": torch.zeros(2, 2)}, r"values has shape \[2, 2\]"),
         ("gae", {"values": torch.full((2, 3), torch.nan)}, r"values: nan at \[0, 0\]"),
-        ("grpo", {"token_rewards": torch.tensor([[0.0, 0, torch.inf], [0, 0, 0]])}, r"token_rewards: inf at \[0, 2\]"),
+        (
+            "grpo",
+            {"token_rewards": torch.tensor([[0.0, 0, torch.inf], [0, 0, 0]])},
+            r"token_rewards: inf at \[0, 2\]",
+        ),
         ("grpo", {"token_rewards": torch.zeros(3)}, "token_rewards is torch.float32"),
         ("grpo", {"token_rewards": torch.zeros(2, 3, dtype=torch.long)}, "give floats"),
         ("grpo", {"mask": torch.ones(2, 2)}, "mask has shape"),
         ("grpo", {"mask": torch.full((2, 3), 0.5)}, "other than 0 and 1"),
         ("grpo", {"group_ids": ["a"]}, "1 ids for 2 rows"),
         ("grpo", {"group_ids": torch.zeros(2)}, "group_ids is torch.float32"),
-        ("grpo", {"group_ids": [0, 1], "trajectory_ids": ["a", "a"]}, "row 0 has rows in several groups"),
+        (
+            "grpo",
+            {"group_ids": [0, 1], "trajectory_ids": ["a", "a"]},
+            "row 0 has rows in several groups",
+        ),
         ("maxrl", {"token_rewards": torch.tensor([[0.0, 0, 0], [0, -1, 0]])}, "row 1 is -1"),
         ("remax", {"baseline_rewards": torch.zeros(2, 1)}, "one number per row"),
         ("turn_returns", {"turn_ids": torch.zeros(2, 3)}, "integers"),
-        ("turn_returns", {"turn_ids": torch.zeros(2, 3).long(), "trajectory_ids": [1, 1]}, "rows 0 and 1"),
+        (
+            "turn_returns",
+            {"turn_ids": torch.zeros(2, 3).long(), "trajectory_ids": [1, 1]},
+            "rows 0 and 1",
+        ),
         ("gdpo", {"reward_parts": {}}, "reward_parts is empty"),
-        ("gdpo", {"reward_parts": {"a": torch.tensor([1.0, 2.0])}, "trajectory_ids": [1, 1]}, "different scores"),
-        ("gdpo", {"reward_parts": {"a": torch.zeros(2)}, "reward_weights": {"b": 1.0}}, "one weight per name"),
-        ("gdpo", {"reward_parts": torch.zeros(1, 2), "reward_weights": [1.0, 2.0]}, "1 finite numbers"),
+        (
+            "gdpo",
+            {"reward_parts": {"a": torch.tensor([1.0, 2.0])}, "trajectory_ids": [1, 1]},
+            "different scores",
+        ),
+        (
+            "gdpo",
+            {"reward_parts": {"a": torch.zeros(2)}, "reward_weights": {"b": 1.0}},
+            "one weight per name",
+        ),
+        (
+            "gdpo",
+            {"reward_parts": torch.zeros(1, 2), "reward_weights": [1.0, 2.0]},
+            "1 finite numbers",
+        ),
     ],
 )
-def test_refusals_say_what_where_and_how(name: str, change: dict[str, object], message: str) -> None:
+def test_refusals_say_what_where_and_how(
+    name: str, change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         advantage(name, **(GOOD | change))
 
@@ -387,13 +501,28 @@ def test_a_refusal_names_the_row_of_the_whole_table(monkeypatch: pytest.MonkeyPa
     values = torch.zeros(6, 3)
     values[5, 1] = torch.nan
     with pytest.raises(ValueError, match=r"values: nan at \[5, 1\]"):
-        advantage("gae", token_rewards=torch.zeros(6, 3), mask=torch.ones(6, 3), group_ids=[0] * 6, values=values)
+        advantage(
+            "gae",
+            token_rewards=torch.zeros(6, 3),
+            mask=torch.ones(6, 3),
+            group_ids=[0] * 6,
+            values=values,
+        )
 
 
 def test_reward_parts_as_one_tensor() -> None:
     parts = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.1, 0.5, 0.2, 0.1]])
-    common = {"token_rewards": torch.zeros(4, 3), "mask": torch.ones(4, 3), "group_ids": torch.tensor([1, 1, 5, 5])}
-    named = advantage("gdpo", **common, reward_parts={"b": parts[1], "a": parts[0]}, reward_weights={"a": 1.0, "b": 0.5})
+    common = {
+        "token_rewards": torch.zeros(4, 3),
+        "mask": torch.ones(4, 3),
+        "group_ids": torch.tensor([1, 1, 5, 5]),
+    }
+    named = advantage(
+        "gdpo",
+        **common,
+        reward_parts={"b": parts[1], "a": parts[0]},
+        reward_weights={"a": 1.0, "b": 0.5},
+    )
     stacked = advantage("gdpo", **common, reward_parts=parts, reward_weights=[1.0, 0.5])
     torch.testing.assert_close(named, stacked)
 
@@ -401,10 +530,17 @@ def test_reward_parts_as_one_tensor() -> None:
 @each_name
 def test_what_can_be_trained_gets_no_gradient(name: str) -> None:
     ones = torch.ones(2, 3, requires_grad=True)
-    more = {"values": ones, "logp": -ones, "sum_pi_squared": ones, "turn_ids": torch.zeros(2, 3).long()}
+    more = {
+        "values": ones,
+        "logp": -ones,
+        "sum_pi_squared": ones,
+        "turn_ids": torch.zeros(2, 3).long(),
+    }
     more |= {"baseline_rewards": torch.zeros(2), "reward_parts": {"a": torch.zeros(2)}}
     more |= {"process_rewards": ones, "turn_parents": -torch.ones(2, 3).long()}
     needed = {key: more[key] for key in ADVANTAGES[name].needs}
-    found = advantage(name, token_rewards=ones * 2, mask=torch.ones(2, 3), group_ids=[0, 0], **needed)
+    found = advantage(
+        name, token_rewards=ones * 2, mask=torch.ones(2, 3), group_ids=[0, 0], **needed
+    )
     assert not found[0].requires_grad
     assert not found[1].requires_grad

@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.algorithms.aggregation import ROW_WEIGHTS, aggregate, aggregation_weights, weighted_sum
+from agentevo.algorithms.aggregation import (
+    ROW_WEIGHTS,
+    aggregate,
+    aggregation_weights,
+    weighted_sum,
+)
 from agentevo.catalogue.aggregations import AGGREGATIONS
 
 from . import slow_aggregation as slow
@@ -23,7 +28,9 @@ def batches(draw):
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mask = rng.random((rows, tokens)) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
     mask[rng.random(rows) < 0.2] = False
-    values = np.where(mask, rng.normal(size=(rows, tokens)) * draw(st.sampled_from([1e-3, 1.0, 1e6])), np.nan)
+    values = np.where(
+        mask, rng.normal(size=(rows, tokens)) * draw(st.sampled_from([1e-3, 1.0, 1e6])), np.nan
+    )
     ids = [draw(st.sampled_from(["a", ("b", 1), 3])) for _ in range(rows)]
     return values, mask, ids
 
@@ -37,7 +44,9 @@ def test_every_name_of_the_catalogue_has_its_function():
 
 
 @settings(deadline=None)
-@given(names, batches(), st.booleans(), st.sampled_from([torch.float64, torch.float32]), st.booleans())
+@given(
+    names, batches(), st.booleans(), st.sampled_from([torch.float64, torch.float32]), st.booleans()
+)
 def test_equals_the_loops(name, batch, with_ids, dtype, float_mask):
     values, mask, ids = batch
     ids = ids if with_ids else None
@@ -57,11 +66,17 @@ def test_padding_order_and_names_of_trajectories_do_not_matter(name, batch, extr
     order = list(range(len(ids)))
     random.shuffle(order)
     renamed = torch.tensor([{"a": 9, ("b", 1): 4, 3: -2}[x] for x in ids])[order]
-    plain = aggregate(name, torch.tensor(values), torch.tensor(mask), trajectory_ids=ids, **hyper(name))
-    padded_values = torch.nn.functional.pad(torch.tensor(values), (extra, 1), value=torch.inf)[order]
+    plain = aggregate(
+        name, torch.tensor(values), torch.tensor(mask), trajectory_ids=ids, **hyper(name)
+    )
+    padded_values = torch.nn.functional.pad(torch.tensor(values), (extra, 1), value=torch.inf)[
+        order
+    ]
     padded_mask = torch.nn.functional.pad(torch.tensor(mask), (extra, 1))[order]
     other = aggregate(name, padded_values, padded_mask, trajectory_ids=renamed, **hyper(name))
-    torch.testing.assert_close(other, plain, rtol=1e-12, atol=1e-12 * (1 + np.nansum(np.abs(values))))
+    torch.testing.assert_close(
+        other, plain, rtol=1e-12, atol=1e-12 * (1 + np.nansum(np.abs(values)))
+    )
 
 
 @settings(deadline=None)
@@ -72,22 +87,31 @@ def test_micro_batches_with_the_whole_batchs_weights_add_up(name, batch, size):
     bits = torch.tensor(mask)
     loss = aggregate(name, whole, bits, trajectory_ids=ids, **hyper(name))
     loss.backward()
-    weights = aggregation_weights(name, bits, trajectory_ids=ids, dtype=torch.float64, **hyper(name))
+    weights = aggregation_weights(
+        name, bits, trajectory_ids=ids, dtype=torch.float64, **hyper(name)
+    )
     total = 0.0
     for start in range(0, len(ids), size):
         part = slice(start, start + size)
         piece = weighted_sum(parts[part], weights[part], bits[part])
         piece.backward()
         total += piece.item()
-    assert total == pytest.approx(loss.item(), rel=1e-12, abs=1e-12 * (1 + np.nansum(np.abs(values))))
+    assert total == pytest.approx(
+        loss.item(), rel=1e-12, abs=1e-12 * (1 + np.nansum(np.abs(values)))
+    )
     torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=0)
-    torch.testing.assert_close(whole.grad, weights, rtol=0, atol=0)  # also: finite, and 0 where untrained
+    torch.testing.assert_close(
+        whole.grad, weights, rtol=0, atol=0
+    )  # also: finite, and 0 where untrained
 
 
 def test_weights_have_the_type_asked_for_and_are_float32_otherwise():
     mask = torch.tensor([[True, False], [True, True]])
     assert aggregation_weights("token-mean", mask).dtype == torch.float32
-    assert aggregation_weights("token-mean", mask, dtype=torch.float64).tolist() == [[1 / 3, 0], [1 / 3, 1 / 3]]
+    assert aggregation_weights("token-mean", mask, dtype=torch.float64).tolist() == [
+        [1 / 3, 0],
+        [1 / 3, 1 / 3],
+    ]
 
 
 def test_half_precision_is_summed_in_single():
@@ -99,13 +123,21 @@ def test_half_precision_is_summed_in_single():
 def test_no_rows_and_no_tokens_give_zero():
     for shape in ((0, 4), (3, 0), (2, 3)):
         for name in AGGREGATIONS:
-            assert aggregate(name, torch.full(shape, torch.nan), torch.zeros(shape), **hyper(name)).item() == 0
+            assert (
+                aggregate(
+                    name, torch.full(shape, torch.nan), torch.zeros(shape), **hyper(name)
+                ).item()
+                == 0
+            )
 
 
 def test_a_trajectory_counts_once_however_many_rows_it_has():
     values = torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 0.0]])
     mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
-    assert aggregate("per-trajectory-token-mean", values, mask, trajectory_ids=["x", "x", "y"]).item() == 3
+    assert (
+        aggregate("per-trajectory-token-mean", values, mask, trajectory_ids=["x", "x", "y"]).item()
+        == 3
+    )
     assert aggregate("seq-mean-token-mean", values, mask).item() == pytest.approx(7 / 3)
 
 
@@ -113,14 +145,44 @@ def test_a_trajectory_counts_once_however_many_rows_it_has():
     ("call", "words"),
     [
         (lambda: aggregate("token-meen", torch.ones(1, 1), torch.ones(1, 1)), "token-mean"),
-        (lambda: aggregate("seq-mean-token-sum-norm", torch.ones(1, 1), torch.ones(1, 1)), "needs norm"),
-        (lambda: aggregate("seq-mean-token-sum-norm", torch.ones(1, 1), torch.ones(1, 1), norm=0.0), "above 0"),
-        (lambda: aggregate("token-mean", torch.ones(1, 1), torch.ones(1, 1), norm=2.0), "no hyper-parameter"),
+        (
+            lambda: aggregate("seq-mean-token-sum-norm", torch.ones(1, 1), torch.ones(1, 1)),
+            "needs norm",
+        ),
+        (
+            lambda: aggregate(
+                "seq-mean-token-sum-norm", torch.ones(1, 1), torch.ones(1, 1), norm=0.0
+            ),
+            "above 0",
+        ),
+        (
+            lambda: aggregate("token-mean", torch.ones(1, 1), torch.ones(1, 1), norm=2.0),
+            "no hyper-parameter",
+        ),
         (lambda: aggregate("token-mean", torch.ones(1, 2), torch.ones(2, 1)), r"\[1, 2\]"),
         (lambda: aggregate("token-mean", torch.ones(2), torch.ones(2)), "sequences, tokens"),
-        (lambda: aggregate("per-trajectory-token-mean", torch.ones(2, 1), torch.ones(2, 1), trajectory_ids=["a"]), "one per row"),
-        (lambda: aggregate("per-trajectory-token-mean", torch.ones(1, 1), torch.ones(1, 1), trajectory_ids=torch.ones(1)), "whole numbers"),
-        (lambda: weighted_sum(torch.ones(2, 1), torch.ones(1, 1), torch.ones(2, 1)), "one weight per token"),
+        (
+            lambda: aggregate(
+                "per-trajectory-token-mean",
+                torch.ones(2, 1),
+                torch.ones(2, 1),
+                trajectory_ids=["a"],
+            ),
+            "one per row",
+        ),
+        (
+            lambda: aggregate(
+                "per-trajectory-token-mean",
+                torch.ones(1, 1),
+                torch.ones(1, 1),
+                trajectory_ids=torch.ones(1),
+            ),
+            "whole numbers",
+        ),
+        (
+            lambda: weighted_sum(torch.ones(2, 1), torch.ones(1, 1), torch.ones(2, 1)),
+            "one weight per token",
+        ),
     ],
 )
 def test_refusals_say_what_to_do(call, words):

@@ -17,7 +17,9 @@ from agentevo.algorithms import filters, shaping
 from . import slow_filters as slow
 
 rewards = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-5, 5), st.just(0.1))
-batches = st.lists(st.tuples(rewards, st.sampled_from(["a", "b", "c", ("d", 1), 5])), min_size=1, max_size=24)
+batches = st.lists(
+    st.tuples(rewards, st.sampled_from(["a", "b", "c", ("d", 1), 5])), min_size=1, max_size=24
+)
 
 
 def columns(rows):
@@ -25,7 +27,8 @@ def columns(rows):
 
 
 def groups_of(kept, ids):
-    """Groups that stayed; also checks that groups stay or go as a whole and that every position is somewhere."""
+    """Groups that stayed; also checks that groups stay or go as a whole and that every position is
+    somewhere."""
     assert sorted((*kept.kept, *kept.dropped)) == list(range(len(ids)))
     assert list(kept.kept) == sorted(kept.kept) and all(kept.dropped.values())
     stayed = {ids[position] for position in kept.kept}
@@ -39,7 +42,11 @@ def test_zero_variance_keeps_the_groups_whose_rewards_differ(rows):
     kept = filters.zero_variance(values, ids)
     assert groups_of(kept, ids) == slow.informative(values, ids)
     for position, reason in kept.dropped.items():
-        assert reason == ("group of one" if ids.count(ids[position]) == 1 else "all rewards of the group are equal")
+        assert reason == (
+            "group of one"
+            if ids.count(ids[position]) == 1
+            else "all rewards of the group are equal"
+        )
 
 
 @given(batches, st.integers(1, 6))
@@ -57,7 +64,10 @@ def test_starpo_s_keeps_the_groups_with_the_highest_deviation(rows, keep, random
     spread = {name: slow.std(members) for name, members in slow.groups(values, ids).items()}
     stayed = groups_of(filters.starpo_s(values, ids, keep=keep), ids)
     assert len(stayed) == max(1, int(keep * len(spread) + 1e-9))
-    assert min(spread[name] for name in stayed) >= max((s for name, s in spread.items() if name not in stayed), default=0.0) - 1e-12
+    assert (
+        min(spread[name] for name in stayed)
+        >= max((s for name, s in spread.items() if name not in stayed), default=0.0) - 1e-12
+    )
     distinct = sorted(spread.values())
     assume(all(b - a > 1e-9 for a, b in itertools.pairwise(distinct)))
     random.shuffle(rows)
@@ -86,8 +96,16 @@ filled = st.lists(st.tuples(rewards, st.sampled_from(["a", "b", "c"])), max_size
 
 
 @settings(deadline=None)
-@given(st.lists(filled, min_size=1, max_size=9), st.floats(0, 2), st.floats(0, 1), st.integers(1, 3), st.integers(1, 3))
-def test_rlpr_std_follows_the_recipe_through_restarts_and_refills(steps, beta, decay, record_from, more):
+@given(
+    st.lists(filled, min_size=1, max_size=9),
+    st.floats(0, 2),
+    st.floats(0, 1),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_rlpr_std_follows_the_recipe_through_restarts_and_refills(
+    steps, beta, decay, record_from, more
+):
     make = {"beta": beta, "decay": decay, "record_from": record_from, "start": record_from + more}
     batches = [columns(rows) for rows in steps]
     expected = slow.rlpr(batches, **make)
@@ -125,17 +143,26 @@ def test_overlong_drops_truncated_attempts():
 lengths = st.integers(0, 300)
 
 
-@given(st.lists(st.tuples(rewards, lengths), max_size=9), st.integers(1, 200), st.integers(1, 200), st.floats(0, 3))
+@given(
+    st.lists(st.tuples(rewards, lengths), max_size=9),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.floats(0, 3),
+)
 def test_soft_overlong(rows, buffer, more, penalty):
     values, sizes = columns(rows)
-    shaped = shaping.soft_overlong(values, sizes, max_length=buffer + more, buffer=buffer, penalty=penalty)
+    shaped = shaping.soft_overlong(
+        values, sizes, max_length=buffer + more, buffer=buffer, penalty=penalty
+    )
     expected = [r + penalty * slow.soft_overlong(n, buffer + more, buffer) for r, n in rows]
     assert shaped == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(rewards, lengths), max_size=9), st.floats(0, 1))
 def test_linear_length(rows, per_token):
-    assert shaping.linear_length(*columns(rows), per_token=per_token) == pytest.approx([r - per_token * n for r, n in rows])
+    assert shaping.linear_length(*columns(rows), per_token=per_token) == pytest.approx(
+        [r - per_token * n for r, n in rows]
+    )
 
 
 @given(st.lists(st.tuples(lengths, st.booleans()), max_size=9), st.integers(1, 250))
@@ -144,7 +171,9 @@ def test_cosine_length(rows, max_length):
     shaped = shaping.cosine_length(sizes, successes, max_length=max_length)
     for (size, success), value in zip(rows, shaped, strict=True):
         low, high = (1.0, 2.0) if success else (0.0, -10.0)
-        assert value == pytest.approx(-10.0 if size >= max_length else slow.cosine(size, max_length, low, high))
+        assert value == pytest.approx(
+            -10.0 if size >= max_length else slow.cosine(size, max_length, low, high)
+        )
 
 
 def test_cosine_length_prefers_short_successes_and_long_failures():
@@ -155,7 +184,12 @@ def test_cosine_length_prefers_short_successes_and_long_failures():
     assert -10 < short < long < 0
 
 
-@given(st.lists(st.tuples(st.floats(-2, 2), lengths, st.booleans(), st.sampled_from("ab")), max_size=9), st.floats(0, 2))
+@given(
+    st.lists(
+        st.tuples(st.floats(-2, 2), lengths, st.booleans(), st.sampled_from("ab")), max_size=9
+    ),
+    st.floats(0, 2),
+)
 def test_relative_length(rows, weight):
     shaped = shaping.relative_length(*([row[i] for row in rows] for i in range(4)), weight=weight)
     for (reward, size, success, group), value in zip(rows, shaped, strict=True):
@@ -188,5 +222,7 @@ def test_refusals_say_what_to_do(call, words):
 
 
 def test_the_catalogue_needs_no_torch():
-    code = "import sys, agentevo.catalogue.describe, agentevo.config; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, agentevo.catalogue.describe, agentevo.config; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

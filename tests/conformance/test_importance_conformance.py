@@ -1,4 +1,5 @@
-"""Importance weights against their slow version, what they do to a loss, and the effective sample size."""
+"""Importance weights against their slow version, what they do to a loss, and the effective sample
+size."""
 
 from __future__ import annotations
 
@@ -23,21 +24,37 @@ def pair(seed: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     mask = rng.random(shape) < 0.7
     old = -rng.exponential(1.0, shape)
     rollout = old + scale * rng.normal(size=shape).clip(-2.4, 2.4)
-    return torch.tensor(np.where(mask, old, np.nan)), torch.tensor(np.where(mask, rollout, np.inf)), torch.tensor(mask)
+    return (
+        torch.tensor(np.where(mask, old, np.nan)),
+        torch.tensor(np.where(mask, rollout, np.inf)),
+        torch.tensor(mask),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50, deadline=None)
-@given(seed=seeds, scale=st.sampled_from([0.0, 0.3, 25.0]), cap=st.sampled_from([1.0, 2.0, 1e9]), floor=st.sampled_from([0.0, 0.5]))
-def test_agrees_with_the_slow_version(name: str, seed: int, scale: float, cap: float, floor: float) -> None:
+@given(
+    seed=seeds,
+    scale=st.sampled_from([0.0, 0.3, 25.0]),
+    cap=st.sampled_from([1.0, 2.0, 1e9]),
+    floor=st.sampled_from([0.0, 0.5]),
+)
+def test_agrees_with_the_slow_version(
+    name: str, seed: int, scale: float, cap: float, floor: float
+) -> None:
     old, rollout, mask = pair(seed, scale)
     floor = 0.0 if name.endswith("tis") else floor
     weights = importance_weights(name, old.requires_grad_(), rollout, mask, cap, floor)
-    expected = slow.importance_weights(name, old.detach().numpy(), rollout.numpy(), mask.numpy(), cap, floor)
+    expected = slow.importance_weights(
+        name, old.detach().numpy(), rollout.numpy(), mask.numpy(), cap, floor
+    )
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-12, atol=0)
     assert not weights.requires_grad and weights.dtype == old.dtype
     ess = effective_sample_size(weights, mask).item()
-    assert ess == pytest.approx(slow.effective_sample_size(expected, mask.numpy())) and 0.0 <= ess <= 1.0 + 1e-12
+    assert (
+        ess == pytest.approx(slow.effective_sample_size(expected, mask.numpy()))
+        and 0.0 <= ess <= 1.0 + 1e-12
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +63,9 @@ def test_agrees_with_the_slow_version(name: str, seed: int, scale: float, cap: f
 def test_row_order_and_padding_change_nothing(name: str, seed: int) -> None:
     old, rollout, mask = pair(seed, 0.5)
     weights = importance_weights(name, old, rollout, mask)
-    assert torch.equal(importance_weights(name, old.flip(0), rollout.flip(0), mask.flip(0)), weights.flip(0))
+    assert torch.equal(
+        importance_weights(name, old.flip(0), rollout.flip(0), mask.flip(0)), weights.flip(0)
+    )
     wider = [torch.nn.functional.pad(x, (0, 2), value=np.nan) for x in (old, rollout)]
     padded = importance_weights(name, *wider, torch.nn.functional.pad(mask, (0, 2)))
     torch.testing.assert_close(padded[:, : mask.shape[1]], weights, rtol=1e-12, atol=0)
@@ -56,15 +75,24 @@ def test_row_order_and_padding_change_nothing(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_multiply_any_loss_and_its_gradient(name: str) -> None:
     old, rollout, mask = pair(7, 0.5)
-    inputs = {"old_logp": old, "rollout_logp": rollout, "mask": mask, "advantages": torch.ones_like(old)}
+    inputs = {
+        "old_logp": old,
+        "rollout_logp": rollout,
+        "mask": mask,
+        "advantages": torch.ones_like(old),
+    }
     weights = importance_weights(name, old, rollout, mask, 1.5)
     for loss_name in ("ppo_clip", "reinforce", "cispo"):
         logp = (old + 0.1).requires_grad_()
         plain = policy_loss_terms(loss_name, logp=logp, **inputs)[0]
-        weighed, found = policy_loss_terms(loss_name, logp=logp, **inputs, importance=name, importance_cap=1.5)
+        weighed, found = policy_loss_terms(
+            loss_name, logp=logp, **inputs, importance=name, importance_cap=1.5
+        )
         torch.testing.assert_close(weighed, plain * weights)
         torch.testing.assert_close(found["rollout_is_mean"], weights)
-        gradients = [torch.autograd.grad(x.sum(), logp, retain_graph=True)[0] for x in (plain, weighed)]
+        gradients = [
+            torch.autograd.grad(x.sum(), logp, retain_graph=True)[0] for x in (plain, weighed)
+        ]
         torch.testing.assert_close(gradients[1], gradients[0] * weights)
     metrics = policy_loss("ppo_clip", logp=old, **inputs, importance=name, importance_cap=1.5)[1]
     assert metrics["ess"] == pytest.approx(effective_sample_size(weights, mask).item())
@@ -100,4 +128,12 @@ def test_none_weighs_every_trained_token_one() -> None:
 def test_refusals_say_what_to_do(change: dict[str, object], message: str) -> None:
     old, rollout, mask = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
     with pytest.raises(ValueError, match=message):
-        importance_weights(**{"name": "token_tis", "old_logp": old, "rollout_logp": rollout, "mask": mask, **change})
+        importance_weights(
+            **{
+                "name": "token_tis",
+                "old_logp": old,
+                "rollout_logp": rollout,
+                "mask": mask,
+                **change,
+            }
+        )

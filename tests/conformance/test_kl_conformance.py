@@ -38,12 +38,19 @@ def test_values_and_gradients_equal_the_definitions(name, rows):
     result = kl(name, logp, ref)
     result.sum().backward()
     # exp(-d) - 1 of the definition has lost the digits below 1e-16 that expm1 keeps
-    np.testing.assert_allclose(result.detach()[0], [slow.value(name, *row) for row in rows], rtol=1e-11, atol=1e-14)
-    np.testing.assert_allclose(logp.grad[0], [slow.gradient(name, *row) for row in rows], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(
+        result.detach()[0], [slow.value(name, *row) for row in rows], rtol=1e-11, atol=1e-14
+    )
+    np.testing.assert_allclose(
+        logp.grad[0], [slow.gradient(name, *row) for row in rows], rtol=1e-11, atol=1e-14
+    )
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from(list(ESTIMATES)), st.lists(st.tuples(st.floats(-6, -0.1), st.floats(-6, -0.1)), min_size=1, max_size=5))
+@given(
+    st.sampled_from(list(ESTIMATES)),
+    st.lists(st.tuples(st.floats(-6, -0.1), st.floats(-6, -0.1)), min_size=1, max_size=5),
+)
 def test_gradients_equal_finite_differences_inside_the_bound(name, rows):
     rows = [(a, b) for a, b in rows if abs(a - b) > 1e-3] or [(-1.0, -2.0)]
     logp, ref = tensors(rows)
@@ -54,7 +61,10 @@ def test_gradients_equal_finite_differences_inside_the_bound(name, rows):
 @given(names, st.lists(st.tuples(*[st.floats(-(2.0**127), 2.0**127)] * 2), min_size=1, max_size=5))
 def test_finite_input_gives_finite_values_and_gradients(name, rows):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        logp, ref = (t.detach().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype) for t in tensors(rows))
+        logp, ref = (
+            t.detach().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+            for t in tensors(rows)
+        )
         logp.requires_grad_()
         result = kl(name, logp, ref)
         result.sum().backward()
@@ -63,7 +73,14 @@ def test_finite_input_gives_finite_values_and_gradients(name, rows):
 
 
 def test_a_token_that_ran_away_is_still_pulled_back():
-    for name, expected in (("k1", 1), ("abs", -1), ("k2", -20), ("k3", 1 - np.exp(20)), ("k1+", -20), ("k3+", -20)):
+    for name, expected in (
+        ("k1", 1),
+        ("abs", -1),
+        ("k2", -20),
+        ("k3", 1 - np.exp(20)),
+        ("k1+", -20),
+        ("k3+", -20),
+    ):
         logp, ref = tensors([(-55.0, -1.0)])
         kl(name, logp, ref).sum().backward()
         assert logp.grad.item() == pytest.approx(expected)
@@ -73,7 +90,9 @@ def test_small_differences_keep_their_digits_in_single_precision():
     d = 1e-3
     logp, ref = tensors([(-1.0 + d, -1.0)])
     single = kl("k3", logp.detach().float() * 0 + d, ref.float() * 0)
-    assert single.item() == pytest.approx(d * d / 2 - d**3 / 6, rel=1e-3)  # exp(-d) - 1 + d: rel=0.1
+    assert single.item() == pytest.approx(
+        d * d / 2 - d**3 / 6, rel=1e-3
+    )  # exp(-d) - 1 + d: rel=0.1
 
 
 @settings(deadline=None)
@@ -120,7 +139,12 @@ def test_refusals_say_what_to_do(call, words):
         call()
 
 
-@given(st.floats(0, 1), st.floats(0.01, 1), st.integers(1, 500), st.lists(st.tuples(st.floats(-1, 5), st.integers(0, 2000)), max_size=20))
+@given(
+    st.floats(0, 1),
+    st.floats(0.01, 1),
+    st.integers(1, 500),
+    st.lists(st.tuples(st.floats(-1, 5), st.integers(0, 2000)), max_size=20),
+)
 def test_adaptive_controller_follows_the_rule_and_survives_a_restart(coef, target, horizon, steps):
     one, two = AdaptiveKL(coef, target, horizon), AdaptiveKL(coef, target, horizon)
     for measured, n in steps:
@@ -129,7 +153,11 @@ def test_adaptive_controller_follows_the_rule_and_survives_a_restart(coef, targe
         fresh = AdaptiveKL(0.5, target, horizon)
         fresh.load_state_dict(json.loads(json.dumps(two.state_dict())))
         two = fresh
-    assert one.coef == two.coef == pytest.approx(slow.adaptive(coef, target, horizon, steps), rel=1e-12)
+    assert (
+        one.coef
+        == two.coef
+        == pytest.approx(slow.adaptive(coef, target, horizon, steps), rel=1e-12)
+    )
     assert one.coef >= 0
 
 
@@ -137,6 +165,10 @@ def test_controllers_by_name_have_the_catalogues_defaults():
     fixed, adaptive = kl_controller("fixed"), kl_controller("adaptive", target=0.5)
     fixed.update(9.0, 64)
     assert fixed.coef == 0.001 and isinstance(fixed, FixedKL)
-    assert isinstance(adaptive, AdaptiveKL) and (adaptive.coef, adaptive.target, adaptive.horizon) == (0.001, 0.5, 10000)
+    assert isinstance(adaptive, AdaptiveKL) and (
+        adaptive.coef,
+        adaptive.target,
+        adaptive.horizon,
+    ) == (0.001, 0.5, 10000)
     fixed.load_state_dict({"coef": 3.0})
     assert fixed.coef == 0.001  # the configuration holds

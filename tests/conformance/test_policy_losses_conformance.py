@@ -1,4 +1,5 @@
-"""Every policy loss against its slow float64 version, with gradients by central differences, and what must not change it."""
+"""Every policy loss against its slow float64 version, with gradients by central differences, and
+what must not change it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 
 from agentevo.algorithms import blocks
 from agentevo.algorithms.aggregation import aggregation_weights
-from agentevo.algorithms.losses import LOSSES, STATISTICS, batch_statistics, policy_loss, policy_loss_terms
+from agentevo.algorithms.losses import (
+    LOSSES,
+    STATISTICS,
+    batch_statistics,
+    policy_loss,
+    policy_loss_terms,
+)
 from agentevo.catalogue import resolve
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
 
@@ -40,19 +47,26 @@ HYPER = {
     "decoupled_ppo": [{}, {"mode": "mask", "cap": 1.5}],
 }
 CASES = [(name, hyper) for name, choices in HYPER.items() for hyper in choices]
-each_case = pytest.mark.parametrize(("name", "hyper"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
+each_case = pytest.mark.parametrize(
+    ("name", "hyper"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)]
+)
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 5))
 
 
-def batch(seed: int, shape: tuple[int, int], *, extreme: bool = False, garbage: bool = True) -> dict[str, torch.Tensor]:
-    """float64 inputs of every kind: holes, sometimes empty rows, advantages with zeros and ties; NaN and inf at untrained places."""
+def batch(
+    seed: int, shape: tuple[int, int], *, extreme: bool = False, garbage: bool = True
+) -> dict[str, torch.Tensor]:
+    """float64 inputs of every kind: holes, sometimes empty rows, advantages with zeros and ties;
+    NaN and inf at untrained places."""
     rng = np.random.default_rng(seed)
     mask = rng.random(shape) < 0.7
     if rng.random() < 0.3:
         mask[rng.integers(shape[0])] = False
     per_row = rng.choice([-1.3, -0.5, 0.0, 0.5, 0.5, 2.0], size=(shape[0], 1))
     advantages = (
-        np.where(rng.random(shape) < 0.5, per_row, rng.normal(size=shape)) if rng.random() < 0.5 else np.broadcast_to(per_row, shape)
+        np.where(rng.random(shape) < 0.5, per_row, rng.normal(size=shape))
+        if rng.random() < 0.5
+        else np.broadcast_to(per_row, shape)
     )
     logp = -rng.exponential(1.0, shape) - 1e-3
     spread = 25.0 if extreme else 0.5
@@ -64,36 +78,57 @@ def batch(seed: int, shape: tuple[int, int], *, extreme: bool = False, garbage: 
             else logp + spread * rng.normal(size=shape).clip(-2.4, 2.4)
         )
 
-    named = {"logp": logp, "old_logp": near(), "advantages": advantages, "rollout_logp": near(), "proximal_logp": near()}
-    rubbish = rng.choice([np.nan, np.inf, -np.inf, 1e300], size=shape) if garbage else np.zeros(shape)
+    named = {
+        "logp": logp,
+        "old_logp": near(),
+        "advantages": advantages,
+        "rollout_logp": near(),
+        "proximal_logp": near(),
+    }
+    rubbish = (
+        rng.choice([np.nan, np.inf, -np.inf, 1e300], size=shape) if garbage else np.zeros(shape)
+    )
     out = {key: torch.tensor(np.where(mask, value, rubbish)) for key, value in named.items()}
     return {**out, "mask": torch.tensor(mask)}
 
 
 def aggregation_of(name: str, hyper: dict[str, object]) -> str:
-    return required_aggregation(name, resolve("policy loss", POLICY_LOSSES, name, hyper)) or "token-mean"
+    return (
+        required_aggregation(name, resolve("policy loss", POLICY_LOSSES, name, hyper))
+        or "token-mean"
+    )
 
 
-def loss_and_gradient(name: str, inputs: dict[str, torch.Tensor], **extra: object) -> tuple[float, torch.Tensor, dict[str, float]]:
+def loss_and_gradient(
+    name: str, inputs: dict[str, torch.Tensor], **extra: object
+) -> tuple[float, torch.Tensor, dict[str, float]]:
     logp = inputs["logp"].clone().requires_grad_()
     loss, metrics = policy_loss(name, **{**inputs, "logp": logp}, **extra)
     (gradient,) = torch.autograd.grad(loss, logp)
     return loss.item(), gradient, metrics
 
 
-def slow_total(name: str, hyper: dict[str, object], now: np.ndarray, inputs: dict[str, np.ndarray]) -> np.ndarray:
+def slow_total(
+    name: str, hyper: dict[str, object], now: np.ndarray, inputs: dict[str, np.ndarray]
+) -> np.ndarray:
     """Token losses times their weights, [S, T] (for minirl the whole loss, [1])."""
-    settled = resolve("policy loss", POLICY_LOSSES, name, hyper)
+    resolved = resolve("policy loss", POLICY_LOSSES, name, hyper)
     arguments = (now, inputs["logp"], inputs["old_logp"], inputs["advantages"], inputs["mask"])
     if name == "minirl":
-        return np.array([slow.minirl_total(*arguments, **settled)])
-    losses = slow.LOSSES[name](*arguments, p=inputs["proximal_logp"], q=inputs["rollout_logp"], **settled)
+        return np.array([slow.minirl_total(*arguments, **resolved)])
+    losses = slow.LOSSES[name](
+        *arguments, p=inputs["proximal_logp"], q=inputs["rollout_logp"], **resolved
+    )
     mask = inputs["mask"]
     weights = np.zeros(mask.shape)
     rows = [s for s in range(mask.shape[0]) if slow.row_tokens(mask, s)]
     for s, t in slow.tokens(mask):
         by_row = aggregation_of(name, hyper) == "seq-mean-token-mean"
-        weights[s, t] = 1 / (len(rows) * len(slow.row_tokens(mask, s))) if by_row else 1 / len(slow.tokens(mask))
+        weights[s, t] = (
+            1 / (len(rows) * len(slow.row_tokens(mask, s)))
+            if by_row
+            else 1 / len(slow.tokens(mask))
+        )
     return losses * weights
 
 
@@ -105,9 +140,13 @@ def test_catalogue_and_functions_match_one_to_one() -> None:
 @each_case
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), shape=shapes, extreme=st.booleans())
-def test_agrees_with_the_slow_version(name: str, hyper: dict[str, object], seed: int, shape: tuple[int, int], extreme: bool) -> None:
+def test_agrees_with_the_slow_version(
+    name: str, hyper: dict[str, object], seed: int, shape: tuple[int, int], extreme: bool
+) -> None:
     inputs = batch(seed, shape, extreme=extreme and not name.startswith("dppo"))
-    loss, gradient, metrics = loss_and_gradient(name, inputs, aggregation=aggregation_of(name, hyper), **hyper)
+    loss, gradient, metrics = loss_and_gradient(
+        name, inputs, aggregation=aggregation_of(name, hyper), **hyper
+    )
     arrays = {key: value.numpy() for key, value in inputs.items()}
     expected = slow_total(name, hyper, arrays["logp"], arrays)
     assert loss == pytest.approx(expected.sum(), rel=1e-9, abs=1e-9)
@@ -119,65 +158,109 @@ def test_agrees_with_the_slow_version(name: str, hyper: dict[str, object], seed:
         up, down = arrays["logp"].copy(), arrays["logp"].copy()
         up[place] += step
         down[place] -= step
-        wanted[place] = (slow_total(name, hyper, up, arrays) - slow_total(name, hyper, down, arrays)).sum() / (2 * step)
-    np.testing.assert_allclose(gradient.numpy(), wanted, rtol=1e-4, atol=1e-6 * max(1.0, np.abs(expected).max()))
+        wanted[place] = (
+            slow_total(name, hyper, up, arrays) - slow_total(name, hyper, down, arrays)
+        ).sum() / (2 * step)
+    np.testing.assert_allclose(
+        gradient.numpy(), wanted, rtol=1e-4, atol=1e-6 * max(1.0, np.abs(expected).max())
+    )
 
 
 @each_case
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-def test_finite_and_of_the_input_type(name: str, hyper: dict[str, object], seed: int, dtype: torch.dtype) -> None:
-    inputs = {key: value if key == "mask" else value.to(dtype) for key, value in batch(seed, (4, 6), extreme=True).items()}
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)
+def test_finite_and_of_the_input_type(
+    name: str, hyper: dict[str, object], seed: int, dtype: torch.dtype
+) -> None:
+    inputs = {
+        key: value if key == "mask" else value.to(dtype)
+        for key, value in batch(seed, (4, 6), extreme=True).items()
+    }
     aggregation = aggregation_of(name, hyper)
-    losses, found = policy_loss_terms(name, **{**inputs, "logp": inputs["logp"].requires_grad_()}, aggregation=aggregation, **hyper)
+    losses, found = policy_loss_terms(
+        name,
+        **{**inputs, "logp": inputs["logp"].requires_grad_()},
+        aggregation=aggregation,
+        **hyper,
+    )
     assert losses.dtype == dtype and losses.shape == inputs["mask"].shape
-    assert not losses[~inputs["mask"]].any() and all(not values[~inputs["mask"]].any() for values in found.values())
+    assert not losses[~inputs["mask"]].any() and all(
+        not values[~inputs["mask"]].any() for values in found.values()
+    )
     if dtype == torch.float16:
         return  # e^20 is beyond its largest number
-    loss, gradient, metrics = loss_and_gradient(name, {k: v.detach() for k, v in inputs.items()}, aggregation=aggregation, **hyper)
-    assert math.isfinite(loss) and gradient.isfinite().all() and all(math.isfinite(value) for value in metrics.values())
+    loss, gradient, metrics = loss_and_gradient(
+        name, {k: v.detach() for k, v in inputs.items()}, aggregation=aggregation, **hyper
+    )
+    assert (
+        math.isfinite(loss)
+        and gradient.isfinite().all()
+        and all(math.isfinite(value) for value in metrics.values())
+    )
     assert gradient.dtype == dtype and not gradient[~inputs["mask"]].any()
 
 
 @each_case
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), shape=st.tuples(st.integers(2, 5), st.integers(1, 6)))
-def test_padding_order_and_split_change_nothing(name: str, hyper: dict[str, object], seed: int, shape: tuple[int, int]) -> None:
+def test_padding_order_and_split_change_nothing(
+    name: str, hyper: dict[str, object], seed: int, shape: tuple[int, int]
+) -> None:
     inputs = batch(seed, shape)
     arguments = {"aggregation": aggregation_of(name, hyper), **hyper}
     loss, gradient, _ = loss_and_gradient(name, inputs, **arguments)
 
     order = torch.tensor(np.random.default_rng(seed).permutation(shape[0]))
-    moved, moved_gradient, _ = loss_and_gradient(name, {key: value[order] for key, value in inputs.items()}, **arguments)
+    moved, moved_gradient, _ = loss_and_gradient(
+        name, {key: value[order] for key, value in inputs.items()}, **arguments
+    )
     assert moved == pytest.approx(loss, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(moved_gradient, gradient[order], rtol=1e-12, atol=1e-12)
 
     rubbish = torch.full((shape[0], 3), math.nan, dtype=torch.float64)
-    padded = {key: torch.cat([value, rubbish if key != "mask" else rubbish > 0], 1) for key, value in inputs.items()}
+    padded = {
+        key: torch.cat([value, rubbish if key != "mask" else rubbish > 0], 1)
+        for key, value in inputs.items()
+    }
     wide, wide_gradient, _ = loss_and_gradient(name, padded, **arguments)
     assert wide == pytest.approx(loss, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(wide_gradient[:, : shape[1]], gradient, rtol=1e-12, atol=1e-12)
 
-    weights = aggregation_weights(str(arguments["aggregation"]), inputs["mask"], dtype=torch.float64)
+    weights = aggregation_weights(
+        str(arguments["aggregation"]), inputs["mask"], dtype=torch.float64
+    )
     whole = {key: inputs[key] for key in ("logp", "old_logp", "advantages", "mask")}
     statistics = batch_statistics(name, **whole, **hyper)
     parts = []
     for row in range(shape[0]):
         part = {key: value[row : row + 1] for key, value in inputs.items()}
-        parts.append(loss_and_gradient(name, part, weights=weights[row : row + 1], statistics=statistics, **arguments)[:2])
+        parts.append(
+            loss_and_gradient(
+                name, part, weights=weights[row : row + 1], statistics=statistics, **arguments
+            )[:2]
+        )
     assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-12, abs=1e-12)
-    torch.testing.assert_close(torch.cat([part for _, part in parts]), gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([part for _, part in parts]), gradient, rtol=1e-12, atol=1e-12
+    )
 
 
 @each_case
 def test_empty_batches_give_zero(name: str, hyper: dict[str, object]) -> None:
     inputs = batch(0, (3, 4))
     inputs["mask"] = torch.zeros(3, 4, dtype=torch.bool)
-    loss, gradient, metrics = loss_and_gradient(name, inputs, aggregation=aggregation_of(name, hyper), **hyper)
+    loss, gradient, metrics = loss_and_gradient(
+        name, inputs, aggregation=aggregation_of(name, hyper), **hyper
+    )
     assert loss == 0.0 and not gradient.any() and all(value == 0.0 for value in metrics.values())
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "sapo", "dro", "kl_cov", "decoupled_ppo"])
+@pytest.mark.parametrize(
+    "name", ["ppo_clip", "gspo", "gmpo", "sapo", "dro", "kl_cov", "decoupled_ppo"]
+)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
@@ -185,7 +268,9 @@ def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
     hyper = HYPER[name][-1]
 
     def loss(logp: torch.Tensor) -> torch.Tensor:
-        return policy_loss(name, **{**inputs, "logp": logp}, aggregation=aggregation_of(name, hyper), **hyper)[0]
+        return policy_loss(
+            name, **{**inputs, "logp": logp}, aggregation=aggregation_of(name, hyper), **hyper
+        )[0]
 
     if name == "kl_cov":  # the chosen tokens are constants of the minibatch
         whole = {key: inputs[key] for key in ("logp", "old_logp", "advantages", "mask")}
@@ -198,22 +283,40 @@ def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
             assert (chosen[1]["cov_klfrac"] == found).all()
             return chosen[0].sum()
 
-    assert torch.autograd.gradcheck(loss, (inputs["logp"].clone().requires_grad_(),), eps=1e-7, atol=1e-5)
+    assert torch.autograd.gradcheck(
+        loss, (inputs["logp"].clone().requires_grad_(),), eps=1e-7, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @each_case
-def test_blocks_of_rows_change_nothing(name: str, hyper: dict[str, float | bool], weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    importance = "sequence_tis" if weighted and name != "decoupled_ppo" else "none"  # which weighs by itself
+def test_blocks_of_rows_change_nothing(
+    name: str, hyper: dict[str, float | bool], weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importance = (
+        "sequence_tis" if weighted and name != "decoupled_ppo" else "none"
+    )  # which weighs by itself
     inputs = batch(11, (7, 5))
-    aggregation = required_aggregation(name, resolve("policy loss", POLICY_LOSSES, name, hyper)) or "seq-mean-token-sum"
+    aggregation = (
+        required_aggregation(name, resolve("policy loss", POLICY_LOSSES, name, hyper))
+        or "seq-mean-token-sum"
+    )
     found = []
     for tokens in (blocks.BLOCK_TOKENS, 11):  # all rows at once, then 2, 2, 2 and 1
         monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
         logp = inputs["logp"].clone().requires_grad_()
-        loss, metrics = policy_loss(name, **{**inputs, "logp": logp}, aggregation=aggregation, importance=importance, **hyper)
+        loss, metrics = policy_loss(
+            name,
+            **{**inputs, "logp": logp},
+            aggregation=aggregation,
+            importance=importance,
+            **hyper,
+        )
         found.append((loss.detach(), torch.autograd.grad(loss, logp)[0], metrics))
-        assert policy_loss(name, **inputs, aggregation=aggregation, importance=importance, **hyper)[0] == loss  # without a gradient
+        assert (
+            policy_loss(name, **inputs, aggregation=aggregation, importance=importance, **hyper)[0]
+            == loss
+        )  # without a gradient
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
 
 
@@ -230,8 +333,18 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     logp = torch.log(torch.tensor([[1.5, 1.0, 5.0], [1.0, 9.0, 9.0]]))
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0], [1.0, 1.0, 1.0]])
-    _, metrics = policy_loss("ppo_clip", logp=logp, old_logp=old, advantages=advantages, mask=mask, entropy=2 * ones, dual_clip=3.0)
-    assert metrics["pg_clipfrac"] == pytest.approx(1 / 4) and metrics["pg_clipfrac_lower"] == pytest.approx(1 / 4)
+    _, metrics = policy_loss(
+        "ppo_clip",
+        logp=logp,
+        old_logp=old,
+        advantages=advantages,
+        mask=mask,
+        entropy=2 * ones,
+        dual_clip=3.0,
+    )
+    assert metrics["pg_clipfrac"] == pytest.approx(1 / 4) and metrics[
+        "pg_clipfrac_lower"
+    ] == pytest.approx(1 / 4)
     assert metrics["entropy"] == pytest.approx(2.0)
     assert metrics["ppo_kl"] == pytest.approx(-(math.log(1.5) + math.log(5.0)) / 4)
 
@@ -239,7 +352,9 @@ def test_metrics_are_means_over_trained_tokens() -> None:
 def test_gspo_refuses_aggregations_that_break_its_ratio() -> None:
     inputs = batch(0, (2, 3))
     for name in ("gspo", "gmpo"):
-        with pytest.raises(ValueError, match=r"one ratio per sequence.*aggregation=seq-mean-token-mean"):
+        with pytest.raises(
+            ValueError, match=r"one ratio per sequence.*aggregation=seq-mean-token-mean"
+        ):
             policy_loss(name, **inputs)
     policy_loss("gspo_token", **inputs)
 
@@ -280,12 +395,19 @@ def test_refusals_say_what_to_do(name: str, change: dict[str, object], message: 
 
 def test_dual_clip_may_be_none() -> None:
     inputs = batch(3, (2, 3))
-    assert policy_loss("ppo_clip", **inputs, dual_clip=None)[0] == policy_loss("ppo_clip", **inputs)[0]
+    assert (
+        policy_loss("ppo_clip", **inputs, dual_clip=None)[0] == policy_loss("ppo_clip", **inputs)[0]
+    )
 
 
 def test_covariance_ties_are_chosen_together_whatever_their_order() -> None:
     logp = torch.tensor([[-1.0, -3.0, -1.0, -3.0]], dtype=torch.float64)
-    inputs = {"logp": logp, "old_logp": logp, "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(), "mask": torch.ones(1, 4)}
+    inputs = {
+        "logp": logp,
+        "old_logp": logp,
+        "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(),
+        "mask": torch.ones(1, 4),
+    }
     found = policy_loss_terms("kl_cov", **inputs, fraction=0.25)[1]["cov_klfrac"]
     assert found.tolist() == [[1.0, 1.0, 1.0, 1.0]]
 
@@ -293,7 +415,12 @@ def test_covariance_ties_are_chosen_together_whatever_their_order() -> None:
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_equal_advantages_have_no_covariance_to_act_on(name: str) -> None:
     logp = -torch.rand(3, 7, generator=torch.Generator().manual_seed(0))
-    inputs = {"logp": logp, "old_logp": logp, "advantages": torch.full((3, 7), 0.1), "mask": torch.ones(3, 7)}
+    inputs = {
+        "logp": logp,
+        "old_logp": logp,
+        "advantages": torch.full((3, 7), 0.1),
+        "mask": torch.ones(3, 7),
+    }
     hyper = {"low": 0.0} if name == "clip_cov" else {}
     _, metrics = policy_loss(name, **inputs, **hyper)
     assert metrics["cov_clipfrac" if name == "clip_cov" else "cov_klfrac"] == 0.0

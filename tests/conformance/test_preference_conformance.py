@@ -1,4 +1,5 @@
-"""Preference losses against the papers' formulas pair by pair; gradients; no influence of order, split, or unused pairs."""
+"""Preference losses against the papers' formulas pair by pair; gradients; no influence of order,
+split, or unused pairs."""
 
 from __future__ import annotations
 
@@ -55,8 +56,15 @@ def cases(spread=None):
 
 def one(name, given_inputs, index):
     """The slow loss of one pair."""
-    row = {key: value if isinstance(value, float) else value[index].item() for key, value in given_inputs.items()}
-    win = [row.pop("chosen_win_prob", 1.0), row.pop("rejected_win_prob", None)] if name == "sppo" else []
+    row = {
+        key: value if isinstance(value, float) else value[index].item()
+        for key, value in given_inputs.items()
+    }
+    win = (
+        [row.pop("chosen_win_prob", 1.0), row.pop("rejected_win_prob", None)]
+        if name == "sppo"
+        else []
+    )
     return getattr(slow, name)(*row.values(), *HYPERS[name].values(), *win)
 
 
@@ -65,13 +73,20 @@ def num_pairs(name, given_inputs):
 
 
 def policy_keys(name):
-    return [key for key in PREFERENCE_LOSSES[name].needs if key in ("chosen_logp", "rejected_logp", "logp")]
+    return [
+        key
+        for key in PREFERENCE_LOSSES[name].needs
+        if key in ("chosen_logp", "rejected_logp", "logp")
+    ]
 
 
 def test_every_name_of_the_catalogue_has_its_function_and_hyper_parameters():
     assert set(PREFERENCE_LOSSES) == set(LOSSES)
     for name, function in LOSSES.items():
-        parameters = set(inspect.signature(function).parameters) - {"chosen_win_prob", "rejected_win_prob"}
+        parameters = set(inspect.signature(function).parameters) - {
+            "chosen_win_prob",
+            "rejected_win_prob",
+        }
         piece = PREFERENCE_LOSSES[name]
         assert parameters == {*piece.needs, *(hyper.name for hyper in piece.hyper)}
 
@@ -95,7 +110,9 @@ def test_gradients_equal_finite_differences(case):
     leaves = [data[key].clone().requires_grad_() for key in keys]
 
     def loss(*policy):
-        return preference_loss(name, **{**data, **dict(zip(keys, policy, strict=True))}, **HYPERS[name])[0]
+        return preference_loss(
+            name, **{**data, **dict(zip(keys, policy, strict=True))}, **HYPERS[name]
+        )[0]
 
     assert torch.autograd.gradcheck(loss, leaves, atol=1e-5, rtol=1e-4)
 
@@ -121,25 +138,36 @@ def test_micro_batches_order_and_garbage_of_unused_pairs(case, size, garbage):
     total = 0.0
     for start in range(0, count + 1, size):
         part = slice(start, start + size)
-        piece_of = {k: v if isinstance(v, float) else v[part] for k, v in {**spoilt, **parts}.items()}
+        piece_of = {
+            k: v if isinstance(v, float) else v[part] for k, v in {**spoilt, **parts}.items()
+        }
         piece, metrics = preference_loss(name, **piece_of, weights=weights[part], **HYPERS[name])
         piece.backward()
         total += piece.item()
         assert all(torch.isfinite(metric) for metric in metrics.values())
     assert total == pytest.approx(loss.item(), rel=1e-9)
     for key in keys:
-        torch.testing.assert_close(parts[key].grad[:-1].flip(0), whole[key].grad, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            parts[key].grad[:-1].flip(0), whole[key].grad, rtol=1e-12, atol=1e-15
+        )
         assert parts[key].grad[-1] == 0
 
 
 @settings(deadline=None)
-@given(names, st.sampled_from([0.0, -1e-12, -1e-3, -60.0, -1e4]), st.sampled_from([0.0, -1e-3, -60.0, -1e4]))
+@given(
+    names,
+    st.sampled_from([0.0, -1e-12, -1e-3, -60.0, -1e4]),
+    st.sampled_from([0.0, -1e-3, -60.0, -1e4]),
+)
 def test_extremes_stay_finite_in_single_precision(name, chosen, rejected):
     data = {}
     for key in PREFERENCE_LOSSES[name].needs:
-        value = {"chosen_lengths": 1, "rejected_lengths": 7, "desirable": 1, "kl_baseline": 0.1}.get(
-            key, rejected if "rej" in key else chosen
-        )
+        value = {
+            "chosen_lengths": 1,
+            "rejected_lengths": 7,
+            "desirable": 1,
+            "kl_baseline": 0.1,
+        }.get(key, rejected if "rej" in key else chosen)
         data[key] = torch.tensor([value], dtype=torch.bool if key == "desirable" else torch.float32)
     for key in PREFERENCE_LOSSES[name].needs:
         if key.startswith("ref"):
@@ -150,7 +178,9 @@ def test_extremes_stay_finite_in_single_precision(name, chosen, rejected):
     loss, metrics = preference_loss(name, **data)
     loss.backward()
     assert loss.dtype == torch.float32 and torch.isfinite(loss)
-    assert all(torch.isfinite(data[key].grad).all() for key in keys) and all(torch.isfinite(m) for m in metrics.values())
+    assert all(torch.isfinite(data[key].grad).all() for key in keys) and all(
+        torch.isfinite(m) for m in metrics.values()
+    )
 
 
 def test_metrics_say_who_is_ahead():
@@ -187,12 +217,23 @@ def test_no_pairs_are_no_loss():
         ("ipo", {"weights": torch.ones(3)}, "one entry per pair"),
         ("orpo", {"chosen_lengths": torch.tensor([0, 1])}, "without tokens"),
         ("sppo", {"chosen_win_prob": torch.tensor([0.5, 1.5])}, "between 0 and 1"),
-        ("sppo", {"rejected_win_prob": torch.tensor([-0.5, 0.5])}, "rejected_win_prob must lie between 0 and 1"),
+        (
+            "sppo",
+            {"rejected_win_prob": torch.tensor([-0.5, 0.5])},
+            "rejected_win_prob must lie between 0 and 1",
+        ),
         ("dpo", {"chosen_logp": torch.ones(2, 2)}, "shape .pairs."),
     ],
 )
 def test_refusals_say_what_to_do(name, change, words):
-    keys = ("chosen_logp", "rejected_logp", "ref_chosen_logp", "ref_rejected_logp", "chosen_lengths", "rejected_lengths")
+    keys = (
+        "chosen_logp",
+        "rejected_logp",
+        "ref_chosen_logp",
+        "ref_rejected_logp",
+        "chosen_lengths",
+        "rejected_lengths",
+    )
     data = {key: torch.ones(2) for key in keys} | change
     with pytest.raises(ValueError, match=words):
         preference_loss(name, **data)

@@ -23,7 +23,9 @@ def batches(draw):
     mask[rng.random(rows) < 0.2] = False
     garbage = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     spread = draw(st.sampled_from([0.0, 0.3, 3.0]))
-    columns = [np.where(mask, rng.normal(size=mask.shape) * scale, garbage) for scale in (1.0, spread, 0.5)]
+    columns = [
+        np.where(mask, rng.normal(size=mask.shape) * scale, garbage) for scale in (1.0, spread, 0.5)
+    ]
     return (*columns, mask)
 
 
@@ -37,9 +39,13 @@ def test_equals_the_loops(batch, clip, aggregation):
     values, returns, old, mask = batch
     hyper = {"norm": 3.0} if aggregation == "seq-mean-token-sum-norm" else {}
     v, target, before, bits = tensors(batch)
-    loss, metrics = value_loss(v, target, bits, old_values=before, clip=clip, aggregation=aggregation, **hyper)
+    loss, metrics = value_loss(
+        v, target, bits, old_values=before, clip=clip, aggregation=aggregation, **hyper
+    )
     losses = slow.value_loss(values, returns, mask, old, clip)
-    assert loss.item() == pytest.approx(slow.aggregate(aggregation, losses, mask, **hyper), rel=1e-12, abs=1e-14)
+    assert loss.item() == pytest.approx(
+        slow.aggregate(aggregation, losses, mask, **hyper), rel=1e-12, abs=1e-14
+    )
     plain = slow.value_loss(values, returns, mask)
     trained = max(mask.sum(), 1)
     assert metrics["vf_clipfrac"].item() == pytest.approx((losses > plain).sum() / trained)
@@ -54,7 +60,9 @@ def test_equals_the_loops(batch, clip, aggregation):
 def test_gradients_equal_finite_differences(batch, clip):
     v, target, before, bits = tensors(batch)
     v = torch.where(bits, v, 0.0).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, target, bits, old_values=before, clip=clip)[0], (v,), atol=1e-6)
+    assert torch.autograd.gradcheck(
+        lambda x: value_loss(x, target, bits, old_values=before, clip=clip)[0], (v,), atol=1e-6
+    )
 
 
 @settings(deadline=None)
@@ -69,13 +77,17 @@ def test_micro_batches_padding_order_and_garbage(batch, size):
     total = 0.0
     for start in range(0, len(v), size):
         part = slice(start, start + size)
-        piece, _ = value_loss(parts[part], target[part], bits[part], old_values=before[part], weights=weights[part])
+        piece, _ = value_loss(
+            parts[part], target[part], bits[part], old_values=before[part], weights=weights[part]
+        )
         piece.backward()
         total += piece.item()
     assert total == pytest.approx(loss.item(), rel=1e-12)
     torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=0)
     flipped = [torch.nn.functional.pad(t.flip(0), (2, 1)) for t in (v, target, bits, before)]
-    assert value_loss(*flipped[:3], old_values=flipped[3])[0].item() == pytest.approx(loss.item(), rel=1e-12)
+    assert value_loss(*flipped[:3], old_values=flipped[3])[0].item() == pytest.approx(
+        loss.item(), rel=1e-12
+    )
 
 
 def test_single_precision_and_equal_returns():

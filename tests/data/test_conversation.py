@@ -28,11 +28,14 @@ def only(folder: Path, row: Any, form: str = "auto") -> Conversation:
 
 
 def said(*pairs: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": text} for role, _, text in (pair.partition(":") for pair in pairs)]
+    return [
+        {"role": role, "content": text} for role, _, text in (pair.partition(":") for pair in pairs)
+    ]
 
 
 def test_messages_with_tools_and_calls(tmp_path):
-    """Arguments as a JSON text or an object, in or out of OpenAI's nesting, come out the same; other keys stay."""
+    """Arguments as a JSON text or an object, in or out of OpenAI's nesting, come out the same;
+    other keys stay."""
     for call in (
         {**CALL, "function": {"name": "add", "arguments": '{"a": 1}'}},
         CALL,
@@ -42,7 +45,11 @@ def test_messages_with_tools_and_calls(tmp_path):
             *said("system:s", "user:q"),
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "content": "", "tool_call_id": "c1", "name": "add"},
-            {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "reasoning_content": "r"},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                "reasoning_content": "r",
+            },
             *said("user:nobody answers this"),
         ]
         for tools in (TOOLS, json.dumps(TOOLS)):
@@ -64,20 +71,41 @@ def test_messages_may_be_called_conversations_or_be_json_text(tmp_path):
 
 
 def test_sharegpt(tmp_path):
-    spoken = [("human", "q"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "2"), ("gpt", "it is 2")]
-    row = {"system": "s", "conversations": [{"from": who, "value": what} for who, what in spoken], "tools": json.dumps(TOOLS)}
+    spoken = [
+        ("human", "q"),
+        ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
+        ("observation", "2"),
+        ("gpt", "it is 2"),
+    ]
+    row = {
+        "system": "s",
+        "conversations": [{"from": who, "value": what} for who, what in spoken],
+        "tools": json.dumps(TOOLS),
+    }
     found = only(tmp_path, row)
     assert found.tools == TOOLS
     assert found.messages == [
         *said("system:s", "user:q"),
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL["function"]}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": CALL["function"]}],
+        },
         *said("tool:2", "assistant:it is 2"),
     ]
 
 
 def test_alpaca(tmp_path):
-    row = {"instruction": "add", "input": "1 1", "output": "2", "system": "s", "history": [["q", "a"]]}
-    assert only(tmp_path, row).messages == said("system:s", "user:q", "assistant:a", "user:add\n\n1 1", "assistant:2")
+    row = {
+        "instruction": "add",
+        "input": "1 1",
+        "output": "2",
+        "system": "s",
+        "history": [["q", "a"]],
+    }
+    assert only(tmp_path, row).messages == said(
+        "system:s", "user:q", "assistant:a", "user:add\n\n1 1", "assistant:2"
+    )
     row = {"instruction": "add", "input": "", "output": "2", "system": "", "history": []}
     assert only(tmp_path, row).messages == said("user:add", "assistant:2")
 
@@ -89,7 +117,10 @@ BAD: list[tuple[str, Any]] = [
     ("unknown_form", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("unknown_form", {"messages": [{"role": "user", "content": 7}]}),
     ("unknown_form", {"instruction": "another form", "output": "than the file's first row"}),
-    ("unknown_form", {"messages": [*said("user:q"), {"role": "assistant", "content": "a", "weight": 0.5}]}),
+    (
+        "unknown_form",
+        {"messages": [*said("user:q"), {"role": "assistant", "content": "a", "weight": 0.5}]},
+    ),
     ("empty", {"messages": []}),
     ("empty", {"messages": said("user:q", "assistant: \n")}),
     ("empty", {"messages": said("user:", "assistant:a")}),
@@ -101,16 +132,50 @@ BAD: list[tuple[str, Any]] = [
     ("wrong_roles", {"messages": said("user:q", "system:s", "assistant:a")}),
     ("wrong_roles", {"messages": said("user:q", "assistant:a", "assistant:b")}),
     ("wrong_roles", {"messages": said("user:q", "tool:t", "assistant:a")}),
-    ("bad_tool_call", {"messages": [*said("user:q"), {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}]}),
     (
         "bad_tool_call",
-        {"messages": [*said("user:q"), {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
+        {
+            "messages": [
+                *said("user:q"),
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]},
+            ]
+        },
     ),
     (
         "bad_tool_call",
-        {"messages": [*said("user:q"), {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": [1]}]}]},
+        {
+            "messages": [
+                *said("user:q"),
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"name": "f", "arguments": "{"}],
+                },
+            ]
+        },
     ),
-    ("bad_tool_call", {"messages": [{"role": "user", "content": "q", "tool_calls": [CALL]}, *said("assistant:a")]}),
+    (
+        "bad_tool_call",
+        {
+            "messages": [
+                *said("user:q"),
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"name": "f", "arguments": [1]}],
+                },
+            ]
+        },
+    ),
+    (
+        "bad_tool_call",
+        {
+            "messages": [
+                {"role": "user", "content": "q", "tool_calls": [CALL]},
+                *said("assistant:a"),
+            ]
+        },
+    ),
     (
         "bad_tool_call",
         {
@@ -132,7 +197,10 @@ BAD: list[tuple[str, Any]] = [
 def test_every_bad_row_is_told_with_its_line_and_reason(tmp_path):
     good = {"messages": said("user:q", "assistant:a")}
     found, report = read(tmp_path, [good, *(row for _, row in BAD), good])
-    assert [one.where for one in found] == [f"{tmp_path}/rows.jsonl:1", f"{tmp_path}/rows.jsonl:{len(BAD) + 2}"]
+    assert [one.where for one in found] == [
+        f"{tmp_path}/rows.jsonl:1",
+        f"{tmp_path}/rows.jsonl:{len(BAD) + 2}",
+    ]
     assert [(row.where, row.reason) for row in report.bad] == [
         (f"{tmp_path}/rows.jsonl:{line}", reason) for line, (reason, _) in enumerate(BAD, start=2)
     ]
@@ -143,7 +211,12 @@ def test_every_bad_row_is_told_with_its_line_and_reason(tmp_path):
     "row",
     [
         {"conversations": [{"from": "narrator", "value": "q"}, {"from": "gpt", "value": "a"}]},
-        {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "no json"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "q"},
+                {"from": "function_call", "value": "no json"},
+            ]
+        },
         {"conversations": "text"},
         {"messages": []},
     ],
@@ -153,14 +226,26 @@ def test_bad_sharegpt_rows(tmp_path, row):
     assert not found and len(report.bad) == 1
 
 
-@pytest.mark.parametrize("extra", [{"history": "text"}, {"history": [["one"]]}, {"instruction": None}, {"output": ""}, {"output": 3}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"history": "text"},
+        {"history": [["one"]]},
+        {"instruction": None},
+        {"output": ""},
+        {"output": 3},
+    ],
+)
 def test_bad_alpaca_rows(tmp_path, extra):
     found, report = read(tmp_path, [{"instruction": "q", "output": "a", **extra}], "alpaca")
     assert not found and len(report.bad) == 1
 
 
 def test_the_report_counts_and_names_the_first(tmp_path):
-    rows = [{"messages": said("user:q")}] * 7 + [{"messages": []}, {"messages": said("user:q", "assistant:a")}]
+    rows = [{"messages": said("user:q")}] * 7 + [
+        {"messages": []},
+        {"messages": said("user:q", "assistant:a")},
+    ]
     _, report = read(tmp_path, rows, "messages")
     path = f"{tmp_path}/rows.jsonl"
     assert report.counts() == {"wrong_roles": 7, "empty": 1}
@@ -174,7 +259,11 @@ def test_the_report_counts_and_names_the_first(tmp_path):
         },
     }
     assert report.lines()[0] == "train: 1 of 9 rows are used"
-    assert report.lines()[1] == f"train: 7 left out, wrong roles: {', '.join(f'{path}:{n}' for n in range(1, 6))}, and 2 more"
+    assert (
+        report.lines()[1]
+        == f"train: 7 left out, wrong roles: {', '.join(f'{path}:{n}' for n in range(1, 6))}, "
+        "and 2 more"
+    )
     assert report.metrics()["data/train/left_out/wrong_roles"] == 7.0
     report.write(tmp_path / "bad.jsonl")
     told = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]

@@ -24,7 +24,13 @@ def told(source: Path | str) -> list[tuple[str, object]]:
 def test_lines_with_their_numbers_and_broken_ones_between_good_ones(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"n": 1}\n{"n": 2\n\n{"n": "\xff"}\n{"n": "\xc3\xa9"}')
-    assert told(path) == [("1", {"n": 1}), ("2", "not_json"), ("3", "empty"), ("4", "not_utf8"), ("5", {"n": "é"})]
+    assert told(path) == [
+        ("1", {"n": 1}),
+        ("2", "not_json"),
+        ("3", "empty"),
+        ("4", "not_utf8"),
+        ("5", {"n": "é"}),
+    ]
 
 
 def test_a_line_of_endless_brackets_is_a_bad_row(tmp_path):
@@ -81,7 +87,10 @@ def test_a_folder_is_its_files_in_order(tmp_path):
         (tmp_path / name).write_text(json.dumps([{"n": n}] if name.endswith("json") else {"n": n}))
     (tmp_path / "readme.md").write_text("no data")
     check_source(str(tmp_path), "data.train")
-    assert [row.where for row in read_rows(str(tmp_path))] == [f"{tmp_path}/a.json:1", f"{tmp_path}/b.jsonl:1"]
+    assert [row.where for row in read_rows(str(tmp_path))] == [
+        f"{tmp_path}/a.json:1",
+        f"{tmp_path}/b.jsonl:1",
+    ]
 
 
 def test_what_can_be_no_source_is_refused_before_reading(tmp_path):
@@ -106,10 +115,21 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
 def test_parquet_rows_lose_the_nulls_that_the_table_put_in(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "f"}]}, {"messages": [], "more": 1}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "tool", "content": "b", "name": "f"},
+            ]
+        },
+        {"messages": [], "more": 1},
+    ]
     parquet.write_table(arrow.Table.from_pylist(rows, schema=None), tmp_path / "a.parquet")
     check_source(str(tmp_path / "a.parquet"), "data.train")
-    assert told(tmp_path / "a.parquet") == [("row 1", rows[0]), ("row 2", {"messages": []})]  # from_pylist takes the first row's keys
+    assert told(tmp_path / "a.parquet") == [
+        ("row 1", rows[0]),
+        ("row 2", {"messages": []}),
+    ]  # from_pylist takes the first row's keys
     (tmp_path / "a.parquet").write_bytes(b"PAR1nothing")
     with pytest.raises(ConfigError, match="can't be read as Parquet"):
         list(read_rows(str(tmp_path / "a.parquet")))
@@ -120,14 +140,23 @@ def test_a_parquet_text_that_is_not_utf8_costs_its_row(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     broken = arrow.array([b"good", b"\xff\xfe", b"fine"]).view(arrow.utf8())
     parquet.write_table(arrow.table({"text": broken}), tmp_path / "a.parquet")
-    assert told(tmp_path / "a.parquet") == [("row 1", {"text": "good"}), ("row 2", "not_utf8"), ("row 3", {"text": "fine"})]
+    assert told(tmp_path / "a.parquet") == [
+        ("row 1", {"text": "good"}),
+        ("row 2", "not_utf8"),
+        ("row 3", {"text": "fine"}),
+    ]
 
 
 def test_a_saved_dataset(tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [{"role": "user", "content": "b"}]},
+    ]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(
+        tmp_path / "splits"
+    )
     datasets.DatasetDict({"odd": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "odd")
     for name in ("one", "splits"):
         check_source(str(tmp_path / name), "data.train")

@@ -32,7 +32,10 @@ def test_arms_come_in_either_order() -> None:
     assert world.optimal_action() == "Librarian"
 
 
-@pytest.mark.parametrize("wrong", [{"low_arm": "dragon"}, {"high_probability": 0.05}, {"high_probability": 1.5}, {"low_arm": ""}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"low_arm": "dragon"}, {"high_probability": 0.05}, {"high_probability": 1.5}, {"low_arm": ""}],
+)
 def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(pydantic.ValidationError):
         BanditConfig.model_validate(wrong)

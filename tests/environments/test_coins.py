@@ -66,7 +66,13 @@ def test_every_coin_is_best_equally_often() -> None:
 
 
 def test_only_the_exact_name_succeeds() -> None:
-    for said, succeeds in (("{}", True), ("{}.", False), ("The {} coin", False), ('"{}"', False), ("{} {}", False)):
+    for said, succeeds in (
+        ("{}", True),
+        ("{}.", False),
+        ("The {} coin", False),
+        ('"{}"', False),
+        ("{} {}", False),
+    ):
         made, _ = world(7, rule="table")
         best = str(made.optimal_action())
         _, reward, terminated, _, info = made.step(said.format(best, best))
@@ -77,7 +83,11 @@ def test_only_the_exact_name_succeeds() -> None:
 def test_credit_grows_towards_the_exact_answer() -> None:
     rewards = []
     for said in ("I think that gold may be the right coin", "The gold coin.", "gold.", "gold"):
-        made = next(made for made, _ in (world(seed, rule="hidden") for seed in range(99)) if made.optimal_action() == "gold")
+        made = next(
+            made
+            for made, _ in (world(seed, rule="hidden") for seed in range(99))
+            if made.optimal_action() == "gold"
+        )
         rewards.append(made.step(said)[1])
     assert 0 < rewards[0] < rewards[1] < rewards[2] == 0.5 * 4 / 5 < rewards[3] == 1.0
 
@@ -112,7 +122,14 @@ def test_prompt_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_coins": 1}, {"num_coins": 9}, {"max_value": 3, "min_gap": 2}, {"rule": "luck"}, {"other_credit": 1.0}]
+    "wrong",
+    [
+        {"num_coins": 1},
+        {"num_coins": 9},
+        {"max_value": 3, "min_gap": 2},
+        {"rule": "luck"},
+        {"other_credit": 1.0},
+    ],
 )
 def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(pydantic.ValidationError):

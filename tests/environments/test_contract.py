@@ -131,7 +131,11 @@ def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
     assert few.random is not None and many.random is not None and few.random <= many.random
 
 
-@pytest.mark.parametrize("config", [config for config in WORLDS if config.type not in ("frozen_lake", "gymnasium")], ids=lambda c: c.type)
+@pytest.mark.parametrize(
+    "config",
+    [config for config in WORLDS if config.type not in ("frozen_lake", "gymnasium")],
+    ids=lambda c: c.type,
+)
 @given(seed=seeds)
 @settings(max_examples=20, deadline=None)
 def test_the_solver_solves(config: EnvironmentConfig, seed: int) -> None:
@@ -153,7 +157,11 @@ def test_a_reset_without_seed_draws_one() -> None:
 
 def test_every_option_is_explained() -> None:
     for config in {type(config) for config in WORLDS}:
-        unexplained = [name for name, field in config.model_fields.items() if name != "type" and not field.description]
+        unexplained = [
+            name
+            for name, field in config.model_fields.items()
+            if name != "type" and not field.description
+        ]
         assert not unexplained, config.__name__
 
 
@@ -163,7 +171,9 @@ def test_mean_baselines_averages_and_keeps_the_unknown() -> None:
     for seed in (1, 2, 3):
         world.reset(seed=seed)
         rates.append(world.baselines(7).optimal)
-    assert mean_baselines(FrozenLakeConfig(), [1, 2, 3], 7).optimal == pytest.approx(sum(rate for rate in rates if rate is not None) / 3)
+    assert mean_baselines(FrozenLakeConfig(), [1, 2, 3], 7).optimal == pytest.approx(
+        sum(rate for rate in rates if rate is not None) / 3
+    )
     with pytest.raises(ValueError, match="seed"):
         mean_baselines(FrozenLakeConfig(), [])
     assert mean_baselines(GymnasiumConfig(id="Blackjack-v1"), [1]).optimal is None
@@ -180,6 +190,15 @@ def test_unknown_environment_is_named() -> None:
 
 def test_importing_the_room_is_light() -> None:
     heavy = "{'torch', 'transformers', 'reasoning_gym', 'textarena'}"
-    code = f"import sys, agentevo.environments; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, capture_output=True, text=True, timeout=120)
+    code = (
+        f"import sys, agentevo.environments; sys.exit(str({heavy} & set(sys.modules)) if "
+        f"{heavy} & set(sys.modules) else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.environments.arithmetic import evaluate, random_expression, random_expression_success, solve
+from agentevo.environments.arithmetic import (
+    evaluate,
+    random_expression,
+    random_expression_success,
+    solve,
+)
 from agentevo.environments.countdown import CountdownConfig, CountdownEnvironment
 from agentevo.errors import EnvironmentFailure
 
@@ -102,15 +107,22 @@ def all_values(numbers: list[int], operations: str) -> set[Fraction]:
     for size in range(1, len(numbers)):
         for chosen in itertools.combinations(range(len(numbers)), size):
             left = all_values([numbers[index] for index in chosen], operations)
-            right = all_values([number for index, number in enumerate(numbers) if index not in chosen], operations)
+            right = all_values(
+                [number for index, number in enumerate(numbers) if index not in chosen], operations
+            )
             for a, b in itertools.product(left, right):
                 for sign in operations:
                     if sign != "/" or b:
-                        found.add({"+": a + b, "-": a - b, "*": a * b}[sign] if sign != "/" else a / b)
+                        found.add(
+                            {"+": a + b, "-": a - b, "*": a * b}[sign] if sign != "/" else a / b
+                        )
     return found
 
 
-@given(numbers=st.lists(st.integers(1, 12), min_size=2, max_size=4), operations=st.sampled_from(["+-", "+-*", "+-*/", "*"]))
+@given(
+    numbers=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    operations=st.sampled_from(["+-", "+-*", "+-*/", "*"]),
+)
 @settings(max_examples=15, deadline=None)
 def test_solve_finds_exactly_what_exists(numbers: list[int], operations: str) -> None:
     reachable = all_values(numbers, operations)
@@ -137,23 +149,42 @@ def test_sampled_rate_of_five_numbers_is_near_the_exact_one() -> None:
     made = CountdownEnvironment(CountdownConfig(num_numbers=5, operations="+-"))
     made.reset(seed=2)
     exact = random_expression_success(made.numbers, made.target, "+-")
-    assert made.baselines().random == pytest.approx(exact, abs=4 * (exact * (1 - exact) / 4000) ** 0.5)
+    assert made.baselines().random == pytest.approx(
+        exact, abs=4 * (exact * (1 - exact) / 4000) ** 0.5
+    )
 
 
-@given(seed=st.integers(0, 2**31 - 1), count=st.integers(2, 5), operations=st.sampled_from(["+-", "+-*", "+-*/"]))
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    count=st.integers(2, 5),
+    operations=st.sampled_from(["+-", "+-*", "+-*/"]),
+)
 @settings(max_examples=30, deadline=None)
 def test_instances_keep_to_their_ranges(seed: int, count: int, operations: str) -> None:
-    config = CountdownConfig(num_numbers=count, operations=operations, max_number=15, min_target=5, max_target=60)
+    config = CountdownConfig(
+        num_numbers=count, operations=operations, max_number=15, min_target=5, max_target=60
+    )
     made = CountdownEnvironment(config)
     shown, _ = made.reset(seed=seed)
-    assert len(made.numbers) == count and all(1 <= number <= 15 for number in made.numbers) and 5 <= made.target <= 60
+    assert (
+        len(made.numbers) == count
+        and all(1 <= number <= 15 for number in made.numbers)
+        and 5 <= made.target <= 60
+    )
     assert shown == f"Numbers: {', '.join(map(str, made.numbers))}. Target: {made.target}."
 
 
 def test_an_impossible_range_is_refused_with_the_remedy() -> None:
-    made = CountdownEnvironment(CountdownConfig(num_numbers=2, max_number=3, operations="+", min_target=50))
+    made = CountdownEnvironment(
+        CountdownConfig(num_numbers=2, max_number=3, operations="+", min_target=50)
+    )
     with pytest.raises(EnvironmentFailure, match="widen the target's range"):
         made.reset(seed=0)
-    for wrong in ({"min_target": 5, "max_target": 4}, {"operations": "+^"}, {"operations": "++"}, {"num_numbers": 6}):
+    for wrong in (
+        {"min_target": 5, "max_target": 4},
+        {"operations": "+^"},
+        {"operations": "++"},
+        {"num_numbers": 6},
+    ):
         with pytest.raises(pydantic.ValidationError):
             CountdownConfig.model_validate(wrong)

@@ -36,14 +36,32 @@ def drawn(drawing: str, **options: Any) -> DrawnLake:
 def test_moves_edges_hole_and_goal() -> None:
     world = drawn("P__\n_O_\n__G", slippery=False)
     assert world.reset(seed=0)[0] == "P__\n_O_\n__G"
-    assert world.step("Up") == ("P__\n_O_\n__G", 0.0, False, False, {"valid": True, "effective": False, "success": False})
+    assert world.step("Up") == (
+        "P__\n_O_\n__G",
+        0.0,
+        False,
+        False,
+        {"valid": True, "effective": False, "success": False},
+    )
     assert world.step("down")[0] == "___\nPO_\n__G"
     world.step("Down")
     assert world.step("Right")[0] == "___\n_O_\n_PG"
-    assert world.step("Right") == ("___\n_O_\n__√", 1.0, True, False, {"valid": True, "effective": True, "success": True})
+    assert world.step("Right") == (
+        "___\n_O_\n__√",
+        1.0,
+        True,
+        False,
+        {"valid": True, "effective": True, "success": True},
+    )
     world.reset(seed=0)
     world.step("Right")
-    assert world.step("Down") == ("___\n_X_\n__G", 0.0, True, False, {"valid": True, "effective": True, "success": False})
+    assert world.step("Down") == (
+        "___\n_X_\n__G",
+        0.0,
+        True,
+        False,
+        {"valid": True, "effective": True, "success": False},
+    )
 
 
 def test_ascii_alphabet_on_the_goal() -> None:
@@ -61,7 +79,9 @@ def test_ice_slips_to_the_sides_only() -> None:
         ends[shown] = ends.get(shown, 0) + 1
     places = {divmod(shown.replace("\n", "").index("P"), 5): count for shown, count in ends.items()}
     assert set(places) == {(2, 1), (1, 2), (3, 2)}
-    assert all(count == pytest.approx(1000, abs=110) for count in places.values())  # 4 standard errors
+    assert all(
+        count == pytest.approx(1000, abs=110) for count in places.values()
+    )  # 4 standard errors
 
 
 def test_exact_rates_by_hand() -> None:
@@ -84,7 +104,11 @@ def best_by_enumeration(world: FrozenLakeEnvironment, tile: int, actions_left: i
     if tile in lake.holes or actions_left == 0:
         return 0.0
     return max(
-        sum(best_by_enumeration(world, lake.neighbour(tile, (action + turn) % 4), actions_left - 1) for turn in (-1, 0, 1)) / 3
+        sum(
+            best_by_enumeration(world, lake.neighbour(tile, (action + turn) % 4), actions_left - 1)
+            for turn in (-1, 0, 1)
+        )
+        / 3
         for action in range(4)
     )
 
@@ -94,13 +118,19 @@ def best_by_enumeration(world: FrozenLakeEnvironment, tile: int, actions_left: i
 def test_optimum_equals_expectimax(seed: int) -> None:
     world = FrozenLakeEnvironment(FrozenLakeConfig(size=3, max_actions=4))
     world.reset(seed=seed)
-    assert world.baselines().optimal == pytest.approx(best_by_enumeration(world, world.lake.start, 4))
+    assert world.baselines().optimal == pytest.approx(
+        best_by_enumeration(world, world.lake.start, 4)
+    )
 
 
 @given(seed=st.integers(0, 2**31 - 1), size=st.integers(2, 9), frozen=st.floats(0.3, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_maps_are_solvable(seed: int, size: int, frozen: float) -> None:
-    world = FrozenLakeEnvironment(FrozenLakeConfig(size=size, frozen_probability=frozen, slippery=False, max_actions=size * size))
+    world = FrozenLakeEnvironment(
+        FrozenLakeConfig(
+            size=size, frozen_probability=frozen, slippery=False, max_actions=size * size
+        )
+    )
     shown, _ = world.reset(seed=seed)
     assert shown.count("P") == shown.count("G") == 1 and len(shown) == size * (size + 1) - 1
     for _ in range(size * size):
@@ -132,7 +162,8 @@ def test_frozen_share_is_as_asked() -> None:
 
 
 def test_rates_match_the_published_calibration() -> None:
-    """256 of RAGEN's maps, slippery (shared/reference/recipes.md 1.9); 3 standard errors of the difference of two samples are allowed."""
+    """256 of RAGEN's maps, slippery (shared/reference/recipes.md 1.9); 3 standard errors of the
+    difference of two samples are allowed."""
     published = {5: (0.157, 0.290), 10: (0.212, 0.483), 20: (0.264, 0.698)}
     for limit, (by_chance, best) in published.items():
         world = FrozenLakeEnvironment(FrozenLakeConfig())
@@ -140,13 +171,19 @@ def test_rates_match_the_published_calibration() -> None:
         for seed in range(NUM_MAPS):
             world.reset(seed=seed)
             rates.append(world.baselines(limit))
-        for known, ours in ((by_chance, [rate.random for rate in rates]), (best, [rate.optimal for rate in rates])):
+        for known, ours in (
+            (by_chance, [rate.random for rate in rates]),
+            (best, [rate.optimal for rate in rates]),
+        ):
             values = np.array(ours, dtype=float)
-            assert values.mean() == pytest.approx(known, abs=3 * values.std() * (2 / NUM_MAPS) ** 0.5)
+            assert values.mean() == pytest.approx(
+                known, abs=3 * values.std() * (2 / NUM_MAPS) ** 0.5
+            )
 
 
 def test_played_rates_match_the_tables() -> None:
-    """The solver and a random player, played on 1000 worlds with their slips, against the exact means; 4 standard errors."""
+    """The solver and a random player, played on 1000 worlds with their slips, against the exact
+    means; 4 standard errors."""
     import random
 
     config = FrozenLakeConfig()
@@ -166,7 +203,9 @@ def test_played_rates_match_the_tables() -> None:
     exact = mean_baselines(config, range(1000))
     for player, known in (("optimal", exact.optimal), ("random", exact.random)):
         assert known is not None
-        assert wins[player] / 1000 == pytest.approx(known, abs=4 * (known * (1 - known) / 1000) ** 0.5)
+        assert wins[player] / 1000 == pytest.approx(
+            known, abs=4 * (known * (1 - known) / 1000) ** 0.5
+        )
 
 
 def test_words_say_what_the_map_shows() -> None:
@@ -175,11 +214,22 @@ def test_words_say_what_the_map_shows() -> None:
     assert shown.startswith("Goal two down, two right; left edge, down hole, right ice, up edge")
     assert shown.count("one down, same column") == 1  # the hole
     world.step("Right")
-    assert world.step("Down")[0].startswith("Goal one down, one right; left hole, down ice, right ice, up ice")
+    assert world.step("Down")[0].startswith(
+        "Goal one down, one right; left hole, down ice, right ice, up ice"
+    )
     assert "fell" in world.step("Left")[0]
 
 
-@pytest.mark.parametrize("wrong", [{"size": 1}, {"frozen_probability": 0}, {"alphabet": "runes"}, {"slipery": True}, {"max_actions": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 1},
+        {"frozen_probability": 0},
+        {"alphabet": "runes"},
+        {"slipery": True},
+        {"max_actions": 0},
+    ],
+)
 def test_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(pydantic.ValidationError):
         FrozenLakeConfig.model_validate(wrong)

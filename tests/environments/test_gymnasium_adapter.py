@@ -9,12 +9,28 @@ import pytest
 from gymnasium import spaces
 
 from agentevo.environments import make, mean_baselines
-from agentevo.environments.gymnasium_adapter import GymnasiumConfig, GymnasiumEnvironment, as_text, picture_as_text
+from agentevo.environments.gymnasium_adapter import (
+    GymnasiumConfig,
+    GymnasiumEnvironment,
+    as_text,
+    picture_as_text,
+)
 from agentevo.errors import ConfigError
 
-LAKE = GymnasiumConfig(id="FrozenLake-v1", action_names=("Left", "Down", "Right", "Up"), max_actions=100)
-FIRM = GymnasiumConfig(id="FrozenLake-v1", kwargs={"is_slippery": False}, action_names=("Left", "Down", "Right", "Up"), max_actions=6)
-TAXI = GymnasiumConfig(id="Taxi-v4", action_names=("South", "North", "East", "West", "Pickup", "Dropoff"), max_actions=20)
+LAKE = GymnasiumConfig(
+    id="FrozenLake-v1", action_names=("Left", "Down", "Right", "Up"), max_actions=100
+)
+FIRM = GymnasiumConfig(
+    id="FrozenLake-v1",
+    kwargs={"is_slippery": False},
+    action_names=("Left", "Down", "Right", "Up"),
+    max_actions=6,
+)
+TAXI = GymnasiumConfig(
+    id="Taxi-v4",
+    action_names=("South", "North", "East", "West", "Pickup", "Dropoff"),
+    max_actions=20,
+)
 
 
 class Echo(gymnasium.Env[str, str]):
@@ -23,7 +39,9 @@ class Echo(gymnasium.Env[str, str]):
     observation_space: ClassVar[spaces.Text] = spaces.Text(100)  # type: ignore[misc]
     action_space: ClassVar[spaces.Text] = spaces.Text(8, charset="abcdefgh")  # type: ignore[misc]
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.password = "".join(self.np_random.choice(list("abc"), size=3))
         return f"Password {self.password}?", {}
@@ -54,7 +72,9 @@ def test_solver_and_exact_rates_from_published_transitions() -> None:
     assert mean_baselines(FIRM, [0]).optimal == 1.0
     assert mean_baselines(FIRM, [0], 5).optimal == 0.0
     rates = mean_baselines(LAKE, [0])
-    assert rates.optimal == pytest.approx(0.744, abs=0.002)  # the 4x4 map's known optimum with 100 actions
+    assert rates.optimal == pytest.approx(
+        0.744, abs=0.002
+    )  # the 4x4 map's known optimum with 100 actions
     assert rates.random == pytest.approx(0.0139, abs=0.0005)
     for config in (FIRM, TAXI):
         world = make(config)
@@ -93,12 +113,24 @@ def test_max_actions_replaces_gymnasiums_limit() -> None:
 
 
 def test_text_world() -> None:
-    world = GymnasiumEnvironment(GymnasiumConfig(id="AgentEvoEcho-v0", instructions="Repeat the password.", max_actions=3))
+    world = GymnasiumEnvironment(
+        GymnasiumConfig(id="AgentEvoEcho-v0", instructions="Repeat the password.", max_actions=3)
+    )
     shown, _ = world.reset(seed=4)
     password = shown.removeprefix("Password ").removesuffix("?")
     assert world.reset(seed=4)[0] == shown
-    assert world.step("XYZ")[4] == {"valid": False, "effective": False, "success": False}  # letters outside the space
-    assert world.step(password) == ("Thanks.", 1.0, True, False, {"valid": True, "effective": True, "success": True})
+    assert world.step("XYZ")[4] == {
+        "valid": False,
+        "effective": False,
+        "success": False,
+    }  # letters outside the space
+    assert world.step(password) == (
+        "Thanks.",
+        1.0,
+        True,
+        False,
+        {"valid": True, "effective": True, "success": True},
+    )
     world.reset(seed=4)
     assert not world.step("hh")[4]["success"]  # the environment's own word wins over the reward
     world.reset(seed=4)

@@ -7,7 +7,8 @@ from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 
 
 def test_a_gamble_is_taken_only_when_time_is_short() -> None:
-    """State 0: action 0 wins at once with 1/2 (else lost); action 1 walks to state 1, from which action 1 wins for sure."""
+    """State 0: action 0 wins at once with 1/2 (else lost); action 1 walks to state 1, from which
+    action 1 wins for sure."""
     win = np.array([[0.5, 0.0], [0.0, 1.0]])
     move = np.zeros((2, 2, 2))
     move[1, 0, 1] = 1.0
@@ -44,7 +45,9 @@ def test_random_play_agrees_with_the_exact_rate() -> None:
         assert exact is not None
         played = random_play_success(lambda: SokobanEnvironment(config), seed, 800)
         assert played == pytest.approx(exact, abs=4 * (exact * (1 - exact) / 800) ** 0.5)
-    assert random_play_success(lambda: SokobanEnvironment(config), 1, 50) == random_play_success(lambda: SokobanEnvironment(config), 1, 50)
+    assert random_play_success(lambda: SokobanEnvironment(config), 1, 50) == random_play_success(
+        lambda: SokobanEnvironment(config), 1, 50
+    )
 
 
 def test_random_play_agrees_on_ice_over_many_seeds() -> None:
@@ -55,4 +58,6 @@ def test_random_play_agrees_on_ice_over_many_seeds() -> None:
         world.reset(seed=seed)
         exact.append(world.baselines().random)
         played.append(random_play_success(lambda: FrozenLakeEnvironment(config), seed, 4))
-    assert np.mean(played) == pytest.approx(np.mean(np.array(exact, dtype=float)), abs=4 * np.std(played) / 20)
+    assert np.mean(played) == pytest.approx(
+        np.mean(np.array(exact, dtype=float)), abs=4 * np.std(played) / 20
+    )

@@ -19,7 +19,13 @@ def test_reference_answer_succeeds_and_another_does_not() -> None:
         questions.add(shown)
         answer = world.optimal_action()
         assert answer is not None
-        assert world.step(answer) == (shown, 1.0, True, False, {"valid": True, "effective": True, "success": True})
+        assert world.step(answer) == (
+            shown,
+            1.0,
+            True,
+            False,
+            {"valid": True, "effective": True, "success": True},
+        )
         assert world.reset(seed=seed)[0] == shown
         _, reward, terminated, _, info = world.step("a thousand")
         assert reward < 1 and terminated and not info["success"]
@@ -34,7 +40,10 @@ def test_empty_answers_are_invalid_and_baselines_unknown() -> None:
     assert world.random_action(random.Random(1)).lstrip("-").isdigit()
 
 
-@pytest.mark.parametrize("dataset", ["countdown", "basic_arithmetic", "knights_knaves", "sokoban", "simple_equations", "maze"])
+@pytest.mark.parametrize(
+    "dataset",
+    ["countdown", "basic_arithmetic", "knights_knaves", "sokoban", "simple_equations", "maze"],
+)
 def test_datasets_of_many_kinds_work(dataset: str) -> None:
     world = make(ReasoningGymConfig(dataset=dataset))
     shown, _ = world.reset(seed=7)

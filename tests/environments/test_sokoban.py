@@ -25,7 +25,9 @@ def parse(drawing: str) -> tuple[Room, int]:
 
     floor = {index for index, symbol in enumerate(cells) if symbol != "#"}
     player = next(index for index, symbol in enumerate(cells) if symbol in "PS")
-    return Room.build(len(rows), len(rows[0]), floor, bits("O√S")), bits("X√") << PLAYER_BITS | player
+    return Room.build(len(rows), len(rows[0]), floor, bits("O√S")), bits(
+        "X√"
+    ) << PLAYER_BITS | player
 
 
 class DrawnRoom(SokobanEnvironment):
@@ -51,7 +53,11 @@ def test_pushing_to_the_end_earns_eleven_less_a_tenth_per_action() -> None:
     assert world.reset(seed=0)[0] == "######\n#PX_O#\n######"
     shown, reward, terminated, truncated, info = world.step("right")
     assert (shown, terminated, truncated) == ("######\n#_PXO#\n######", False, False)
-    assert reward == pytest.approx(-0.1) and info == {"valid": True, "effective": True, "success": False}
+    assert reward == pytest.approx(-0.1) and info == {
+        "valid": True,
+        "effective": True,
+        "success": False,
+    }
     shown, last, terminated, _, info = world.step("Right")
     assert shown == "######\n#__P√#\n######" and terminated and info["success"]
     assert reward + last == pytest.approx(11 - 0.1 * 2)
@@ -162,7 +168,8 @@ def test_the_solver_recovers_from_random_actions() -> None:
 
 
 def test_difficulty_is_about_ragens() -> None:
-    """6x6 with one box (shared/reference/recipes.md 1.9): random 12, 19, 27% in 5, 10, 20 actions; optimum 74-78% in 5, all in 10."""
+    """6x6 with one box (shared/reference/recipes.md 1.9): random 12, 19, 27% in 5, 10, 20 actions;
+    optimum 74-78% in 5, all in 10."""
     world = SokobanEnvironment(SokobanConfig())
     rates: dict[int, list[float]] = {5: [], 10: [], 20: []}
     lengths = []
@@ -179,7 +186,9 @@ def test_difficulty_is_about_ragens() -> None:
 
 def test_larger_rooms_are_about_ragens_larger() -> None:
     """The same table, 8x8 with two boxes: random 2.6% in 10 actions, optimum 45.7% in 5."""
-    world = SokobanEnvironment(SokobanConfig(dim=(8, 8), num_boxes=2, min_solution=3, max_solution=8))
+    world = SokobanEnvironment(
+        SokobanConfig(dim=(8, 8), num_boxes=2, min_solution=3, max_solution=8)
+    )
     rates, lengths = [], []
     for seed in range(60):
         world.reset(seed=seed)
@@ -193,7 +202,8 @@ def test_random_rate_by_hand_and_optimal_by_limit() -> None:
     world = drawn("######\n#PX_O#\n######", max_solution=7)
     assert world.baselines(1).random == 0.0
     assert world.baselines(2).random == pytest.approx(1 / 16)
-    # In three: right, right within the three with one idle action (left, up or down against a wall) first, or up/down between.
+    # In three: right, right within the three with one idle action (left, up or down against a wall)
+    # first, or up/down between.
     assert world.baselines(3).random == pytest.approx(1 / 16 + 3 / 64 + 2 / 64)
     assert world.baselines(1).optimal == 0.0
     assert world.baselines(2).optimal == 1.0
@@ -203,11 +213,16 @@ def test_sampled_rate_matches_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> 
     world = SokobanEnvironment(SokobanConfig(min_solution=2, max_solution=3))
     world.reset(seed=5)
     exact = world.baselines(10).random
-    assert exact is not None and random_player_success(world.room, world._state, 10, max_states=1) is None
+    assert (
+        exact is not None
+        and random_player_success(world.room, world._state, 10, max_states=1) is None
+    )
     monkeypatch.setattr(sokoban, "EXACT_STATES", 1)
     sampled = world.baselines(10).random
     assert sampled != exact  # so it was sampled
-    assert sampled == pytest.approx(exact, abs=4 * (exact * (1 - exact) / sokoban.SAMPLED_PLAYS) ** 0.5)
+    assert sampled == pytest.approx(
+        exact, abs=4 * (exact * (1 - exact) / sokoban.SAMPLED_PLAYS) ** 0.5
+    )
 
 
 def test_rooms_are_made_fast() -> None:
@@ -230,4 +245,6 @@ def test_impossible_rooms_are_refused() -> None:
         with pytest.raises(pydantic.ValidationError):
             SokobanConfig.model_validate(wrong)
     with pytest.raises(EnvironmentFailure, match="enlarge dim"):
-        SokobanEnvironment(SokobanConfig(dim=(4, 4), min_solution=60, max_solution=60)).reset(seed=0)
+        SokobanEnvironment(SokobanConfig(dim=(4, 4), min_solution=60, max_solution=60)).reset(
+            seed=0
+        )

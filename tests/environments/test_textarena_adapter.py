@@ -9,7 +9,9 @@ from agentevo.environments.textarena_adapter import TextArenaConfig, listed_acti
 from agentevo.errors import ConfigError, EnvironmentFailure
 
 pytest.importorskip("textarena")
-HANOI = TextArenaConfig(game="TowerOfHanoi-v0", actions=tuple(f"[{a} {b}]" for a in "ABC" for b in "ABC" if a != b))
+HANOI = TextArenaConfig(
+    game="TowerOfHanoi-v0", actions=tuple(f"[{a} {b}]" for a in "ABC" for b in "ABC" if a != b)
+)
 TICTACTOE = TextArenaConfig(game="TicTacToe-v0", num_players=2)
 SOLUTION = ("A C", "A B", "C B", "A C", "B A", "B C", "A C")
 
@@ -19,9 +21,13 @@ def test_a_puzzle_for_one() -> None:
     shown, _ = world.reset(seed=1)
     assert "Tower of Hanoi" in shown and "A: [3, 2, 1]" in shown
     for count, move in enumerate(SOLUTION, start=1):
-        shown, reward, terminated, truncated, info = world.step(move)  # TextArena's own wrapper adds the brackets
+        shown, reward, terminated, truncated, info = world.step(
+            move
+        )  # TextArena's own wrapper adds the brackets
         assert info["valid"] and info["effective"]
-        assert "Tower of Hanoi" not in shown and move not in shown.splitlines()[0][:6]  # only what is new
+        assert (
+            "Tower of Hanoi" not in shown and move not in shown.splitlines()[0][:6]
+        )  # only what is new
         assert terminated is (count == len(SOLUTION)) and not truncated
     assert reward == 1.0 and info["success"]
 
@@ -31,7 +37,9 @@ def test_invalid_actions_never_end_the_game() -> None:
     world.reset(seed=1)
     for count in range(1, 6):
         shown, reward, terminated, truncated, info = world.step("lift all")
-        assert "A: [3, 2, 1]" in shown and reward == 0 and not terminated and truncated is (count == 5)
+        assert (
+            "A: [3, 2, 1]" in shown and reward == 0 and not terminated and truncated is (count == 5)
+        )
         assert info == {"valid": False, "effective": False, "success": False}
 
 
@@ -92,7 +100,9 @@ def test_global_random_numbers_are_left_alone() -> None:
 
 
 def test_episodes_do_not_disturb_each_other() -> None:
-    config = TextArenaConfig(game="2048-v0-ultra-easy", actions=("[up]", "[down]", "[left]", "[right]"))
+    config = TextArenaConfig(
+        game="2048-v0-ultra-easy", actions=("[up]", "[down]", "[left]", "[right]")
+    )
     moves = ["[up]", "[left]", "[down]", "[right]"] * 3
 
     def boards(between: int) -> list[str]:
@@ -131,6 +141,8 @@ def test_seat_must_exist() -> None:
 
 
 def test_listed_actions() -> None:
-    assert listed_actions("Available Moves: '[0]', '[1]'\nNow\nAvailable moves: '[3]', '[3]'") == ["[3]"]
+    assert listed_actions("Available Moves: '[0]', '[1]'\nNow\nAvailable moves: '[3]', '[3]'") == [
+        "[3]"
+    ]
     assert listed_actions("Your available actions are: '[check]', '[bet]'") == ["[check]", "[bet]"]
     assert listed_actions("Type [A B] to move.") == []

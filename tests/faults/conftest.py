@@ -52,12 +52,16 @@ Members = Callable[..., list[Component]]
 
 @pytest.fixture
 def members(nursery: Nursery, tmp_path: Path) -> Iterator[Members]:
-    """`members(config, "serve", "sample", "learn", before=...)`: components of one run, named after their kinds. None outlives the test."""
+    """`members(config, "serve", "sample", "learn", before=...)`: components of one run, named after
+    their kinds. None outlives the test."""
     made: list[Component] = []
 
     def make(config: RunConfig, *kinds: str, before: str | None = None) -> list[Component]:
         names = [f"{config.run_dir.name}-{kind}-{index}" for index, kind in enumerate(kinds)]
-        found = [Component(nursery, kind, name, config, tmp_path, before=before) for kind, name in zip(kinds, names, strict=True)]
+        found = [
+            Component(nursery, kind, name, config, tmp_path, before=before)
+            for kind, name in zip(kinds, names, strict=True)
+        ]
         made.extend(found)
         return found
 

@@ -1,7 +1,9 @@
-"""The long version of these tests, run by hand (`make soak`): a run of everything with random kills of random parts, for twenty minutes.
+"""The long version of these tests, run by hand (`make soak`): a run of everything with random kills
+of random parts, for twenty minutes.
 
-What must hold at the end is what tests/faults/test_kills.py asks, and besides: memory, open files, files on the disk and leases don't grow,
-and when all parts have been asked to end, no process and no lease is left.
+What must hold at the end is what tests/faults/test_kills.py asks, and besides: memory, open files,
+files on the disk and leases don't grow, and when all parts have been asked to end, no process and
+no lease is left.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ from agentevo.store.store import open_store
 KINDS = ("serve", "serve", "sample", "sample", "learn")
 SAMPLE_S = 1.0
 CALM_S = 5.0
-"""Nobody is killed so shortly before the end: leases of the dead have run out by then (rollout.lease_s is 1) and were taken over."""
+"""Nobody is killed so shortly before the end: leases of the dead have run out by then
+(rollout.lease_s is 1) and were taken over."""
 GROWTH = 1.15
-"""Memory in the last third of the time may be this many times that in the middle one; both are means."""
+"""Memory in the last third of the time may be this many times that in the middle one; both are
+means."""
 SPREAD = {"open_files": 20, "stored_files": 20, "leases": 6}
 """What the most in the last third of the time may be above that in the middle one."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -72,7 +76,8 @@ async def _num_leases(config: RunConfig) -> int:
 
 
 def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -> dict[str, object]:
-    """Kills a random part about every `every_s` seconds; returns the summary. Raises AssertionError."""
+    """Kills a random part about every `every_s` seconds; returns the summary. Raises
+    AssertionError."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     rng, nursery = random.Random(seed), Nursery()
     ours = set(psutil.Process().children(recursive=True))
@@ -86,7 +91,10 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
             *under(policy),
         ],
     )
-    parts = [Component(nursery, kind, f"{kind}-{index}", config, folder) for index, kind in enumerate(KINDS)]
+    parts = [
+        Component(nursery, kind, f"{kind}-{index}", config, folder)
+        for index, kind in enumerate(KINDS)
+    ]
     try:
         kills, seen = _attack(parts, config, minutes, every_s, rng)
         end(parts)
@@ -103,7 +111,11 @@ def soak(minutes: float, every_s: float, policy: str, seed: int, folder: Path) -
 
 
 def _attack(
-    parts: Sequence[Component], config: RunConfig, minutes: float, every_s: float, rng: random.Random
+    parts: Sequence[Component],
+    config: RunConfig,
+    minutes: float,
+    every_s: float,
+    rng: random.Random,
 ) -> tuple[int, list[Footprint]]:
     """(kills, a look at every second)."""
     for part in parts:
@@ -114,7 +126,9 @@ def _attack(
     while time.monotonic() < ends:
         time.sleep(SAMPLE_S)
         for part in parts:
-            assert part.process.is_alive(), f"{part.name} ended by itself with {part.process.exitcode}:\n{part.tail()}"
+            assert part.process.is_alive(), (
+                f"{part.name} ended by itself with {part.process.exitcode}:\n{part.tail()}"
+            )
         with suppress(psutil.NoSuchProcess):  # the next look says whose
             seen.append(Footprint.of(parts, config))
         if next_kill <= time.monotonic() < ends - CALM_S:
@@ -131,7 +145,9 @@ def end(parts: Sequence[Component]) -> None:
     *services, trainer = parts
     psutil.Process(trainer.process.pid).send_signal(signal.SIGINT)
     trainer.process.join(60.0)
-    assert trainer.process.exitcode is not None, f"{trainer.name} goes on after Ctrl-C:\n{trainer.tail()}"
+    assert trainer.process.exitcode is not None, (
+        f"{trainer.name} goes on after Ctrl-C:\n{trainer.tail()}"
+    )
     assert trainer.tail(1) == "KeyboardInterrupt", trainer.tail()
     for part in reversed(services):
         code = part.end()
@@ -150,14 +166,17 @@ def summary(found: Account) -> dict[str, object]:
 
 
 def growth(seen: Sequence[Footprint]) -> dict[str, list[float]]:
-    """Mean memory, and the most of everything else, in the middle and in the last third of the time. Raises AssertionError."""
+    """Mean memory, and the most of everything else, in the middle and in the last third of the
+    time. Raises AssertionError."""
     third = len(seen) // 3
     rows = [[asdict(one) for one in part] for part in (seen[third : 2 * third], seen[2 * third :])]
     found = {name: [float(max(one[name] for one in part)) for part in rows] for name in SPREAD}
     for name, (middle, last) in found.items():
         assert last <= middle + SPREAD[name], f"{name} grow: at most {middle:g}, then {last:g}"
     memory = [fmean(one["memory_mb"] for one in part) for part in rows]
-    assert memory[1] <= GROWTH * memory[0], f"memory grows: {memory[0]:.0f} MB a process, then {memory[1]:.0f} MB"
+    assert memory[1] <= GROWTH * memory[0], (
+        f"memory grows: {memory[0]:.0f} MB a process, then {memory[1]:.0f} MB"
+    )
     return {"memory_mb": [round(one, 1) for one in memory]} | found
 
 

@@ -20,7 +20,8 @@ APART = ("serve", "sample", "learn")
 
 
 def test_the_date_changes_under_everybody(small: Small, members: Members) -> None:
-    """By hours, twenty times a second. Nothing depends on it: no lease runs out, no attempt fails."""
+    """By hours, twenty times a second. Nothing depends on it: no lease runs out, no attempt
+    fails."""
     config = small("trainer.steps=12", "rollout.lease_s=20")
     finish(members(config, *APART, before="fault_hooks:wall_clock_jumps"))
     found = check(config)
@@ -29,9 +30,12 @@ def test_the_date_changes_under_everybody(small: Small, members: Members) -> Non
 
 
 @pytest.mark.parametrize("hours", [5.0, -5.0], ids=["forward", "back"])
-def test_the_clock_of_leases_is_set(hours: float, small: Small, members: Members, tmp_path: Path) -> None:
-    """A server's clock, or a reboot. Set forward, leases run out early and work is done again; set back, a dead sampler's lease would last
-    for hours. Both while a sampler has just been killed over its work."""
+def test_the_clock_of_leases_is_set(
+    hours: float, small: Small, members: Members, tmp_path: Path
+) -> None:
+    """A server's clock, or a reboot. Set forward, leases run out early and work is done again; set
+    back, a dead sampler's lease would last for hours. Both while a sampler has just been killed
+    over its work."""
     config = small("trainer.steps=12", "rollout.lease_s=2")
     set_clock(tmp_path, 0.0)
     serve, sample, learn = parts = members(config, *APART, before="fault_hooks:steady_clock_jumps")

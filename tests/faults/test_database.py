@@ -1,4 +1,5 @@
-"""The database goes away, locks up or loses its connections while samplers and trainer work: they wait, and nothing is lost or doubled."""
+"""The database goes away, locks up or loses its connections while samplers and trainer work: they
+wait, and nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -26,10 +27,16 @@ APART = ("serve", "sample", "learn")
 
 @contextmanager
 def meanwhile(
-    disturb: Callable[[], bool], trainer: Component, *, least: int, every_s: tuple[float, float], seed: int
+    disturb: Callable[[], bool],
+    trainer: Component,
+    *,
+    least: int,
+    every_s: tuple[float, float],
+    seed: int,
 ) -> Iterator[list[int]]:
-    """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each time that it has come to something.
-    `trainer` does not begin its last step before there are `least`."""
+    """Calls `disturb` at random times on a thread of its own; yields a list with an entry for each
+    time that it has come to something. `trainer` does not begin its last step before there are
+    `least`."""
     done, over, rng, errors = [], threading.Event(), random.Random(seed), []
     trainer.marks.hold_at = trainer.config.trainer.steps - 1
 
@@ -73,7 +80,11 @@ def test_sqlite_whose_writers_are_killed(small: Small, members: Members, nursery
     def disturb() -> bool:
         if not path.exists():
             return False
-        if not sqlite3.connect(path).execute("SELECT count(*) FROM sqlite_master WHERE name = 'tasks'").fetchone()[0]:
+        if (
+            not sqlite3.connect(path)
+            .execute("SELECT count(*) FROM sqlite_master WHERE name = 'tasks'")
+            .fetchone()[0]
+        ):
             return False
         assert nursery.run(killed_while_it_writes, str(path)) == -signal.SIGKILL
         return True
@@ -104,9 +115,14 @@ def test_sqlite_that_is_locked_for_longer_than_any_deadline(small: Small, member
     assert check(config).trained == expected_ids(config)
 
 
-def test_postgresql_that_is_restarted(small: Small, members: Members, own_postgresql: PostgreSQL, kills: int) -> None:
-    """By the order to stop at once, and by SIGKILL to its first process; each time it is away for a moment."""
-    config = small(f"trainer.steps={8 + kills // 10}", f"store.url={own_postgresql.url(unused_name())}")
+def test_postgresql_that_is_restarted(
+    small: Small, members: Members, own_postgresql: PostgreSQL, kills: int
+) -> None:
+    """By the order to stop at once, and by SIGKILL to its first process; each time it is away for a
+    moment."""
+    config = small(
+        f"trainer.steps={8 + kills // 10}", f"store.url={own_postgresql.url(unused_name())}"
+    )
     rng = random.Random(3)
 
     def disturb() -> bool:

@@ -17,7 +17,7 @@ from fault_checks import Account, check, expected_ids, final_weights
 from fault_lives import Component, Death, finish
 
 from agentevo.config import RunConfig
-from agentevo.orchestration.run_identity import ensure_run_folder
+from agentevo.runs.identity import ensure_run_folder
 from agentevo.training.checkpoint import Checkpoints
 
 Small = Callable[..., RunConfig]
@@ -31,7 +31,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MB: SQLite's log alone may take 16."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"a small file system can't be mounted here: {mounted.stderr.strip()}")
     yield folder
@@ -59,7 +64,9 @@ def until(condition: Callable[[], bool], what: str, within_s: float = 60.0) -> N
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: object, tmp_path_factory: pytest.TempPathFactory, whole_run: Callable[..., RunConfig]) -> RunConfig:
+def whole(
+    nursery: object, tmp_path_factory: pytest.TempPathFactory, whole_run: Callable[..., RunConfig]
+) -> RunConfig:
     """A run in turn that nothing happened to."""
     return whole_run(tmp_path_factory.mktemp("whole"), *in_turn())
 
@@ -70,13 +77,17 @@ def in_turn() -> tuple[str, ...]:
 
 def assert_equal(found: Account, config: RunConfig, whole: RunConfig) -> None:
     unbroken = check(whole)
-    assert [step.record["plan"]["digest"] for step in found.steps] == [step.record["plan"]["digest"] for step in unbroken.steps]
+    assert [step.record["plan"]["digest"] for step in found.steps] == [
+        step.record["plan"]["digest"] for step in unbroken.steps
+    ]
     weights = final_weights(config)
     for name, tensor in final_weights(whole).items():
         torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=0.0)
 
 
-def test_no_room_for_a_checkpoint(small: Small, members: Members, small_disk: Path, whole: RunConfig) -> None:
+def test_no_room_for_a_checkpoint(
+    small: Small, members: Members, small_disk: Path, whole: RunConfig
+) -> None:
     config = small(*in_turn())
     folder = config.run_dir / "checkpoints"
     (trainer,) = members(config, "train")
@@ -89,9 +100,16 @@ def test_no_room_for_a_checkpoint(small: Small, members: Members, small_disk: Pa
     before = Checkpoints(folder, 2).steps()
     trainer.start()
     assert trainer.bury() == 1
-    assert "make room there and resume" in trainer.tail() and "No space left on device" in trainer.tail()
+    assert (
+        "make room there and resume" in trainer.tail()
+        and "No space left on device" in trainer.tail()
+    )
     assert before
-    assert [step for step in Checkpoints(folder, 2).steps() if Checkpoints.verify(folder / f"step-{step:06d}")] == before
+    assert [
+        step
+        for step in Checkpoints(folder, 2).steps()
+        if Checkpoints.verify(folder / f"step-{step:06d}")
+    ] == before
     filler.unlink()
     finish([trainer])
     assert_equal(check(config), config, whole)
@@ -103,7 +121,13 @@ def test_no_room_for_the_store(small: Small, members: Members, small_disk: Path)
     parts = members(config, "serve", "sample", "learn")
 
     def crowd() -> None:
-        until(lambda: parts[-1].marks.entered[0] > 0 and (config.run_dir / "weights" / "version-000003").is_dir(), "no step was made")
+        until(
+            lambda: (
+                parts[-1].marks.entered[0] > 0
+                and (config.run_dir / "weights" / "version-000003").is_dir()
+            ),
+            "no step was made",
+        )
         filler = fill(small_disk)
         time.sleep(2.0)
         full.append(filler.stat().st_size)
@@ -131,7 +155,10 @@ def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -
         return "No space left on device" in parts[-1].log.read_text()
 
     def crowd() -> None:
-        until(lambda: parts[-1].marks.entered[0] > 0 and (weights / "version-000003").is_dir(), "no step was made")
+        until(
+            lambda: parts[-1].marks.entered[0] > 0 and (weights / "version-000003").is_dir(),
+            "no step was made",
+        )
         until(told, "nobody complains")
         (small_disk / "filler").unlink()
         freed.append(parts[-1].log.read_text())
@@ -148,7 +175,15 @@ def test_no_room_for_weights(small: Small, members: Members, small_disk: Path) -
 
 def tear(path: Path, how: str) -> None:
     """One file of a checkpoint."""
-    victim = path / {"cut": "model.safetensors", "flipped": "trainer.pt", "gone": "state.json", "emptied": "checkpoint.json"}[how]
+    victim = (
+        path
+        / {
+            "cut": "model.safetensors",
+            "flipped": "trainer.pt",
+            "gone": "state.json",
+            "emptied": "checkpoint.json",
+        }[how]
+    )
     content = bytearray(victim.read_bytes())
     if how == "cut":
         os.truncate(victim, len(content) // 2)
@@ -161,8 +196,12 @@ def tear(path: Path, how: str) -> None:
         victim.write_bytes(b"")
 
 
-@pytest.mark.parametrize("how", [("cut",), ("flipped",), ("gone", "emptied", "cut")], ids=["newest", "newest-bit", "all"])
-def test_torn_checkpoints(how: tuple[str, ...], small: Small, members: Members, whole: RunConfig) -> None:
+@pytest.mark.parametrize(
+    "how", [("cut",), ("flipped",), ("gone", "emptied", "cut")], ids=["newest", "newest-bit", "all"]
+)
+def test_torn_checkpoints(
+    how: tuple[str, ...], small: Small, members: Members, whole: RunConfig
+) -> None:
     """The one before is taken; without any, all steps are done again from their plans."""
     config = small(*in_turn())
     (trainer,) = members(config, "train")

@@ -1,5 +1,5 @@
-"""Each part of a run is killed again and again, at moments that reach all it does: what was trained on in the end is what an unbroken run
-trains on, each attempt once."""
+"""Each part of a run is killed again and again, at moments that reach all it does: what was trained
+on in the end is what an unbroken run trains on, each attempt once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ LIMIT_S = 60.0
 """Longest time of a run, beside 3 s for each kill."""
 
 
-def killed(make: Members, config: RunConfig, kinds: tuple[str, ...], victim: str, kills: int, *, seed: int) -> tuple[Tally, Account]:
+def killed(
+    make: Members, config: RunConfig, kinds: tuple[str, ...], victim: str, kills: int, *, seed: int
+) -> tuple[Tally, Account]:
     """A run whose part `victim` is killed, and what it has come to."""
     members = make(config, *kinds)
     one = next(member for member in members if member.kind == victim)
-    tally = attack(members, one, kills=kills, rng=random.Random(seed), within_s=LIMIT_S + 3.0 * kills)
+    tally = attack(
+        members, one, kills=kills, rng=random.Random(seed), within_s=LIMIT_S + 3.0 * kills
+    )
     print(f"{victim}: {tally}")
     return tally, check(config)
 
@@ -40,9 +44,12 @@ APART = ("serve", "sample", "learn")
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("victim", "kinds", "per_kill"), [("sample", APART, 2), ("serve", APART, 2), ("learn", APART, 2), ("train", ("train",), 2)]
+    ("victim", "kinds", "per_kill"),
+    [("sample", APART, 2), ("serve", APART, 2), ("learn", APART, 2), ("train", ("train",), 2)],
 )
-def test_a_part_that_is_killed(victim: str, kinds: tuple[str, ...], per_kill: float, kills: int, small: Small, members: Members) -> None:
+def test_a_part_that_is_killed(
+    victim: str, kinds: tuple[str, ...], per_kill: float, kills: int, small: Small, members: Members
+) -> None:
     config = small(steps(kills, per_kill))
     tally, found = killed(members, config, kinds, victim, kills, seed=1)
     assert set(PHASES_OF[victim]) <= set(tally.phases), "some phases were never hit"
@@ -73,7 +80,14 @@ def test_policies_that_take_what_is_ready(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", ["sample", "learn"])
 @pytest.mark.parametrize("server", ["postgresql", "mongodb"])
-def test_on_a_database_server(server: str, victim: str, kills: int, small: Small, members: Members, request: pytest.FixtureRequest) -> None:
+def test_on_a_database_server(
+    server: str,
+    victim: str,
+    kills: int,
+    small: Small,
+    members: Members,
+    request: pytest.FixtureRequest,
+) -> None:
     few = max(3, kills // 15)
     config = small(steps(few, 4), f"store.url={request.getfixturevalue(server).url(unused_name())}")
     _, found = killed(members, config, APART, victim, few, seed=4)
@@ -82,24 +96,28 @@ def test_on_a_database_server(server: str, victim: str, kills: int, small: Small
 
 @pytest.mark.timeout(3600)
 def test_in_turn_the_tokens_are_the_same_too(kills: int, small: Small, members: Members) -> None:
-    """Staleness 0 in one process: same tokens as an unbroken run, log-probs and weights up to rounding (a step that was begun twice is
-    computed in other batches)."""
-    killed_config, whole_config = (
-        small(steps(kills // 4, 3), "rollout.staleness=0"),
-        small(steps(kills // 4, 3), "rollout.staleness=0", name="whole"),
-    )
+    """Staleness 0 in one process: same tokens as an unbroken run, log-probs and weights up to
+    rounding (a step that was begun twice is computed in other batches)."""
+    killed_config = small(steps(kills // 4, 3), "rollout.staleness=0")
+    whole_config = small(steps(kills // 4, 3), "rollout.staleness=0", name="whole")
     _, broken = killed(members, killed_config, ("train",), "train", kills // 4, seed=3)
     (alone,) = members(whole_config, "train")
     alone.start()
     assert alone.bury() == 0, alone.tail()
     whole = account(whole_config)
-    assert [step.record["plan"]["ids"] for step in broken.steps] == [step.record["plan"]["ids"] for step in whole.steps]
+    assert [step.record["plan"]["ids"] for step in broken.steps] == [
+        step.record["plan"]["ids"] for step in whole.steps
+    ]
     assert broken.trajectories.keys() == whole.trajectories.keys()
     for name, one in whole.trajectories.items():
         other = broken.trajectories[name].trajectory
         assert other.reward == one.trajectory.reward
         for was, now in zip(one.trajectory.turns, other.turns, strict=True):
-            assert (now.prompt_ids, now.completion_ids, now.versions) == (was.prompt_ids, was.completion_ids, was.versions)
+            assert (now.prompt_ids, now.completion_ids, now.versions) == (
+                was.prompt_ids,
+                was.completion_ids,
+                was.versions,
+            )
             assert now.logprobs == pytest.approx(was.logprobs, abs=1e-4)
     weights = final_weights(killed_config)
     for name, tensor in final_weights(whole_config).items():

@@ -12,9 +12,9 @@ from fault_checks import check, expected_ids
 from fault_hooks import LATE_EVERY
 from fault_lives import Component, finish
 
+from agentevo.api.run import train
 from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView
-from agentevo.orchestration.run import train
 from agentevo.types import Message, Task
 
 Small = Callable[..., RunConfig]
@@ -36,8 +36,14 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_world_that_never_answers(staleness: int, small: Small, members: Members) -> None:
-    """One world in eight hangs at its first action: its attempts fail with the reason, all others are trained on."""
-    config = small("trainer.steps=6", "environment.hangs=8", "agent.timeout_s=2", f"rollout.staleness={staleness}")
+    """One world in eight hangs at its first action: its attempts fail with the reason, all others
+    are trained on."""
+    config = small(
+        "trainer.steps=6",
+        "environment.hangs=8",
+        "agent.timeout_s=2",
+        f"rollout.staleness={staleness}",
+    )
     finish(members(config, "train"))
     found = check(config)
     hung = {name for name, one in found.trajectories.items() if one.trajectory.status == "failed"}
@@ -48,7 +54,12 @@ def test_a_world_that_never_answers(staleness: int, small: Small, members: Membe
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
-    config = small("trainer.steps=4", "agent.timeout_s=1", f"rollout.staleness={staleness}", "model.tiny.tokenizer=byte")
+    config = small(
+        "trainer.steps=4",
+        "agent.timeout_s=1",
+        f"rollout.staleness={staleness}",
+        "model.tiny.tokenizer=byte",
+    )
     tree = config.model_dump(mode="json") | {"environment": None}
     config = build_config(tree, needs_environment=False)
     started = []
@@ -60,7 +71,12 @@ def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
             await asyncio.Event().wait()
         return float(int(task.id) % 3 + time.monotonic() % 1)
 
-    train(config, agent=agent, tasks=[Task(id=str(n), query=f"word {n}") for n in range(12)], view=LiveView("test", plain=True))
+    train(
+        config,
+        agent=agent,
+        tasks=[Task(id=str(n), query=f"word {n}") for n in range(12)],
+        view=LiveView("test", plain=True),
+    )
     found = check(config)
     assert started
     for one in found.trajectories.values():

@@ -1,4 +1,5 @@
-"""What the engine's tests share: requests in company, and the log-probs that a full forward pass gives."""
+"""What the engine's tests share: requests in company, and the log-probs that a full forward pass
+gives."""
 
 from __future__ import annotations
 
@@ -13,16 +14,22 @@ from agentevo.inference.torch_engine import TorchEngine
 from agentevo.types import Completion, SamplingParams
 
 
-def _complete(engine: TorchEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Completion]:
+def _complete(
+    engine: TorchEngine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> list[Completion]:
     async def together() -> list[Completion]:
-        requests = (engine.generate(prompt, one, deadline_s=120) for prompt, one in zip(prompts, params, strict=True))
+        requests = (
+            engine.generate(prompt, one, deadline_s=120)
+            for prompt, one in zip(prompts, params, strict=True)
+        )
         return list(await asyncio.gather(*requests))
 
     return asyncio.run(together())
 
 
 def _distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Probabilities [V] after temperature, then top-k, top-p and min-p, each renormalised; token by token, in float64."""
+    """Probabilities [V] after temperature, then top-k, top-p and min-p, each renormalised; token by
+    token, in float64."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     probs = weights / weights.sum()
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
@@ -41,19 +48,27 @@ def _distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return found
 
 
-def _difference(logits: torch.Tensor, prompt: list[int], completion: Completion, params: SamplingParams) -> float:
-    """Largest distance of the completion's log-probs from those that the whole sequence's logits [n, V] give."""
+def _difference(
+    logits: torch.Tensor, prompt: list[int], completion: Completion, params: SamplingParams
+) -> float:
+    """Largest distance of the completion's log-probs from those that the whole sequence's logits
+    [n, V] give."""
     if params.temperature == 0:
         greedy = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert completion.ids == greedy
         return float(np.abs(completion.logprobs).max())
     rows = logits[len(prompt) - 1 : -1].double().numpy()
-    wanted = [np.log(_distribution(row, params)[token]) for row, token in zip(rows, completion.ids, strict=True)]
+    wanted = [
+        np.log(_distribution(row, params)[token])
+        for row, token in zip(rows, completion.ids, strict=True)
+    ]
     return float(np.abs(np.array(wanted) - completion.logprobs).max())
 
 
 @pytest.fixture(scope="session")
-def complete() -> Callable[[TorchEngine, Sequence[list[int]], Sequence[SamplingParams]], list[Completion]]:
+def complete() -> Callable[
+    [TorchEngine, Sequence[list[int]], Sequence[SamplingParams]], list[Completion]
+]:
     """All requests at once, in an event loop of their own."""
     return _complete
 

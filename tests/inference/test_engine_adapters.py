@@ -1,4 +1,5 @@
-"""The engine serves adapters that are not merged into the base: log-probs against PEFT's own model, switching, several over one base."""
+"""The engine serves adapters that are not merged into the base: log-probs against PEFT's own model,
+switching, several over one base."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from agentevo.errors import EngineError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.adapters import add_adapter, load_adapter, use_adapter, write_adapter
 from agentevo.models.attention import prepare
-from agentevo.training.twin import twin_of
+from agentevo.training.roles.model_copy import copy_policy
 from agentevo.types import SamplingParams
 
-SECTIONS = {"lora": LoraSection(rank=4), "dora": LoraSection(rank=4, dora=True), "bias": LoraSection(rank=4, bias="lora_only")}
+SECTIONS = {
+    "lora": LoraSection(rank=4),
+    "dora": LoraSection(rank=4, dora=True),
+    "bias": LoraSection(rank=4, bias="lora_only"),
+}
 PROMPTS = [[5, 9, 60, 3], [5, 9, 60, 3, 41, 8, 22], [7], list(range(2, 50))]
-PARAMS = [SamplingParams(temperature=1.0, max_new_tokens=10, seed=seed) for seed in range(len(PROMPTS))]
+PARAMS = [
+    SamplingParams(temperature=1.0, max_new_tokens=10, seed=seed) for seed in range(len(PROMPTS))
+]
 
 
 def adapted(model, section: LoraSection, seed: int = 1):
@@ -39,11 +46,15 @@ def logits_of(model, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
-def test_log_probs_are_those_of_the_model_with_its_adapter(name, kind, random_model, complete, difference):
+def test_log_probs_are_those_of_the_model_with_its_adapter(
+    name, kind, random_model, complete, difference
+):
     alone = adapted(random_model(name).alone, SECTIONS[kind])
     engine = TorchEngine(prepare(copy.deepcopy(alone)))
     plain = 0.0
-    for prompt, params, completion in zip(PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True):
+    for prompt, params, completion in zip(
+        PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True
+    ):
         ids = [*prompt, *completion.ids]
         assert difference(logits_of(alone, ids), prompt, completion, params) < 1e-4
         with alone.disable_adapter():
@@ -62,8 +73,15 @@ def test_publishing_another_adapter(random_model, complete, difference, tmp_path
     engine = TorchEngine(prepare(served))
     for version, name in enumerate(["second", "first", "second"], start=1):
         asyncio.run(engine.publish(version, adapter=name))
-        for prompt, params, completion in zip(PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True):
-            assert difference(logits_of(models[name], [*prompt, *completion.ids]), prompt, completion, params) < 1e-4
+        for prompt, params, completion in zip(
+            PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True
+        ):
+            assert (
+                difference(
+                    logits_of(models[name], [*prompt, *completion.ids]), prompt, completion, params
+                )
+                < 1e-4
+            )
             assert set(completion.versions) == {version}
     with pytest.raises(EngineError, match=r"no adapter 'third' .*first, second"):
         asyncio.run(engine.publish(4, adapter="third"))
@@ -79,20 +97,30 @@ def test_two_engines_serve_two_adapters_over_one_base_at_once(random_model, diff
         write_adapter(model, tmp_path / str(index))
         shared = load_adapter(shared, tmp_path / str(index), f"a{index}")
     shared.requires_grad_(False)
-    one, other = prepare(shared), twin_of(prepare(shared))
+    one, other = prepare(shared), copy_policy(prepare(shared))
     use_adapter(one, "a0")
     use_adapter(other, "a1")
-    assert {p.data_ptr() for p in one.parameters()} == {p.data_ptr() for p in other.parameters()}, "nothing is there twice"
+    assert {p.data_ptr() for p in one.parameters()} == {p.data_ptr() for p in other.parameters()}, (
+        "nothing is there twice"
+    )
     engines = [TorchEngine(one), TorchEngine(other)]
 
     async def together():
-        calls = [e.generate(list(p), s, deadline_s=60) for e in engines for p, s in zip(PROMPTS, PARAMS, strict=True)]
+        calls = [
+            e.generate(list(p), s, deadline_s=60)
+            for e in engines
+            for p, s in zip(PROMPTS, PARAMS, strict=True)
+        ]
         return await asyncio.gather(*calls)
 
     found = asyncio.run(together())
     for index, completion in enumerate(found):
-        model, (prompt, params) = alone[index // len(PROMPTS)], list(zip(PROMPTS, PARAMS, strict=True))[index % len(PROMPTS)]
-        assert difference(logits_of(model, [*prompt, *completion.ids]), prompt, completion, params) < 1e-4
+        model = alone[index // len(PROMPTS)]
+        (prompt, params) = list(zip(PROMPTS, PARAMS, strict=True))[index % len(PROMPTS)]
+        assert (
+            difference(logits_of(model, [*prompt, *completion.ids]), prompt, completion, params)
+            < 1e-4
+        )
 
 
 def test_publishing_adapter_weights_needs_no_base(random_model, complete, difference):
@@ -101,7 +129,12 @@ def test_publishing_adapter_weights_needs_no_base(random_model, complete, differ
     complete(engine, PROMPTS, PARAMS)
     weights = {name: p.detach() for name, p in alone.named_parameters() if p.requires_grad}
     asyncio.run(engine.publish(1, weights))
-    for prompt, params, completion in zip(PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True):
-        assert difference(logits_of(alone, [*prompt, *completion.ids]), prompt, completion, params) < 1e-4
+    for prompt, params, completion in zip(
+        PROMPTS, PARAMS, complete(engine, PROMPTS, PARAMS), strict=True
+    ):
+        assert (
+            difference(logits_of(alone, [*prompt, *completion.ids]), prompt, completion, params)
+            < 1e-4
+        )
     with pytest.raises(EngineError, match="missing"):
         asyncio.run(engine.publish(2, dict(list(weights.items())[1:])))

@@ -62,10 +62,14 @@ def test_clocks_that_jump_make_nobody_dead_or_alive(tmp_path, monkeypatch):
     for jump in (86400.0, -86400.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
         assert names(reader) == ["a"]
-        os.utime(tmp_path / "a.json", (real() - 2 * jump, real() - 2 * jump))  # a beat by a clock that jumped too
+        os.utime(
+            tmp_path / "a.json", (real() - 2 * jump, real() - 2 * jump)
+        )  # a beat by a clock that jumped too
         assert names(reader) == ["a"]
     stranger = EngineDirectory(tmp_path)
-    assert names(stranger) == [], "a file as old as that, never seen before, is taken for a dead engine's"
+    assert names(stranger) == [], (
+        "a file as old as that, never seen before, is taken for a dead engine's"
+    )
     directory.beat(engine("a"))
     assert names(stranger) == ["a"], "until it beats"
 
@@ -81,7 +85,9 @@ def test_only_ones_own_announcement_is_withdrawn_and_a_deleted_one_comes_back(tm
     assert directory.living(5.0) == [engine("a", pid=2)]
 
 
-def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead(tmp_path, monkeypatch):
+def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead(
+    tmp_path, monkeypatch
+):
     """Two of one name, where locks don't hold."""
     monkeypatch.setattr(module, "DEAD_S", 0.4)
     one, other, file = EngineDirectory(tmp_path), EngineDirectory(tmp_path), tmp_path / "a.json"
@@ -90,7 +96,9 @@ def test_the_announcement_of_another_engine_is_left_alone_until_that_one_is_dead
     for second in range(10):
         os.utime(file, (second, second))  # the other's heart, by whatever clock
         one.beat(engine("a", pid=1))
-        assert one.find("a") == engine("a", pid=2) and file.stat().st_mtime == second, "not made younger either"
+        assert one.find("a") == engine("a", pid=2) and file.stat().st_mtime == second, (
+            "not made younger either"
+        )
         time.sleep(0.1)
     until = time.monotonic() + 20
     while one.find("a") != engine("a", pid=1):

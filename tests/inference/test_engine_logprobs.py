@@ -1,5 +1,5 @@
-"""Every log-prob that the engine gives is the one that a full forward pass gives, to 1e-4: whatever runs beside it, however its keys are
-kept."""
+"""Every log-prob that the engine gives is the one that a full forward pass gives, to 1e-4: whatever
+runs beside it, however its keys are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PROMPTS = [
     *[[*REFERRED, *prompt_of(n, n)] for n in (1, 30, 64)],
     *SHORT_OF,
 ]
-"""Equal prompts, common beginnings that are copied (under 128 tokens) and referred to, and some that share nothing."""
+"""Equal prompts, common beginnings that are copied (under 128 tokens) and referred to, and some
+that share nothing."""
 KINDS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.3),
@@ -46,7 +47,12 @@ KINDS = [
 def params_of(index: int, max_new_tokens: int = 12) -> SamplingParams:
     kind = KINDS[index % len(KINDS)]
     return SamplingParams(
-        temperature=kind.temperature, top_p=kind.top_p, top_k=kind.top_k, min_p=kind.min_p, max_new_tokens=max_new_tokens, seed=index
+        temperature=kind.temperature,
+        top_p=kind.top_p,
+        top_k=kind.top_k,
+        min_p=kind.min_p,
+        max_new_tokens=max_new_tokens,
+        seed=index,
     )
 
 
@@ -56,11 +62,15 @@ def test_in_company(name, sharing, random_model, complete, difference):
     one = random_model(name)
     engine = TorchEngine(one.model, config=EngineSection(prefix_sharing=sharing))
     params = [params_of(index) for index in range(len(PROMPTS))]
-    for prompt, wanted, found in zip(PROMPTS, params, complete(engine, PROMPTS, params), strict=True):
+    for prompt, wanted, found in zip(
+        PROMPTS, params, complete(engine, PROMPTS, params), strict=True
+    ):
         assert len(found.ids) == len(found.logprobs) == 12
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
     sizes = sorted(engine.scheduler.segments)
-    assert (sizes and sizes[0] < 128 <= sizes[-1]) if sharing else sizes == [], "both kinds of shared prefix were met, or none"
+    assert (sizes and sizes[0] < 128 <= sizes[-1]) if sharing else sizes == [], (
+        "both kinds of shared prefix were met, or none"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
@@ -69,10 +79,14 @@ def test_a_group_at_each_temperature(temperature, sharing, random_model, complet
     one = random_model("llama")
     engine = TorchEngine(one.model, config=EngineSection(prefix_sharing=sharing))
     prompts = [COPIED] * 8 + [REFERRED] * 8
-    params = [SamplingParams(temperature=temperature, max_new_tokens=20, seed=seed) for seed in range(16)]
+    params = [
+        SamplingParams(temperature=temperature, max_new_tokens=20, seed=seed) for seed in range(16)
+    ]
     found = complete(engine, prompts, params)
     for prompt, wanted, completion in zip(prompts, params, found, strict=True):
-        assert difference(one.logits(prompt + completion.ids), prompt, completion, wanted) < TOLERANCE
+        assert (
+            difference(one.logits(prompt + completion.ids), prompt, completion, wanted) < TOLERANCE
+        )
     assert len({tuple(completion.ids) for completion in found}) > 8, "members of a group differ"
 
 
@@ -80,9 +94,13 @@ def test_a_group_at_each_temperature(temperature, sharing, random_model, complet
 def test_with_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, prefixes are dropped and computed again, slots move and grow."""
     one = random_model(name)
-    engine = TorchEngine(one.model, config=EngineSection(kv_cache_tokens=448, max_running=5, prefill_tokens=48))
+    engine = TorchEngine(
+        one.model, config=EngineSection(kv_cache_tokens=448, max_running=5, prefill_tokens=48)
+    )
     params = [params_of(index, max_new_tokens=3 + 5 * (index % 4)) for index in range(len(PROMPTS))]
-    for prompt, wanted, found in zip(PROMPTS, params, complete(engine, PROMPTS, params), strict=True):
+    for prompt, wanted, found in zip(
+        PROMPTS, params, complete(engine, PROMPTS, params), strict=True
+    ):
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
 
 
@@ -93,7 +111,9 @@ def test_long_prompts_in_chunks(name, prefill_tokens, random_model, complete, di
     engine = TorchEngine(one.model, config=EngineSection(prefill_tokens=prefill_tokens))
     prompts = [prompt_of(700, 1), prompt_of(30, 2), prompt_of(530, 3)]
     params = [params_of(index, max_new_tokens=4) for index in range(3)]
-    for prompt, wanted, found in zip(prompts, params, complete(engine, prompts, params), strict=True):
+    for prompt, wanted, found in zip(
+        prompts, params, complete(engine, prompts, params), strict=True
+    ):
         assert difference(one.logits(prompt + found.ids), prompt, found, wanted) < TOLERANCE
     assert engine.stats()["engine/computed_tokens"] == 700 + 30 + 530 + 3 * 3
     assert engine.stats()["engine/steps"] >= (1260 / 16 if prefill_tokens == 16 else 4)
@@ -127,9 +147,12 @@ def test_turns_of_sessions(name, opening, random_model, difference):
 
 
 def test_the_comparison_would_notice_a_wrong_window(random_model, difference, complete):
-    """The models are not so flat that 1e-4 says nothing: the last token's log-probs move by much more when one far token changes."""
+    """The models are not so flat that 1e-4 says nothing: the last token's log-probs move by much
+    more when one far token changes."""
     for name in ARCHITECTURES:
         one = random_model(name)
         ids = prompt_of(20, 6)
         changed = [(ids[0] + 1) % 97, *ids[1:]]
-        assert (one.logits(ids)[-1].log_softmax(-1) - one.logits(changed)[-1].log_softmax(-1)).abs().max() > 0.01
+        assert (
+            one.logits(ids)[-1].log_softmax(-1) - one.logits(changed)[-1].log_softmax(-1)
+        ).abs().max() > 0.01

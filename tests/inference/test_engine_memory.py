@@ -1,4 +1,5 @@
-"""Key-value memory stays within its budget at every step, and nobody waits for ever, whatever comes and goes."""
+"""Key-value memory stays within its budget at every step, and nobody waits for ever, whatever comes
+and goes."""
 
 from __future__ import annotations
 
@@ -23,12 +24,20 @@ def tokens_of(length: int, seed: int) -> list[int]:
     return [rng.randrange(2, 97) for _ in range(length)]
 
 
-OPENINGS = [[], tokens_of(20, 1), tokens_of(90, 2), tokens_of(140, 3), tokens_of(140, 3)[:100], tokens_of(220, 4)]
+OPENINGS = [
+    [],
+    tokens_of(20, 1),
+    tokens_of(90, 2),
+    tokens_of(140, 3),
+    tokens_of(140, 3)[:100],
+    tokens_of(220, 4),
+]
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a mix: when it comes (in steps of the engine), what it asks, whether it is taken back, whose turn it is."""
+    """One request of a mix: when it comes (in steps of the engine), what it asks, whether it is
+    taken back, whose turn it is."""
 
     after: int
     opening: int
@@ -57,7 +66,11 @@ def real_tokens(engine: TorchEngine) -> int:
     """What the tensors of one layer really hold: slots times places, and the shared prefixes."""
     cache = engine.scheduler.cache
     slots = cache.keys[0].shape[0] * cache.keys[0].shape[2] if cache.keys else 0
-    return slots + sum(len(segment.keys[0][0]) for group in engine.scheduler.segments.values() for segment in group.values())
+    return slots + sum(
+        len(segment.keys[0][0])
+        for group in engine.scheduler.segments.values()
+        for segment in group.values()
+    )
 
 
 async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> None:
@@ -68,7 +81,12 @@ async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> No
         assert real_tokens(engine) <= scheduler.memory_tokens() <= budget
         assert len({s.slot for s in scheduler._live()}) == len(scheduler._live())
         for sequence in scheduler._live():
-            assert sequence.cached - sequence.offset <= len(sequence.ids) - sequence.offset <= sequence.need <= scheduler.cache.capacity
+            assert (
+                sequence.cached - sequence.offset
+                <= len(sequence.ids) - sequence.offset
+                <= sequence.need
+                <= scheduler.cache.capacity
+            )
         now = engine.stats()["engine/steps"]
         idle_looks = idle_looks + 1 if now == steps and scheduler.waiting else 0
         assert idle_looks < 100, "requests wait and the engine stands still"
@@ -77,12 +95,16 @@ async def watch(engine: TorchEngine, budget: int, mix: list[asyncio.Task]) -> No
         await asyncio.sleep(0)
 
 
-async def play(engine: TorchEngine, mix: list[Ask], budget: int) -> list[Completion | BaseException]:
+async def play(
+    engine: TorchEngine, mix: list[Ask], budget: int
+) -> list[Completion | BaseException]:
     async def one(index: int, ask: Ask) -> Completion:
         for _ in range(3 * ask.after):
             await asyncio.sleep(0)
         params = SamplingParams(max_new_tokens=ask.new, seed=index)
-        request = asyncio.create_task(engine.generate(ask.prompt, params, session=ask.session, deadline_s=120))
+        request = asyncio.create_task(
+            engine.generate(ask.prompt, params, session=ask.session, deadline_s=120)
+        )
         if ask.cancel_after is not None:
             for _ in range(3 * ask.cancel_after):
                 await asyncio.sleep(0)
@@ -100,7 +122,9 @@ async def play(engine: TorchEngine, mix: list[Ask], budget: int) -> list[Complet
 
 def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, budget: int) -> None:
     one = random_model(name)
-    for index, (ask, found) in enumerate(zip(mix, asyncio.run(play(engine, mix, budget)), strict=True)):
+    for index, (ask, found) in enumerate(
+        zip(mix, asyncio.run(play(engine, mix, budget)), strict=True)
+    ):
         if isinstance(found, asyncio.CancelledError):
             assert ask.cancel_after is not None
         elif isinstance(found, RequestTooLongError):
@@ -115,31 +139,63 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
     assert not engine.scheduler.pending_prefixes
     asyncio.run(engine.release("a"))
     asyncio.run(engine.release("b"))
-    assert all(not segment.users for group in engine.scheduler.segments.values() for segment in group.values())
+    assert all(
+        not segment.users
+        for group in engine.scheduler.segments.values()
+        for segment in group.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_any_mix_of_requests(name, random_model, difference):
     @settings(max_examples=30, deadline=None, derandomize=True)
     @given(
-        st.lists(asks, min_size=1, max_size=14), st.integers(160, 640), st.integers(1, 6), st.sampled_from([16, 64, 4096]), st.booleans()
+        st.lists(asks, min_size=1, max_size=14),
+        st.integers(160, 640),
+        st.integers(1, 6),
+        st.sampled_from([16, 64, 4096]),
+        st.booleans(),
     )
     @example([Ask(0, 2, 2, 20), Ask(0, 2, 2, 20)], 160, 4, 4096, True)
     @example([Ask(0, 3, 2, 20), Ask(0, 3, 2, 20)], 165, 4, 4096, True)
     @example([Ask(0, 3, 2, 20)] * 2 + [Ask(2, 2, 2, 20)] * 2, 256, 4, 4096, True)
     @example([Ask(0, 3, 2, 20)] * 2 + [Ask(1, 2, 2, 30)] * 2, 224, 4, 16, True)
-    @example([Ask(0, 5, 1, 10, session="a"), Ask(4, 5, 9, 20, session="a"), Ask(4, 3, 9, 20)], 288, 4, 64, True)
+    @example(
+        [Ask(0, 5, 1, 10, session="a"), Ask(4, 5, 9, 20, session="a"), Ask(4, 3, 9, 20)],
+        288,
+        4,
+        64,
+        True,
+    )
     def any_mix(mix, budget, max_running, prefill_tokens, sharing):
-        section = EngineSection(kv_cache_tokens=budget, max_running=max_running, prefill_tokens=prefill_tokens, prefix_sharing=sharing)
-        check(name, random_model, difference, mix, TorchEngine(random_model(name).model, config=section), budget)
+        section = EngineSection(
+            kv_cache_tokens=budget,
+            max_running=max_running,
+            prefill_tokens=prefill_tokens,
+            prefix_sharing=sharing,
+        )
+        check(
+            name,
+            random_model,
+            difference,
+            mix,
+            TorchEngine(random_model(name).model, config=section),
+            budget,
+        )
 
     any_mix()
 
 
 def test_one_request_may_fill_the_whole_memory(random_model, difference):
-    """Idle sessions and shared prefixes make way for it, and it does not matter that one of the prefixes is its own."""
+    """Idle sessions and shared prefixes make way for it, and it does not matter that one of the
+    prefixes is its own."""
     engine = TorchEngine(random_model("llama").model, config=EngineSection(kv_cache_tokens=256))
-    mix = [Ask(0, 3, 2, 10, session="a"), Ask(0, 3, 2, 10), Ask(0, 3, 5, 10, session="b"), *[Ask(9, 5, 4, 32)] * 3]
+    mix = [
+        Ask(0, 3, 2, 10, session="a"),
+        Ask(0, 3, 2, 10),
+        Ask(0, 3, 5, 10, session="b"),
+        *[Ask(9, 5, 4, 32)] * 3,
+    ]
     check("llama", random_model, difference, mix, engine, 256)
 
 
@@ -148,20 +204,28 @@ def test_a_small_budget_costs_time_and_not_answers(random_model, complete):
     prompts = [[*OPENINGS[2], *tokens_of(n, n)] for n in range(1, 17)]
     params = [SamplingParams(max_new_tokens=10, seed=n) for n in range(16)]
     wide, narrow = TorchEngine(model), TorchEngine(model, config=EngineSection(kv_cache_tokens=300))
-    assert [c.ids for c in complete(wide, prompts, params)] == [c.ids for c in complete(narrow, prompts, params)]
+    assert [c.ids for c in complete(wide, prompts, params)] == [
+        c.ids for c in complete(narrow, prompts, params)
+    ]
     assert narrow.stats()["engine/steps"] > wide.stats()["engine/steps"]
     assert wide.stats()["engine/kv_tokens"] > 300
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=2, max_size=10, unique=True))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=2, max_size=10, unique=True)
+)
 def test_shared_beginnings_are_prefixes_of_two_prompts_at_least(shapes):
     prompts = sorted({(*OPENINGS[opening], *tokens_of(own, own)) for opening, own in shapes})
     prompts = [list(prompt) for prompt in prompts]
     for beginning in _shared_beginnings(prompts):
-        sharers = [prompt for prompt in prompts if common_prefix(beginning, prompt) == len(beginning)]
+        sharers = [
+            prompt for prompt in prompts if common_prefix(beginning, prompt) == len(beginning)
+        ]
         assert len(sharers) >= 2
-        assert all(len(prompt) > len(beginning) for prompt in sharers), "one token is left to predict from"
+        assert all(len(prompt) > len(beginning) for prompt in sharers), (
+            "one token is left to predict from"
+        )
 
 
 def test_common_prefix():

@@ -1,4 +1,5 @@
-"""New weights: verified before anything changes, and every token says which weights it came from."""
+"""New weights: verified before anything changes, and every token says which weights it came
+from."""
 
 from __future__ import annotations
 
@@ -31,9 +32,18 @@ def new_weights(model) -> dict[str, torch.Tensor]:
     [
         (lambda weights: weights.pop("model.norm.weight"), r"missing \['model.norm.weight'\]"),
         (lambda weights: weights.update(extra=torch.zeros(1)), r"unknown \['extra'\]"),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\), the engine \(32,\)"),
-        (lambda weights: weights["model.norm.weight"].fill_(float("nan")), "model.norm.weight holds NaN or infinity"),
-        (lambda weights: weights["model.norm.weight"][0].fill_(float("inf")), "model.norm.weight holds NaN or infinity"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \(3,\), the engine \(32,\)",
+        ),
+        (
+            lambda weights: weights["model.norm.weight"].fill_(float("nan")),
+            "model.norm.weight holds NaN or infinity",
+        ),
+        (
+            lambda weights: weights["model.norm.weight"][0].fill_(float("inf")),
+            "model.norm.weight holds NaN or infinity",
+        ),
     ],
 )
 def test_bad_weights_are_refused_and_the_old_ones_go_on_serving(spoil, problem, one, complete):
@@ -92,7 +102,8 @@ def test_weights_changed_in_place_are_served_after_forget_cache(one, complete, d
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_requests_in_flight(in_flight, one, difference):
-    """`finish`: they end on the old weights, new ones wait. `continue`: each token comes from the weights that it says it does."""
+    """`finish`: they end on the old weights, new ones wait. `continue`: each token comes from the
+    weights that it says it does."""
     engine = TorchEngine(one.model)
     old = copy.deepcopy(one)
     weights = new_weights(one.model)
@@ -101,7 +112,12 @@ def test_requests_in_flight(in_flight, one, difference):
     async def work():
         running = [
             asyncio.create_task(
-                engine.generate(prompt, SamplingParams(max_new_tokens=24, seed=i), session=f"s{i}" if i % 2 else None, deadline_s=120)
+                engine.generate(
+                    prompt,
+                    SamplingParams(max_new_tokens=24, seed=i),
+                    session=f"s{i}" if i % 2 else None,
+                    deadline_s=120,
+                )
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -125,9 +141,13 @@ def test_requests_in_flight(in_flight, one, difference):
         assert len(versions) == 24
         assert set(versions) == ({0} if in_flight == "finish" else {0, 1})
         by_version = {0: old.logits(ids).log_softmax(-1), 1: one.logits(ids).log_softmax(-1)}
-        for place, (token, logprob, version) in enumerate(zip(completion.ids, completion.logprobs, versions, strict=True)):
+        for place, (token, logprob, version) in enumerate(
+            zip(completion.ids, completion.logprobs, versions, strict=True)
+        ):
             row = by_version[version][len(prompt) - 1 + place]
-            assert logprob == pytest.approx(float(row[token]), abs=1e-4), f"request {index}, token {place}"
+            assert logprob == pytest.approx(float(row[token]), abs=1e-4), (
+                f"request {index}, token {place}"
+            )
 
 
 def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
@@ -135,7 +155,9 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
     held = copy.deepcopy(one.model.state_dict())
 
     async def work():
-        long = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=120))
+        long = asyncio.create_task(
+            engine.generate(PROMPT, SamplingParams(max_new_tokens=900), deadline_s=120)
+        )
         await asyncio.sleep(0)
         while not engine.scheduler.running:
             await asyncio.sleep(0)

@@ -37,7 +37,10 @@ def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, co
     model = random_model(name).model
     shared = prompt_of(60, 0)
     prompts = [shared, shared, [*shared, 5, 6, 7], prompt_of(9, 1), prompt_of(80, 2), shared]
-    params = [SamplingParams(temperature=t, max_new_tokens=15, seed=seed) for seed, t in enumerate([1.0, 0.7, 1.0, 0.0, 1.7, 1.0])]
+    params = [
+        SamplingParams(temperature=t, max_new_tokens=15, seed=seed)
+        for seed, t in enumerate([1.0, 0.7, 1.0, 0.0, 1.7, 1.0])
+    ]
     together = complete(TorchEngine(model), prompts, params)
     for prompt, one, expected in zip(prompts, params, together, strict=True):
         (alone,) = complete(TorchEngine(model), [prompt], [one])
@@ -68,14 +71,17 @@ def test_a_common_prompt_is_computed_once(llama, complete):
 
 def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
     engine = TorchEngine(llama)
-    first_params, second_params = SamplingParams(max_new_tokens=7, seed=1), SamplingParams(max_new_tokens=6, seed=2)
+    first_params = SamplingParams(max_new_tokens=7, seed=1)
+    second_params = SamplingParams(max_new_tokens=6, seed=2)
     prompt, added = prompt_of(50, 0), prompt_of(11, 1)
 
     async def two_turns():
         first = await engine.generate(prompt, first_params, session="a", deadline_s=120)
         computed = engine.stats()["engine/computed_tokens"]
         assert computed == 50 + 6
-        second = await engine.generate([*prompt, *first.ids, *added], second_params, session="a", deadline_s=120)
+        second = await engine.generate(
+            [*prompt, *first.ids, *added], second_params, session="a", deadline_s=120
+        )
         assert engine.stats()["engine/computed_tokens"] - computed == 1 + 11 + 5, (
             "the last token of the first turn, the new ones, the answer"
         )
@@ -88,7 +94,8 @@ def test_a_turn_of_a_session_costs_its_new_tokens_only(llama, complete):
 
 
 def test_a_session_that_goes_back_keeps_what_still_holds(llama, complete):
-    """An edited history: the cache is used up to the first token that differs, and nothing after it leaks into the answer."""
+    """An edited history: the cache is used up to the first token that differs, and nothing after it
+    leaks into the answer."""
     engine = TorchEngine(llama)
     params = SamplingParams(max_new_tokens=8, seed=5)
     prompt = prompt_of(50, 0)
@@ -97,7 +104,10 @@ def test_a_session_that_goes_back_keeps_what_still_holds(llama, complete):
 
     async def turns():
         await engine.generate(prompt, params, session="a", deadline_s=120)
-        return [await engine.generate(ids, params, session="a", deadline_s=120) for ids in (edited, same)]
+        return [
+            await engine.generate(ids, params, session="a", deadline_s=120)
+            for ids in (edited, same)
+        ]
 
     for ids, found in zip((edited, same), asyncio.run(turns()), strict=True):
         (expected,) = complete(TorchEngine(llama), [ids], [params])
@@ -109,7 +119,9 @@ def test_releasing_a_session_frees_it_and_unknown_names_are_fine(llama):
     engine = TorchEngine(llama)
 
     async def work():
-        await engine.generate(prompt_of(20, 0), SamplingParams(max_new_tokens=2), session="a", deadline_s=120)
+        await engine.generate(
+            prompt_of(20, 0), SamplingParams(max_new_tokens=2), session="a", deadline_s=120
+        )
         assert list(engine.scheduler.sessions) == ["a"]
         await engine.release("a")
         await engine.release("never heard of")
@@ -119,20 +131,25 @@ def test_releasing_a_session_frees_it_and_unknown_names_are_fine(llama):
 
 
 def test_one_session_asked_twice_at_once_leaves_nothing_pinned(llama, complete):
-    """An agent may ask twice without waiting. Both are answered, and the shared prefix can still be dropped afterwards."""
+    """An agent may ask twice without waiting. Both are answered, and the shared prefix can still be
+    dropped afterwards."""
     engine = TorchEngine(llama)
     prompt = prompt_of(140, 0)
 
     async def work():
         params = [SamplingParams(max_new_tokens=3 + i, seed=i) for i in range(2)]
-        found = await asyncio.gather(*(engine.generate(prompt, one, session="a", deadline_s=120) for one in params))
+        found = await asyncio.gather(
+            *(engine.generate(prompt, one, session="a", deadline_s=120) for one in params)
+        )
         await engine.release("a")
         return params, found
 
     params, found = asyncio.run(work())
     for one, completion in zip(params, found, strict=True):
         assert completion.ids == complete(TorchEngine(llama), [prompt], [one])[0].ids
-    assert [segment.users for group in engine.scheduler.segments.values() for segment in group.values()] == [0]
+    assert [
+        segment.users for group in engine.scheduler.segments.values() for segment in group.values()
+    ] == [0]
 
 
 def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
@@ -141,7 +158,11 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
     assert free.finish_reason == "length"
     place = next(i for i in range(5, 20) if free.ids[i] not in free.ids[:i])
     stops = (free.ids[place], 96)
-    (stopped,) = complete(TorchEngine(llama), [prompt], [SamplingParams(max_new_tokens=20, seed=4, stop_token_ids=stops)])
+    (stopped,) = complete(
+        TorchEngine(llama),
+        [prompt],
+        [SamplingParams(max_new_tokens=20, seed=4, stop_token_ids=stops)],
+    )
     assert stopped.finish_reason == "stop"
     assert stopped.ids == free.ids[: place + 1]
     assert stopped.logprobs == pytest.approx(free.logprobs[: place + 1], abs=1e-5)
@@ -152,7 +173,9 @@ def test_stop_tokens_end_a_completion_and_belong_to_it(llama, complete):
 def byte_model():
     from agentevo.models.attention import prepare
 
-    shape = TinyModel(hidden_size=16, num_layers=1, num_heads=1, tokenizer="byte", context_length=128)
+    shape = TinyModel(
+        hidden_size=16, num_layers=1, num_heads=1, tokenizer="byte", context_length=128
+    )
     loaded = load_model(ModelSection(name="tiny", device="cpu", tiny=shape))
     return prepare(loaded.model), loaded.tokenizer
 
@@ -167,8 +190,11 @@ def byte_model():
         ("so <answer>up</answer> then", ("</answer>",), "so <answer>up</answer>"),
     ],
 )
-def test_stop_strings_end_a_completion_wherever_tokens_begin(said, stops, expected, byte_model, complete, monkeypatch):
-    """The model is made to say the words; each byte is a token, so every stop string lies across several."""
+def test_stop_strings_end_a_completion_wherever_tokens_begin(
+    said, stops, expected, byte_model, complete, monkeypatch
+):
+    """The model is made to say the words; each byte is a token, so every stop string lies across
+    several."""
     model, tokenizer = byte_model
     script = tokenizer.encode(said, add_special_tokens=False)
     said_so_far: list[int] = []
@@ -189,7 +215,9 @@ def test_a_deadline_ends_one_request_and_frees_its_place(llama, complete):
     short = SamplingParams(max_new_tokens=6, seed=1)
 
     async def work():
-        late = asyncio.create_task(engine.generate(prompt_of(10, 0), SamplingParams(max_new_tokens=1000), deadline_s=0.05))
+        late = asyncio.create_task(
+            engine.generate(prompt_of(10, 0), SamplingParams(max_new_tokens=1000), deadline_s=0.05)
+        )
         fine = await engine.generate(prompt_of(8, 1), short, deadline_s=120)
         with pytest.raises(DeadlineExceededError, match=r"within 0\.05 s.*engine\.timeout_s"):
             await late
@@ -204,9 +232,15 @@ def test_cancelling_frees_the_slot_for_who_waits(llama):
     engine = TorchEngine(llama, config=EngineSection(max_running=1))
 
     async def work():
-        first = asyncio.create_task(engine.generate(prompt_of(10, 0), SamplingParams(max_new_tokens=1000), deadline_s=120))
-        second = asyncio.create_task(engine.generate(prompt_of(10, 1), SamplingParams(max_new_tokens=3), deadline_s=120))
-        third = asyncio.create_task(engine.generate(prompt_of(10, 2), SamplingParams(max_new_tokens=3), deadline_s=120))
+        first = asyncio.create_task(
+            engine.generate(prompt_of(10, 0), SamplingParams(max_new_tokens=1000), deadline_s=120)
+        )
+        second = asyncio.create_task(
+            engine.generate(prompt_of(10, 1), SamplingParams(max_new_tokens=3), deadline_s=120)
+        )
+        third = asyncio.create_task(
+            engine.generate(prompt_of(10, 2), SamplingParams(max_new_tokens=3), deadline_s=120)
+        )
         await until(lambda: engine.stats()["engine/generated_tokens"] > 3)
         assert engine.stats()["engine/waiting"] == 2
         second.cancel()
@@ -229,7 +263,9 @@ def test_a_cancelled_turn_of_a_session_loses_only_itself(llama, complete):
     async def work():
         first = await engine.generate(prompt, params, session="a", deadline_s=120)
         longer = [*prompt, *first.ids, 5]
-        turn = asyncio.create_task(engine.generate(longer, SamplingParams(max_new_tokens=900), session="a", deadline_s=120))
+        turn = asyncio.create_task(
+            engine.generate(longer, SamplingParams(max_new_tokens=900), session="a", deadline_s=120)
+        )
         await until(lambda: engine.stats()["engine/generated_tokens"] > 8)
         turn.cancel()
         return longer, await engine.generate(longer, params, session="a", deadline_s=120)
@@ -241,15 +277,27 @@ def test_a_cancelled_turn_of_a_session_loses_only_itself(llama, complete):
 @pytest.mark.parametrize(
     ("length", "new", "section", "remedy"),
     [
-        (1000, 25, EngineSection(), "context of 1024 tokens: shorten the prompt or lower sampling.max_new_tokens"),
-        (100, 61, EngineSection(kv_cache_tokens=160), "memory of 160 tokens: raise engine.kv_cache_gb"),
+        (
+            1000,
+            25,
+            EngineSection(),
+            "context of 1024 tokens: shorten the prompt or lower sampling.max_new_tokens",
+        ),
+        (
+            100,
+            61,
+            EngineSection(kv_cache_tokens=160),
+            "memory of 160 tokens: raise engine.kv_cache_gb",
+        ),
     ],
 )
 def test_what_can_never_fit_is_refused_at_the_door(length, new, section, remedy, llama):
     engine = TorchEngine(llama, config=section)
 
     async def ask(new_tokens: int):
-        return await engine.generate(prompt_of(length, 0), SamplingParams(max_new_tokens=new_tokens), deadline_s=120)
+        return await engine.generate(
+            prompt_of(length, 0), SamplingParams(max_new_tokens=new_tokens), deadline_s=120
+        )
 
     with pytest.raises(RequestTooLongError, match=remedy):
         asyncio.run(ask(new))
@@ -271,26 +319,40 @@ def test_a_token_that_the_model_does_not_know_harms_nobody_else(unknown, llama, 
     async def work():
         other = asyncio.create_task(engine.generate(prompt_of(10, 0), params, deadline_s=120))
         await until(lambda: engine.stats()["engine/generated_tokens"] > 3)
-        with pytest.raises(EngineError, match=f"the prompt has token {unknown}, the model knows 0 to 96"):
+        with pytest.raises(
+            EngineError, match=f"the prompt has token {unknown}, the model knows 0 to 96"
+        ):
             await engine.generate([0, 96, unknown], params, deadline_s=120)
         return await other
 
-    assert asyncio.run(work()).ids == complete(TorchEngine(llama), [prompt_of(10, 0)], [params])[0].ids
+    assert (
+        asyncio.run(work()).ids == complete(TorchEngine(llama), [prompt_of(10, 0)], [params])[0].ids
+    )
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("out of memory"), ModelError("no sinks"), OSError("disk")], ids=repr)
-def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(failure, llama, complete, monkeypatch):
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("out of memory"), ModelError("no sinks"), OSError("disk")], ids=repr
+)
+def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(
+    failure, llama, complete, monkeypatch
+):
     """Even for requests whose shared beginning was waiting to be computed when it failed."""
     engine = TorchEngine(llama, config=EngineSection(max_running=1))
-    prompts, params = [prompt_of(40, 0)] * 3, [SamplingParams(max_new_tokens=4, seed=i) for i in range(3)]
+    prompts = [prompt_of(40, 0)] * 3
+    params = [SamplingParams(max_new_tokens=4, seed=i) for i in range(3)]
 
     def fail(*args, **kwargs):
         raise failure
 
     async def answers():
-        first = asyncio.create_task(engine.generate(prompt_of(5, 1), SamplingParams(max_new_tokens=900), deadline_s=120))
+        first = asyncio.create_task(
+            engine.generate(prompt_of(5, 1), SamplingParams(max_new_tokens=900), deadline_s=120)
+        )
         await until(lambda: engine.stats()["engine/generated_tokens"] > 2)
-        group = [asyncio.create_task(engine.generate(p, s, deadline_s=120)) for p, s in zip(prompts, params, strict=True)]
+        group = [
+            asyncio.create_task(engine.generate(p, s, deadline_s=120))
+            for p, s in zip(prompts, params, strict=True)
+        ]
         await until(lambda: engine.stats()["engine/waiting"] == 4)
         with monkeypatch.context() as patch:
             patch.setattr(llama, "forward", fail)
@@ -307,7 +369,9 @@ def test_a_step_that_fails_answers_everyone_and_the_engine_goes_on(failure, llam
 
 
 def test_memory_of_a_token_is_that_of_its_keys_and_values(random_model):
-    assert kv_bytes_per_token(random_model("llama").model) == 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes
+    assert (
+        kv_bytes_per_token(random_model("llama").model) == 2 * 2 * 2 * 8 * 4
+    )  # keys and values, layers, heads, width, bytes
     assert kv_bytes_per_token(random_model("qwen3").model) == 2 * 2 * 2 * 16 * 4
 
 

@@ -1,4 +1,5 @@
-"""An engine that sleeps computes nothing and holds no memory; nobody who waited for it can tell afterwards."""
+"""An engine that sleeps computes nothing and holds no memory; nobody who waited for it can tell
+afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def own(random_model):
 
 def ask_all(engine: TorchEngine) -> list[asyncio.Task]:
     return [
-        asyncio.create_task(engine.generate(prompt, one, session=f"s{i}" if i % 2 else None, deadline_s=120))
+        asyncio.create_task(
+            engine.generate(prompt, one, session=f"s{i}" if i % 2 else None, deadline_s=120)
+        )
         for i, (prompt, one) in enumerate(zip(PROMPTS, PARAMS, strict=True))
     ]
 
@@ -53,11 +56,16 @@ async def until_generated(engine: TorchEngine, tokens: int) -> None:
 
 def holds_nothing(engine: TorchEngine) -> bool:
     scheduler = engine.scheduler
-    return not (scheduler.cache.keys or scheduler.segments or scheduler.sessions or scheduler.running) and scheduler.memory_tokens() == 0
+    return (
+        not (scheduler.cache.keys or scheduler.segments or scheduler.sessions or scheduler.running)
+        and scheduler.memory_tokens() == 0
+    )
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "finish"])
-def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(in_flight, llama, complete):
+def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
+    in_flight, llama, complete
+):
     engine = TorchEngine(llama)
     expected = complete(TorchEngine(llama), PROMPTS, PARAMS)
 
@@ -87,11 +95,14 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(in_fli
         assert one.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
         assert one.versions == [0] * len(one.ids)
     slept = engine.stats()["engine/asleep_s"]
-    assert 0.05 <= slept == engine.stats()["engine/asleep_s"], "it stands still while the engine is awake"
+    assert 0.05 <= slept == engine.stats()["engine/asleep_s"], (
+        "it stands still while the engine is awake"
+    )
 
 
 def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
-    """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than both."""
+    """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than
+    both."""
     engine = TorchEngine(llama)
     deadline_s, long = 1.5, SamplingParams(max_new_tokens=40, seed=3)
 
@@ -106,7 +117,8 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
         engine.wake()
         return [await running, await late]
 
-    found, wanted = asyncio.run(work()), complete(TorchEngine(llama), PROMPTS[:2], [long, PARAMS[1]])
+    found = asyncio.run(work())
+    wanted = complete(TorchEngine(llama), PROMPTS[:2], [long, PARAMS[1]])
     assert [one.ids for one in found] == [one.ids for one in wanted]
 
 
@@ -122,7 +134,9 @@ def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
 
     async def work():
         await engine.sleep()
-        asked = asyncio.create_task(engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=0.3))
+        asked = asyncio.create_task(
+            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=0.3)
+        )
         await asyncio.sleep(0.5)
         engine.wake()
         woken = time.monotonic()
@@ -158,7 +172,9 @@ def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
     weights = {name: parameter.detach() * 1.2 for name, parameter in own.model.named_parameters()}
 
     async def work():
-        running = asyncio.create_task(engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=24, seed=3), deadline_s=120))
+        running = asyncio.create_task(
+            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=24, seed=3), deadline_s=120)
+        )
         await until_generated(engine, 10)
         await engine.sleep(in_flight="continue", deadline_s=60)
         await engine.publish(1, weights)
@@ -169,8 +185,13 @@ def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
     found = asyncio.run(work())
     own.alone.load_state_dict({name: weights[name] for name in weights}, strict=False)
     assert set(found.versions) == {0, 1} and found.versions == sorted(found.versions)
-    by_version = [one.logits(PROMPTS[0] + found.ids).log_softmax(-1)[len(PROMPTS[0]) - 1 :] for one in (old, own)]
-    for place, (token, logprob, version) in enumerate(zip(found.ids, found.logprobs, found.versions, strict=True)):
+    by_version = [
+        one.logits(PROMPTS[0] + found.ids).log_softmax(-1)[len(PROMPTS[0]) - 1 :]
+        for one in (old, own)
+    ]
+    for place, (token, logprob, version) in enumerate(
+        zip(found.ids, found.logprobs, found.versions, strict=True)
+    ):
         assert logprob == pytest.approx(float(by_version[version][place, token]), abs=1e-4), place
 
 
@@ -183,10 +204,18 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
     weights = {name: parameter.detach() * 1.2 for name, parameter in own.model.named_parameters()}
 
     async def work():
-        long = asyncio.create_task(engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=120))
+        long = asyncio.create_task(
+            engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=120)
+        )
         await until_generated(engine, 3)
-        call = engine.sleep if what == "sleep" else lambda **options: engine.publish(1, weights, **options)
-        waiting = asyncio.create_task(call(in_flight="finish", deadline_s=0.05 if ends == "late" else 60))
+        call = (
+            engine.sleep
+            if what == "sleep"
+            else lambda **options: engine.publish(1, weights, **options)
+        )
+        waiting = asyncio.create_task(
+            call(in_flight="finish", deadline_s=0.05 if ends == "late" else 60)
+        )
         await asyncio.sleep(0.01)
         meanwhile = asyncio.create_task(engine.generate(PROMPTS[3], PARAMS[3], deadline_s=120))
         if ends == "cancelled":
@@ -206,21 +235,31 @@ def test_what_could_not_wait_for_running_requests_changes_nothing(what, ends, ow
 
 def test_one_publish_at_a_time_and_the_older_one_is_refused(own):
     engine = TorchEngine(own.model)
-    scaled = {v: {name: p.detach() * (1 + v / 10) for name, p in own.model.named_parameters()} for v in (1, 2)}
+    scaled = {
+        v: {name: p.detach() * (1 + v / 10) for name, p in own.model.named_parameters()}
+        for v in (1, 2)
+    }
 
     async def work():
         running = ask_all(engine)
         await until_generated(engine, 10)
         outcome = await asyncio.gather(
-            engine.publish(2, scaled[2], in_flight="finish"), engine.publish(1, scaled[1], in_flight="continue"), return_exceptions=True
+            engine.publish(2, scaled[2], in_flight="finish"),
+            engine.publish(1, scaled[1], in_flight="continue"),
+            return_exceptions=True,
         )
         return outcome, await asyncio.gather(*running)
 
     (newer, older), found = asyncio.run(work())
     assert newer is None
     assert isinstance(older, EngineError) and "version 1 is not newer than 2" in str(older)
-    assert {version for one in found for version in one.versions} == {0}, "the first one let them end"
-    assert all(torch.equal(tensor, dict(own.model.named_parameters())[name]) for name, tensor in scaled[2].items())
+    assert {version for one in found for version in one.versions} == {0}, (
+        "the first one let them end"
+    )
+    assert all(
+        torch.equal(tensor, dict(own.model.named_parameters())[name])
+        for name, tensor in scaled[2].items()
+    )
     stats = engine.stats()
     assert (stats["engine/publishes"], stats["engine/refused_publishes"]) == (1, 1)
     assert stats["engine/swap_s"] > 0
@@ -228,7 +267,9 @@ def test_one_publish_at_a_time_and_the_older_one_is_refused(own):
 
 def test_weights_are_verified_in_a_thread_for_one_engine_only(own, random_model):
     engine = TorchEngine(own.model)
-    weights = {name: parameter.detach().double() * 1.2 for name, parameter in own.model.named_parameters()}
+    weights = {
+        name: parameter.detach().double() * 1.2 for name, parameter in own.model.named_parameters()
+    }
 
     async def work():
         verified = await asyncio.to_thread(engine.verify, weights)
@@ -237,7 +278,9 @@ def test_weights_are_verified_in_a_thread_for_one_engine_only(own, random_model)
         await engine.publish(1, verified)
 
     asyncio.run(work())
-    assert all(torch.equal(weights[name].float(), tensor) for name, tensor in own.model.named_parameters())
+    assert all(
+        torch.equal(weights[name].float(), tensor) for name, tensor in own.model.named_parameters()
+    )
     weights["model.norm.weight"] = torch.full((32,), 1e300, dtype=torch.float64)
     with pytest.raises(EngineError, match=r"model\.norm\.weight holds NaN or infinity"):
         engine.verify(weights)  # finite, but not as the float32 that the model would hold
@@ -245,8 +288,8 @@ def test_weights_are_verified_in_a_thread_for_one_engine_only(own, random_model)
 
 
 def test_who_waits_for_a_tool_holds_no_slot_that_another_needs(llama, complete):
-    """Memory for two conversations, five of them: each is idle for a while, four others use its place, and it goes on as if nothing had
-    been."""
+    """Memory for two conversations, five of them: each is idle for a while, four others use its
+    place, and it goes on as if nothing had been."""
     section = EngineSection(kv_cache_tokens=256, prefix_sharing=False)
     engine = TorchEngine(llama, config=section)
     prompts = [prompt_of(80, seed) for seed in range(5)]
@@ -260,10 +303,14 @@ def test_who_waits_for_a_tool_holds_no_slot_that_another_needs(llama, complete):
         assert len(engine.scheduler.sessions) == 2, "two fit, the others have made room"
         longer = [[*ids, *one.ids, 9, 9, 9] for ids, one in zip(prompts, first, strict=True)]
         computed = engine.stats()["engine/computed_tokens"]
-        newest_first = await asyncio.gather(*(turn(index, longer[index]) for index in reversed(range(5))))
+        newest_first = await asyncio.gather(
+            *(turn(index, longer[index]) for index in reversed(range(5)))
+        )
         second = newest_first[::-1]
         assert engine.stats()["engine/session_hit_tokens"] > 0, "the two that were still there"
-        assert engine.stats()["engine/computed_tokens"] - computed > 3 * 80, "the evicted ones are computed again"
+        assert engine.stats()["engine/computed_tokens"] - computed > 3 * 80, (
+            "the evicted ones are computed again"
+        )
         return longer, second
 
     longer, second = asyncio.run(work())

@@ -1,5 +1,6 @@
-"""Several engines behind sockets as one: who is asked, and what happens when they refuse, hang, leave or come. The engines say which of
-them answered; those of `tests/orchestration/test_serve.py` are real processes."""
+"""Several engines behind sockets as one: who is asked, and what happens when they refuse, hang,
+leave or come. The engines say which of them answered; those of `tests/orchestration/test_serve.py`
+are real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, MissingExtraError, RequestTooLongError
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    MissingExtraError,
+    RequestTooLongError,
+)
 from agentevo.inference import remote, server
 from agentevo.inference.directory import Announcement, EngineDirectory
 from agentevo.inference.messages import Generate, read_requests
@@ -29,7 +36,8 @@ PARAMS = SamplingParams(temperature=0.7, max_new_tokens=5, stop_strings=("x",), 
 
 
 class FakeEngine:
-    """Answers with its number; an exception in `says` is raised, a float is how long the next answer takes."""
+    """Answers with its number; an exception in `says` is raised, a float is how long the next
+    answer takes."""
 
     def __init__(self, number: int, version: int = 3) -> None:
         self.number, self.version = number, version
@@ -51,7 +59,9 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
-        return Completion(ids=[self.number], logprobs=[-0.1 - 1e-9], versions=[self.version], finish_reason="stop")
+        return Completion(
+            ids=[self.number], logprobs=[-0.1 - 1e-9], versions=[self.version], finish_reason="stop"
+        )
 
     async def release(self, session):
         self.released.append(session)
@@ -60,7 +70,10 @@ class FakeEngine:
         raise AssertionError
 
     def stats(self):
-        return {"engine/running": self.running, "engine/generated_tokens": 10 * self.number + len(self.asked)}
+        return {
+            "engine/running": self.running,
+            "engine/generated_tokens": 10 * self.number + len(self.asked),
+        }
 
 
 class SleepyEngine(FakeEngine):
@@ -84,7 +97,9 @@ class Engines:
         self.by_name: dict[str, FakeEngine] = {}
         self.leave: dict[str, AsyncExitStack] = {}
 
-    async def start(self, number: int, version: int = 3, *, port: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
+    async def start(
+        self, number: int, version: int = 3, *, port: int = 0, kind: type[FakeEngine] = FakeEngine
+    ) -> FakeEngine:
         engine, name = kind(number, version), f"e{number}"
         door = EngineDoor(engine, name=name, secret=RunSecret(self.directory.folder))
         listener = open_socket("127.0.0.1", port)
@@ -123,11 +138,17 @@ def test_a_request_and_its_answer_travel_whole(tmp_path):
     async def work():
         async with AsyncExitStack() as stack:
             engine = await Engines(tmp_path, stack).start(7)
-            client = RemoteEngine([one.url for one in EngineDirectory(tmp_path).living(5.0)], secret=RunSecret(tmp_path), poll_s=0.02)
+            client = RemoteEngine(
+                [one.url for one in EngineDirectory(tmp_path).living(5.0)],
+                secret=RunSecret(tmp_path),
+                poll_s=0.02,
+            )
             stack.push_async_callback(client.close)
             assert client.version == -1, "nobody has been looked at"
             found = await client.generate([5, 6], PARAMS, session="a", deadline_s=20)
-            assert found == Completion(ids=[7], logprobs=[-0.1 - 1e-9], versions=[3], finish_reason="stop")
+            assert found == Completion(
+                ids=[7], logprobs=[-0.1 - 1e-9], versions=[3], finish_reason="stop"
+            )
             ((ids, params, session, deadline_s),) = engine.asked
             assert (ids, params, session) == ([5, 6], PARAMS, "a")
             assert 19 < deadline_s < 20, "what is left of it"
@@ -141,7 +162,9 @@ def test_a_request_and_its_answer_travel_whole(tmp_path):
     asyncio.run(work())
 
 
-def test_conversations_stay_where_their_cache_is_and_new_ones_go_where_there_is_least_to_do(tmp_path):
+def test_conversations_stay_where_their_cache_is_and_new_ones_go_where_there_is_least_to_do(
+    tmp_path,
+):
     async def work():
         async with some(tmp_path, 1, 2, 3) as (_engines, client):
             homes = await asyncio.gather(*(ask(client, f"s{i}") for i in range(6)))
@@ -174,7 +197,11 @@ def test_the_load_that_others_make_counts(tmp_path):
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("error", [RequestTooLongError("1030 tokens are too many"), DeadlineExceededError("too late")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [RequestTooLongError("1030 tokens are too many"), DeadlineExceededError("too late")],
+    ids=repr,
+)
 def test_what_no_other_engine_can_do_better_is_raised_as_it_was(error, tmp_path):
     async def work():
         async with some(tmp_path, 1, 2) as (engines, client):
@@ -192,7 +219,9 @@ def test_who_refuses_is_passed_over_and_when_all_do_it_is_said(tmp_path):
     async def work():
         async with some(tmp_path, 1, 2) as (engines, client):
             home = await ask(client, "a")
-            engines.by_name[f"e{home}"].says = [EngineError("the engine's step failed: out of memory")]
+            engines.by_name[f"e{home}"].says = [
+                EngineError("the engine's step failed: out of memory")
+            ]
             assert await ask(client, "a") == 3 - home
             assert await ask(client, "a") == 3 - home, "it lives there now"
             for engine in engines.by_name.values():
@@ -224,7 +253,8 @@ def test_who_hangs_up_is_cancelled_in_the_engine(tmp_path):
 
 
 def test_an_engine_that_leaves_hands_its_requests_on(tmp_path):
-    """They are answered by another one at once, and its conversations go on there; a lower version of it holds nobody back any more."""
+    """They are answered by another one at once, and its conversations go on there; a lower version
+    of it holds nobody back any more."""
 
     async def work():
         async with some(tmp_path, 1) as (engines, client):
@@ -246,7 +276,9 @@ def test_an_engine_that_leaves_hands_its_requests_on(tmp_path):
             assert client.version == 5
             stats = client.stats()
             assert (before["engine/engines"], stats["engine/engines"]) == (2, 1)
-            assert stats["engine/generated_tokens"] >= before["engine/generated_tokens"] >= 30, "what it has counted stays counted"
+            assert stats["engine/generated_tokens"] >= before["engine/generated_tokens"] >= 30, (
+                "what it has counted stays counted"
+            )
             assert stats["engine/running"] == 1
 
     asyncio.run(work())
@@ -268,7 +300,9 @@ def test_who_sleeps_is_asked_only_when_all_do(tmp_path):
             assert [await ask(client, name) for name in (*names, None, None)] == [2] * 6
             two.asleep = True
             await client.refresh()
-            assert [await ask(client, name) for name in names] == [2] * 4, "where their caches are by now"
+            assert [await ask(client, name) for name in names] == [2] * 4, (
+                "where their caches are by now"
+            )
             one.asleep = False
             await client.refresh()
             assert [await ask(client, name) for name in names] == [1] * 4
@@ -304,7 +338,11 @@ def test_an_engine_that_stays_at_old_weights_holds_nobody_up(tmp_path, monkeypat
             assert client.version == 9 and await ask(client, "c") == 1
 
     asyncio.run(work())
-    told = [record.message for record in caplog.records if "while others have newer weights" in record.message]
+    told = [
+        record.message
+        for record in caplog.records
+        if "while others have newer weights" in record.message
+    ]
     assert ["version 8" in told[0], "version 9" in told[1], len(told)] == [True, True, 2]
 
 
@@ -312,7 +350,10 @@ def test_without_engines_a_request_waits_for_one_until_its_deadline(tmp_path):
     async def work():
         async with some(tmp_path / "engines") as (engines, client):
             started = time.monotonic()
-            with pytest.raises(EngineUnavailableError, match=rf"within 0\.3 s \(0 known; none was found\): .*{tmp_path}/engines"):
+            with pytest.raises(
+                EngineUnavailableError,
+                match=rf"within 0\.3 s \(0 known; none was found\): .*{tmp_path}/engines",
+            ):
                 await ask(client, deadline_s=0.3)
             assert 0.29 < time.monotonic() - started < 5
             assert client.version == -1
@@ -347,7 +388,9 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
     async def work():
         async with some(tmp_path, 1) as (engines, _client):
             (announcement,) = engines.directory.living(5.0)
-            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False, headers=RunSecret(tmp_path).header()) as http:
+            async with httpx.AsyncClient(
+                base_url=announcement.url, trust_env=False, headers=RunSecret(tmp_path).header()
+            ) as http:
                 for path, body, status in (
                     ("/sleep", b"no json", 400),
                     ("/sleep", b"", 500),
@@ -362,7 +405,9 @@ def test_the_server_says_what_is_wrong_with_a_request(tmp_path):
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("given", [None, "Bearer " + 64 * "0", "right", "Bearer", "Bearer \u00e9"], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, "Bearer " + 64 * "0", "right", "Bearer", "Bearer \u00e9"], ids=repr
+)
 def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
     async def work():
         async with some(tmp_path, 1) as (engines, _client):
@@ -370,27 +415,49 @@ def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
             own = RunSecret(tmp_path).header()["Authorization"]
             given_here = {"right": own.replace("Bearer", "Basic")}.get(given, given)
             headers = {} if given is None else {"Authorization": given_here.encode("latin-1")}
-            async with httpx.AsyncClient(base_url=announcement.url, trust_env=False, headers=headers) as http:
-                for answer in (await http.get("/state"), await http.post("/sleep"), await http.post("/wake"), await http.get("/nowhere")):
-                    assert answer.status_code == 401 and "engines/secret of the run's folder" in answer.json()["message"]
+            async with httpx.AsyncClient(
+                base_url=announcement.url, trust_env=False, headers=headers
+            ) as http:
+                for answer in (
+                    await http.get("/state"),
+                    await http.post("/sleep"),
+                    await http.post("/wake"),
+                    await http.get("/nowhere"),
+                ):
+                    assert (
+                        answer.status_code == 401
+                        and "engines/secret of the run's folder" in answer.json()["message"]
+                    )
                     assert own.split()[1] not in answer.text
-            url, texts = announcement.url.replace("http", "ws") + "/requests", {key: one.decode("latin-1") for key, one in headers.items()}
+            url = announcement.url.replace("http", "ws") + "/requests"
+            texts = {key: one.decode("latin-1") for key, one in headers.items()}
             with pytest.raises(InvalidStatus, match="HTTP 403"):
                 await connect(url, additional_headers=texts, proxy=None)
             assert engines.by_name["e1"].asked == []
 
     asyncio.run(work())
-    assert [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname not in ("DEBUG", "INFO")
+    ] == []
 
 
 def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, caplog):
     async def work():
         async with some(tmp_path / "engines", 1) as (engines, _client):
             other = RunSecret(tmp_path / "other")
-            client = RemoteEngine([one.url for one in engines.directory.living(5.0)], secret=other, poll_s=0.02)
-            with pytest.raises(EngineUnavailableError, match=rf"of another run: it refuses the secret in {other.file}"):
+            client = RemoteEngine(
+                [one.url for one in engines.directory.living(5.0)], secret=other, poll_s=0.02
+            )
+            with pytest.raises(
+                EngineUnavailableError,
+                match=rf"of another run: it refuses the secret in {other.file}",
+            ):
                 await ask(client, deadline_s=0.5)
-            assert len([one for one in caplog.records if "of another run" in one.message]) == 1, "told once"
+            assert len([one for one in caplog.records if "of another run" in one.message]) == 1, (
+                "told once"
+            )
             assert engines.by_name["e1"].asked == []
             other.file.write_text(RunSecret(tmp_path / "engines").value())
             assert await ask(client) == 1
@@ -408,7 +475,10 @@ def test_a_secret_that_can_not_be_read_is_said_on_either_side(tmp_path):
             RunSecret(tmp_path).file.write_text("short")
             async with httpx.AsyncClient(base_url=announcement.url, trust_env=False) as http:
                 answer = await http.get("/state")
-            assert answer.status_code == 500 and "secret holds no secret: delete it" in answer.json()["message"]
+            assert (
+                answer.status_code == 500
+                and "secret holds no secret: delete it" in answer.json()["message"]
+            )
             assert await ask(client) == 1, "who is in stays in"
             late = RemoteEngine(engines.directory, poll_s=0.02)
             with pytest.raises(EngineUnavailableError, match="secret holds no secret: delete it"):
@@ -424,16 +494,22 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "websockets.asyncio.client", None)
         patch.delitem(sys.modules, "agentevo.inference.client_connection")
-        with pytest.raises(MissingExtraError, match=r"need the package 'websockets.*': pip install 'agentevo\[serve\]'"):
+        with pytest.raises(
+            MissingExtraError,
+            match=r"need the package 'websockets.*': pip install 'agentevo\[serve\]'",
+        ):
             importlib.import_module("agentevo.inference.client_connection")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "agentevo.inference.server")
-    with pytest.raises(MissingExtraError, match=r"package 'fastapi': pip install 'agentevo\[serve\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"package 'fastapi': pip install 'agentevo\[serve\]'"
+    ):
         importlib.import_module("agentevo.inference.server")
 
 
 def test_requests_go_over_one_connection_in_few_frames(tmp_path):
-    """200 at once, some of them longer than a frame is meant to be: each gets its own answer, and a state is no reply to any of them."""
+    """200 at once, some of them longer than a frame is meant to be: each gets its own answer, and a
+    state is no reply to any of them."""
 
     async def work():
         async with some(tmp_path, 1) as (engines, client):
@@ -456,8 +532,12 @@ def test_requests_go_over_one_connection_in_few_frames(tmp_path):
                 await client.release(f"s{prompt[0]}")
 
             await asyncio.gather(*(one(prompt) for prompt in prompts))
-            assert [asked[0] for asked in engine.asked] == prompts, "in the order in which they were asked"
-            await until(lambda: sorted(engine.released) == sorted(f"s{number}" for number in range(1, 201)))
+            assert [asked[0] for asked in engine.asked] == prompts, (
+                "in the order in which they were asked"
+            )
+            await until(
+                lambda: sorted(engine.released) == sorted(f"s{number}" for number in range(1, 201))
+            )
             assert sum(count for count, _ in sent) == 400 and 3 <= len(sent) < 40, sent
             assert all(size < 2**20 for _, size in sent), sent
             assert known.open == 0
@@ -474,7 +554,9 @@ def test_answers_come_in_any_order_to_whom_they_belong(tmp_path):
             tasks[3].cancel()
             found = await asyncio.gather(*tasks, return_exceptions=True)
             assert [found[0], found[2], found[4]] == [1, 1, 1]
-            assert isinstance(found[1], RequestTooLongError) and isinstance(found[3], asyncio.CancelledError)
+            assert isinstance(found[1], RequestTooLongError) and isinstance(
+                found[3], asyncio.CancelledError
+            )
             await until(lambda: engines.by_name["e1"].cancelled == 1)
 
     asyncio.run(work())
@@ -505,7 +587,8 @@ def test_a_new_version_is_known_when_its_first_tokens_are(tmp_path):
 
 
 def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
-    """Cut off in the middle of requests, of a handshake, of an HTTP body: the engine drops what it did for them and says nothing."""
+    """Cut off in the middle of requests, of a handshake, of an HTTP body: the engine drops what it
+    did for them and says nothing."""
 
     async def work():
         async with some(tmp_path, 1) as (engines, client):
@@ -515,10 +598,15 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
             await until(lambda: engine.running == 3)
             (known,) = client._known.values()
             address = known.url.removeprefix("http://").split(":")
-            own = b"Authorization: " + RunSecret(tmp_path).header()["Authorization"].encode() + b"\r\n"
+            own = (
+                b"Authorization: "
+                + RunSecret(tmp_path).header()["Authorization"].encode()
+                + b"\r\n"
+            )
             for who, words in itertools.product((own, b""), (
                 b"POST /sleep HTTP/1.1\r\nHost: e\r\nContent-Length: 99\r\n\r\n{",
-                b"GET /requests HTTP/1.1\r\nHost: e\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                b"GET /requests HTTP/1.1\r\nHost: e\r\nUpgrade: websocket\r\nConnection: "
+                b"Upgrade\r\nSec-WebSocket-Version: 13\r\n"
                 b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
             )):  # fmt: skip
                 _, writer = await asyncio.open_connection(address[0], int(address[1]))
@@ -528,10 +616,16 @@ def test_clients_that_vanish_leave_no_trace_in_the_log(tmp_path, caplog):
                 writer.transport.abort()
             known.connection._websocket.transport.abort()
             await until(lambda: engine.cancelled == 3 and engine.running == 0)
-            assert await asyncio.gather(*tasks) == [1, 1, 1], "by the same engine, on a new connection"
+            assert await asyncio.gather(*tasks) == [1, 1, 1], (
+                "by the same engine, on a new connection"
+            )
 
     asyncio.run(work())
-    assert [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")] == []
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname not in ("DEBUG", "INFO")
+    ] == []
 
 
 def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
@@ -545,8 +639,14 @@ def test_a_client_that_answers_no_pings_is_gone(tmp_path, monkeypatch):
             engine.says = [60.0]
             (announcement,) = engines.directory.living(5.0)
             url = announcement.url.replace("http", "ws") + "/requests"
-            websocket = await connect(url, additional_headers=RunSecret(tmp_path).header(), proxy=None, ping_interval=None)
-            await websocket.send(msgspec.msgpack.encode([Generate(id=1, prompt_ids=[1], sampling=PARAMS, deadline_s=60.0)]))
+            websocket = await connect(
+                url, additional_headers=RunSecret(tmp_path).header(), proxy=None, ping_interval=None
+            )
+            await websocket.send(
+                msgspec.msgpack.encode(
+                    [Generate(id=1, prompt_ids=[1], sampling=PARAMS, deadline_s=60.0)]
+                )
+            )
             await until(lambda: engine.running == 1)
             await asyncio.sleep(1.0)
             assert engine.running == 1, "who answers them stays"
@@ -567,9 +667,15 @@ def test_what_is_no_list_of_requests_ends_the_connection_with_the_reason(tmp_pat
     async def work():
         async with some(tmp_path, 1) as (engines, client):
             (announcement,) = engines.directory.living(5.0)
-            for frame in (b"no msgpack", "text", msgspec.msgpack.encode([{"type": "generate", "id": 1}])):
+            for frame in (
+                b"no msgpack",
+                "text",
+                msgspec.msgpack.encode([{"type": "generate", "id": 1}]),
+            ):
                 url = announcement.url.replace("http", "ws") + "/requests"
-                async with connect(url, additional_headers=RunSecret(tmp_path).header(), proxy=None) as websocket:
+                async with connect(
+                    url, additional_headers=RunSecret(tmp_path).header(), proxy=None
+                ) as websocket:
                     await websocket.send(frame)
                     with pytest.raises(ConnectionClosed) as raised:
                         await asyncio.wait_for(to_the_end(websocket), 10)
@@ -592,7 +698,9 @@ def test_whatever_an_engine_raises_is_answered(tmp_path, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
-@pytest.mark.parametrize("error", [OSError("the folder is away"), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError("the folder is away"), asyncio.CancelledError()], ids=repr
+)
 def test_a_look_that_fails_ends_no_request_and_no_looking(error, tmp_path, monkeypatch):
     """Also one that something has cancelled from within."""
     real, failures = EngineDirectory.living, [error, error]

@@ -35,11 +35,15 @@ def test_frequencies_are_those_of_the_distribution(params, vocabulary, distribut
     expected = distribution(logits.double().numpy(), params)
     num_draws = 6000
     rng = np.random.default_rng(0)
-    tokens, logprobs = draw(logits.repeat(num_draws, 1), [params] * num_draws, rng.random(num_draws).tolist())
+    tokens, logprobs = draw(
+        logits.repeat(num_draws, 1), [params] * num_draws, rng.random(num_draws).tolist()
+    )
     counts = np.bincount(tokens, minlength=vocabulary)
     assert counts[expected == 0].sum() == 0
     likely = num_draws * expected > 3
-    chi_square = ((counts[likely] - num_draws * expected[likely]) ** 2 / (num_draws * expected[likely])).sum()
+    chi_square = (
+        (counts[likely] - num_draws * expected[likely]) ** 2 / (num_draws * expected[likely])
+    ).sum()
     assert chi_square < likely.sum() + 4 * math.sqrt(2 * likely.sum())
     np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
 
@@ -54,7 +58,9 @@ def test_a_row_depends_on_nothing_but_itself():
     params = [SamplingParams(temperature=0), *PARAMS]
     uniforms = [0.1 * (i + 1) for i in range(len(params))]
     tokens, logprobs = draw(rows.clone(), params, uniforms)
-    for row, one, uniform, token, logprob in zip(rows, params, uniforms, tokens, logprobs, strict=True):
+    for row, one, uniform, token, logprob in zip(
+        rows, params, uniforms, tokens, logprobs, strict=True
+    ):
         alone = draw(row[None].clone(), [one], [uniform])
         assert alone[0] == [token]
         assert alone[1][0] == pytest.approx(logprob, abs=1e-6)
@@ -80,7 +86,11 @@ def test_filters_always_keep_the_most_likely_token(values, top_k, top_p, min_p):
     kept = filter_logits(logits, SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.isfinite(kept[logits.argmax()])
     assert torch.equal(kept[torch.isfinite(kept)], logits[torch.isfinite(kept)])
-    assert kept[torch.isfinite(kept)].min() >= logits[~torch.isfinite(kept)].max() if not torch.isfinite(kept).all() else True
+    assert (
+        kept[torch.isfinite(kept)].min() >= logits[~torch.isfinite(kept)].max()
+        if not torch.isfinite(kept).all()
+        else True
+    )
 
 
 def test_filters_that_are_off_change_nothing():

@@ -47,7 +47,16 @@ def test_only_the_whole_header_counts(tmp_path):
     value = secret.value()
     assert secret.header() == {"Authorization": f"Bearer {value}"}
     assert secret.is_in(f"Bearer {value}")
-    for wrong in (None, "", value, f"Bearer {value[:-1]}", f"Bearer {value}0", f"bearer {value}", f"Bearer {value.upper()}x", "\xe9"):
+    for wrong in (
+        None,
+        "",
+        value,
+        f"Bearer {value[:-1]}",
+        f"Bearer {value}0",
+        f"bearer {value}",
+        f"Bearer {value.upper()}x",
+        "\xe9",
+    ):
         assert not secret.is_in(wrong), wrong
 
 
@@ -62,5 +71,8 @@ def test_a_file_that_is_none_is_said(content, tmp_path):
 
 def test_a_file_that_can_not_be_read_is_said(tmp_path):
     (tmp_path / "secret").mkdir()
-    with pytest.raises(EngineError, match=rf"{tmp_path}/secret can't be used .*let one user run all processes of a run"):
+    with pytest.raises(
+        EngineError,
+        match=rf"{tmp_path}/secret can't be used .*let one user run all processes of a run",
+    ):
         RunSecret(tmp_path).value()

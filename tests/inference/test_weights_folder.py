@@ -38,7 +38,10 @@ def test_what_is_trained_comes_back_to_the_bit(model, tmp_path):
     file = tmp_path / "weights" / "version-000012" / "weights.safetensors"
     assert load_file(file).keys() == found.keys()
     assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert json.loads((tmp_path / "weights" / "latest.json").read_text()) == {"version": 12, "sha256": sha256}
+    assert json.loads((tmp_path / "weights" / "latest.json").read_text()) == {
+        "version": 12,
+        "sha256": sha256,
+    }
     manifest = json.loads((file.parent / "manifest.json").read_text())
     assert manifest == {"version": 12, "sha256": sha256, "bytes": file.stat().st_size, "tensors": 2}
 
@@ -62,11 +65,19 @@ def flip(content: bytes) -> bytes:
     ("file", "spoil", "problem"),
     [
         ("weights.safetensors", flip, "not what was written"),
-        ("weights.safetensors", lambda content: content[: len(content) // 2], "not what was written"),
+        (
+            "weights.safetensors",
+            lambda content: content[: len(content) // 2],
+            "not what was written",
+        ),
         ("weights.safetensors", lambda content: b"", "not what was written"),
         ("weights.safetensors", None, "is gone"),
         ("manifest.json", lambda content: content[:-3], "version-000001 can't be read"),
-        ("manifest.json", lambda content: content.replace(b'"version":1', b'"version":2'), "not what was written"),
+        (
+            "manifest.json",
+            lambda content: content.replace(b'"version":1', b'"version":2'),
+            "not what was written",
+        ),
         ("manifest.json", None, "is gone"),
     ],
 )
@@ -85,14 +96,18 @@ def test_torn_or_changed_versions_are_refused(file, spoil, problem, model, tmp_p
         folder.read(1)
 
 
-def test_a_forged_version_with_a_manifest_of_its_own_is_not_the_one_that_latest_names(model, tmp_path):
+def test_a_forged_version_with_a_manifest_of_its_own_is_not_the_one_that_latest_names(
+    model, tmp_path
+):
     folder = WeightsFolder(tmp_path / "weights")
     wanted = folder.write(1, model, keep=2)
     other = copy.deepcopy(model)
     torch.nn.init.zeros_(other[0].weight)
     WeightsFolder(tmp_path / "forged").write(1, other, keep=2)
     for name in ("weights.safetensors", "manifest.json"):
-        (folder.path(1) / name).write_bytes((tmp_path / "forged" / "version-000001" / name).read_bytes())
+        (folder.path(1) / name).write_bytes(
+            (tmp_path / "forged" / "version-000001" / name).read_bytes()
+        )
     assert folder.read(1)["0.weight"].abs().sum() == 0
     with pytest.raises(EngineError, match="not what was written"):
         folder.read(1, sha256=wanted)
@@ -108,7 +123,11 @@ def test_a_torn_latest_is_said_and_the_next_version_mends_it(model, tmp_path):
     assert folder.latest() == 2
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device")],
+    ids=repr,
+)
 def test_a_full_disk_leaves_what_was_there(error, model, tmp_path, monkeypatch):
     folder = WeightsFolder(tmp_path)
     folder.write(1, model, keep=2)
@@ -125,7 +144,8 @@ def test_a_full_disk_leaves_what_was_there(error, model, tmp_path, monkeypatch):
 
 
 def test_killed_at_any_moment_of_writing(model, tmp_path):
-    """After each of the places where something reached the disk: weights, manifest, folder, its name, latest's new file, its name."""
+    """After each of the places where something reached the disk: weights, manifest, folder, its
+    name, latest's new file, its name."""
     folder = WeightsFolder(tmp_path)
     folder.write(1, model, keep=2)
     rows = []
@@ -135,4 +155,8 @@ def test_killed_at_any_moment_of_writing(model, tmp_path):
         writer.join(60)
         rows.append((writer.exitcode, folder.latest(), len(folder.read(folder.latest()))))
     assert rows == [(-9, 1, 2)] * 5 + [(-9, 7, 2), (0, 8, 2)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "version-000007", "version-000008"], "leftovers are gone"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest.json",
+        "version-000007",
+        "version-000008",
+    ], "leftovers are gone"

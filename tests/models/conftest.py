@@ -19,7 +19,11 @@ CORPUS = (
 
 @pytest.fixture
 def tiny_section() -> ModelSection:
-    return ModelSection(name="tiny", device="cpu", tiny=TinyModel(hidden_size=32, num_layers=2, num_heads=2, context_length=128))
+    return ModelSection(
+        name="tiny",
+        device="cpu",
+        tiny=TinyModel(hidden_size=32, num_layers=2, num_heads=2, context_length=128),
+    )
 
 
 @pytest.fixture

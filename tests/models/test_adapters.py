@@ -1,4 +1,5 @@
-"""Adapters: what they change and what not, fast passes with them, several over one base, folders, merging, refusals."""
+"""Adapters: what they change and what not, fast passes with them, several over one base, folders,
+merging, refusals."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from agentevo.models.attention import prepare
 from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import available, drop_packed
 from agentevo.models.load import LoadedModel, load_model, save_model
-from agentevo.training.tree import build_tree
-from agentevo.training.tree_attention import TreeAttention
+from agentevo.training.batching.tree import build_tree
+from agentevo.training.kernels.tree_attention import TreeAttention
 
 TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
 IDS = [5, 9, 60, 3, 41, 8]
@@ -39,11 +40,20 @@ VARIANTS = {
     "plain": LORA,
     "rslora": LoraSection(rank=4, rslora=True, alpha=3),
     "dora": LoraSection(rank=4, dora=True),
-    "names": LoraSection(rank=4, targets=("q_proj", "down_proj"), layers=(1,), rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 9}),
+    "names": LoraSection(
+        rank=4,
+        targets=("q_proj", "down_proj"),
+        layers=(1,),
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"q_proj": 9},
+    ),
     "bias": LoraSection(rank=2, bias="lora_only"),
     "whole": LoraSection(rank=2, targets=("v_proj",), modules_to_save=("o_proj",)),
 }
-needs_onednn = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
+needs_onednn = pytest.mark.skipif(
+    not available(),
+    reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU",
+)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -117,27 +127,49 @@ def test_a_fresh_adapter_changes_nothing_and_alone_is_trained(init, base):
     model = add_adapter(plain, LoraSection(rank=4, init=init), seed=3)
     assert torch.equal(torch.random.get_rng_state(), state), "nobody else's draws change"
     torch.testing.assert_close(alone(model), before, rtol=1e-5, atol=1e-5)
-    shapes = [m.weight.shape for n, m in base().model.layers.named_modules() if isinstance(m, nn.Linear)]
-    assert num_parameters(model) == (sum(4 * (o + i) for o, i in shapes), total + sum(4 * (o + i) for o, i in shapes))
+    shapes = [
+        m.weight.shape for n, m in base().model.layers.named_modules() if isinstance(m, nn.Linear)
+    ]
+    assert num_parameters(model) == (
+        sum(4 * (o + i) for o, i in shapes),
+        total + sum(4 * (o + i) for o, i in shapes),
+    )
     assert all(("lora_" in name) == p.requires_grad for name, p in model.named_parameters())
-    again, other = (add_adapter(base(), LoraSection(rank=4, init=init), seed=seed) for seed in (3, 4))
-    weights = [torch.cat([p.flatten() for p in one.parameters() if p.requires_grad]) for one in (model, again, other)]
+    again, other = (
+        add_adapter(base(), LoraSection(rank=4, init=init), seed=seed) for seed in (3, 4)
+    )
+    weights = [
+        torch.cat([p.flatten() for p in one.parameters() if p.requires_grad])
+        for one in (model, again, other)
+    ]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
 def test_options_mean_what_they_mean_in_peft(base):
     model = add_adapter(base(), VARIANTS["names"], seed=0)
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    assert {name.split("layers.")[1] for name in layers} == {"1.self_attn.q_proj", "1.mlp.down_proj"}
-    q, down = layers[next(n for n in layers if n.endswith("q_proj"))], layers[next(n for n in layers if n.endswith("down_proj"))]
+    assert {name.split("layers.")[1] for name in layers} == {
+        "1.self_attn.q_proj",
+        "1.mlp.down_proj",
+    }
+    q = layers[next(n for n in layers if n.endswith("q_proj"))]
+    down = layers[next(n for n in layers if n.endswith("down_proj"))]
     assert (q.r["default"], q.scaling["default"]) == (2, 4.5)
-    assert (down.r["default"], down.scaling["default"]) == (4, 2.0), "alpha is twice the rank by default"
+    assert (down.r["default"], down.scaling["default"]) == (4, 2.0), (
+        "alpha is twice the rank by default"
+    )
     rslora = add_adapter(base(), VARIANTS["rslora"], seed=0)
-    assert next(m.scaling["default"] for m in rslora.modules() if hasattr(m, "lora_A")) == pytest.approx(3 / 4**0.5)
+    assert next(
+        m.scaling["default"] for m in rslora.modules() if hasattr(m, "lora_A")
+    ) == pytest.approx(3 / 4**0.5)
     excluded = add_adapter(base(), LoraSection(rank=2, exclude=("gate_proj", "up_proj")), seed=0)
-    assert not any("gate_proj.lora" in n or "up_proj.lora" in n for n, _ in excluded.named_parameters())
+    assert not any(
+        "gate_proj.lora" in n or "up_proj.lora" in n for n, _ in excluded.named_parameters()
+    )
     biases = add_adapter(base(), VARIANTS["bias"], seed=0)
-    assert {n.rsplit(".", 2)[1] for n, p in biases.named_parameters() if p.requires_grad and "bias" in n} == {"base_layer"}
+    assert {
+        n.rsplit(".", 2)[1] for n, p in biases.named_parameters() if p.requires_grad and "bias" in n
+    } == {"base_layer"}
 
 
 @needs_onednn
@@ -168,7 +200,9 @@ def test_fused_passes_have_the_adapters_of_now(change, base):
     elif change == "scale":
         layer.set_scale("default", 3.0)
     else:
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, fused=True)
+        optimizer = torch.optim.AdamW(
+            [p for p in model.parameters() if p.requires_grad], lr=0.05, fused=True
+        )
         logits(model).square().sum().backward()
         optimizer.step()
     after = fused(model)
@@ -204,13 +238,20 @@ def test_only_adapters_get_gradients_and_a_frozen_base_keeps_no_activations(base
 
     def bytes_kept(model: nn.Module) -> torch.Tensor:
         kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ):
             return logits(model)
 
-    model = prepare(moved(add_adapter(base("llama"), LoraSection(rank=2, targets=("q_proj",)), seed=1)))
+    model = prepare(
+        moved(add_adapter(base("llama"), LoraSection(rank=2, targets=("q_proj",)), seed=1))
+    )
     bytes_kept(model).square().sum().backward()
     with_adapters = sum(kept)
-    assert all((p.grad is not None and bool(p.grad.any())) == ("lora_" in name) for name, p in model.named_parameters())
+    assert all(
+        (p.grad is not None and bool(p.grad.any())) == ("lora_" in name)
+        for name, p in model.named_parameters()
+    )
     whole = prepare(base("llama"))
     bytes_kept(whole)
     assert with_adapters < sum(kept)
@@ -223,10 +264,14 @@ def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folde
     expected = alone(moved(loaded.model))
     folder = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
     assert not (folder / "model.safetensors").exists(), "the base is not saved"
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base_folder)
+    assert json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(base_folder)
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), folder)
     assert torch.equal(alone(theirs), expected)
-    ours = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LoraSection(adapter=folder)))
+    ours = load_model(
+        ModelSection(name=str(base_folder), device="cpu", lora=LoraSection(adapter=folder))
+    )
     assert torch.equal(alone(ours.model), expected)
     assert [n for n, p in ours.model.named_parameters() if p.requires_grad] == [
         n for n, p in loaded.model.named_parameters() if p.requires_grad
@@ -236,20 +281,29 @@ def test_a_saved_adapter_is_the_same_to_plain_peft_and_to_us(variant, base_folde
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_merged_model_is_a_plain_one_with_the_same_answers(variant, base_folder, tmp_path):
-    loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=VARIANTS[variant]), seed=4)
+    loaded = load_model(
+        ModelSection(name=str(base_folder), device="cpu", lora=VARIANTS[variant]), seed=4
+    )
     expected = alone(moved(loaded.model))
     adapter = save_model(loaded.model, loaded.tokenizer, tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged"))
     torch.testing.assert_close(alone(merged), expected, rtol=1e-4, atol=1e-4)
     plain = AutoModelForCausalLM.from_pretrained(base_folder)
-    assert {n: p.shape for n, p in merged.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    assert {n: p.shape for n, p in merged.named_parameters()} == {
+        n: p.shape for n, p in plain.named_parameters()
+    }
     assert (alone(plain) - expected).abs().max() > 1e-2
-    assert load_model(ModelSection(name=str(tmp_path / "merged"), device="cpu")).tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
+    assert (
+        load_model(ModelSection(name=str(tmp_path / "merged"), device="cpu")).tokenizer.get_vocab()
+        == loaded.tokenizer.get_vocab()
+    )
 
 
 def test_a_bfloat16_base_has_float32_adapters_and_merges_to_bfloat16(tiny, tmp_path):
     base = save_model(tiny.model.bfloat16(), tiny.tokenizer, tmp_path / "base")
-    loaded = load_model(ModelSection(name=str(base), device="cpu", dtype="bfloat16", lora=LORA), seed=4)
+    loaded = load_model(
+        ModelSection(name=str(base), device="cpu", dtype="bfloat16", lora=LORA), seed=4
+    )
     assert {p.dtype for p in loaded.model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in loaded.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     expected = alone(moved(loaded.model, by=0.05)).float()
@@ -267,14 +321,21 @@ def test_a_base_that_moved_is_given_again(base_folder, tmp_path):
     with pytest.raises(Exception, match="no local folder"):
         merge_adapter(adapter, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    merged = AutoModelForCausalLM.from_pretrained(merge_adapter(adapter, tmp_path / "merged", str(tmp_path / "elsewhere")))
+    merged = AutoModelForCausalLM.from_pretrained(
+        merge_adapter(adapter, tmp_path / "merged", str(tmp_path / "elsewhere"))
+    )
     torch.testing.assert_close(alone(merged), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_several_adapters_over_one_base(base_folder, tmp_path):
     folders, expected = [], []
     for seed in (1, 2):
-        loaded = load_model(ModelSection(name=str(base_folder), device="cpu", lora=LoraSection(rank=2 * seed, dora=seed == 2)), seed=seed)
+        loaded = load_model(
+            ModelSection(
+                name=str(base_folder), device="cpu", lora=LoraSection(rank=2 * seed, dora=seed == 2)
+            ),
+            seed=seed,
+        )
         expected.append(alone(moved(loaded.model, seed)))
         folders.append(save_model(loaded.model, loaded.tokenizer, tmp_path / f"adapter{seed}"))
     model = load_model(ModelSection(name=str(base_folder), device="cpu")).model
@@ -285,7 +346,9 @@ def test_several_adapters_over_one_base(base_folder, tmp_path):
     for name, wanted in (("second", expected[1]), ("first", expected[0]), ("second", expected[1])):
         use_adapter(model, name)
         assert torch.equal(alone(model), wanted)
-    assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" in n), "use does not train"
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" in n), (
+        "use does not train"
+    )
     again = save_model(model, loaded.tokenizer, tmp_path / "again")
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_folder), again)
     torch.testing.assert_close(alone(theirs), expected[1])
@@ -302,11 +365,20 @@ def test_several_adapters_over_one_base(base_folder, tmp_path):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (LoraSection(rank=2, targets=("q_proj", "query")), "no module query: its linear layers are down_proj, gate_proj"),
+        (
+            LoraSection(rank=2, targets=("q_proj", "query")),
+            "no module query: its linear layers are down_proj, gate_proj",
+        ),
         (LoraSection(rank=2, targets=("nothing",)), "model.lora: .*nothing"),
         (LoraSection(rank=2, modules_to_save=("haed",)), "no module haed"),
-        (LoraSection(rank=2, targets=("q_proj", "lm_head")), "input and output embeddings are one matrix"),
-        (LoraSection(rank=2, modules_to_save=("embed_tokens",)), "input and output embeddings are one matrix"),
+        (
+            LoraSection(rank=2, targets=("q_proj", "lm_head")),
+            "input and output embeddings are one matrix",
+        ),
+        (
+            LoraSection(rank=2, modules_to_save=("embed_tokens",)),
+            "input and output embeddings are one matrix",
+        ),
     ],
 )
 def test_layers_that_can_have_no_adapter(section, message, base):
@@ -324,9 +396,9 @@ def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
         load_adapter(base("llama"), adapter)
     with pytest.raises(ModelError, match=r"holds an adapter .*model\.lora\.adapter"):
         load_model(ModelSection(name=str(adapter), device="cpu"))
-    get_peft_model(base(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])).save_pretrained(
-        tmp_path / "ia3", save_embedding_layers=False
-    )
+    get_peft_model(
+        base(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    ).save_pretrained(tmp_path / "ia3", save_embedding_layers=False)
     with pytest.raises(ModelError, match="only LoRA"):
         check_lora(LoraSection(adapter=tmp_path / "ia3"))
     config = LoraConfig(init_lora_weights="olora", target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -340,11 +412,14 @@ def test_folders_that_are_no_fitting_adapter(base_folder, base, tmp_path):
 
 @pytest.mark.parametrize(("kind", "rounding"), [("8bit", 0.1), ("4bit", 0.5)])
 def test_adapters_over_a_quantized_base(kind, rounding, tiny_policy, tmp_path):
-    """The base keeps its answers but for rounding, takes no gradient, and stays small; adapters start at nothing and learn."""
+    """The base keeps its answers but for rounding, takes no gradient, and stays small; adapters
+    start at nothing and learn."""
     whole = tiny_policy(hidden_size=64)  # bitsandbytes quantizes 64 weights together
     folder = str(save_model(whole.model, whole.tokenizer, tmp_path / "base"))
     plain = load_model(ModelSection(name=folder, device="cpu")).model
-    loaded = load_model(ModelSection(name=folder, device="cpu", lora=LoraSection(rank=4, quantize=kind)))
+    loaded = load_model(
+        ModelSection(name=folder, device="cpu", lora=LoraSection(rank=4, quantize=kind))
+    )
     stored = {type(module).__name__ for module in loaded.model.modules()}
     assert {"8bit": "Linear8bitLt", "4bit": "Linear4bit"}[kind] in stored
     found, exact = alone(loaded.model), alone(plain)

@@ -25,21 +25,28 @@ class Everyone:
         hidden = place[None, :] > place[:, None]
         if window is not None:
             hidden |= place[None, :] <= place[:, None] - window
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        return torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
 def test_a_plan_gets_what_attention_needs(name, random_model):
-    """Scaling, window and cap of every layer reach the plan: a plain causal one gives what transformers gives."""
+    """Scaling, window and cap of every layer reach the plan: a plain causal one gives what
+    transformers gives."""
     one = random_model(name)
     ids = torch.arange(3, 63)[None]
     with torch.no_grad():
-        ours = one.model(input_ids=ids, position_ids=torch.arange(60)[None], use_cache=False, plan=Everyone()).logits[0]
+        ours = one.model(
+            input_ids=ids, position_ids=torch.arange(60)[None], use_cache=False, plan=Everyone()
+        ).logits[0]
     torch.testing.assert_close(ours, one.logits(ids[0].tolist()), rtol=1e-4, atol=1e-4)
 
 
 def test_a_prepared_model_without_a_plan_says_what_to_do(random_model):
-    with pytest.raises(ModelError, match=r"call it with plan=\.\.\., or model\.set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(
+        ModelError, match=r"call it with plan=\.\.\., or model\.set_attn_implementation\('sdpa'\)"
+    ):
         random_model("llama").model(input_ids=torch.tensor([[5, 6]]))
 
 
@@ -48,7 +55,12 @@ def test_a_prepared_model_can_go_back(random_model):
     model = copy.deepcopy(one.model)
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        torch.testing.assert_close(model(input_ids=torch.tensor([[5, 6, 7]])).logits[0], one.logits([5, 6, 7]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(input_ids=torch.tensor([[5, 6, 7]])).logits[0],
+            one.logits([5, 6, 7]),
+            rtol=1e-4,
+            atol=1e-4,
+        )
 
 
 def test_parameters_stay_the_same_objects(random_model):

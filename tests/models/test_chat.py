@@ -1,4 +1,5 @@
-"""Turn-by-turn encoding: the pieces put together are what the template renders, and what can't be continued is refused."""
+"""Turn-by-turn encoding: the pieces put together are what the template renders, and what can't be
+continued is refused."""
 
 from __future__ import annotations
 
@@ -19,35 +20,58 @@ PROMPT = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- e
 
 
 def loop(body: str, prompt: str = PROMPT) -> str:
-    return "{%- for m in messages -%}{%- set content = m.content -%}" + body + "{%- endfor -%}" + prompt
+    return (
+        "{%- for m in messages -%}{%- set content = m.content -%}"
+        + body
+        + "{%- endfor -%}"
+        + prompt
+    )
 
 
 STRIPS_THINKING = loop(
-    "{%- if m.role == 'assistant' and '</think>' in content -%}{%- set content = content.split('</think>')[-1] -%}{%- endif -%}" + CHATML
+    "{%- if m.role == 'assistant' and '</think>' in content -%}{%- set content = "
+    "content.split('</think>')[-1] -%}{%- endif -%}" + CHATML
 )
-OPENS_THINKING = loop(CHATML, "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}")
+OPENS_THINKING = loop(
+    CHATML,
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}",
+)
 TRIMS = loop("{%- set content = content | trim -%}" + CHATML)
 
-NO_END = loop("{{- m.role + ': ' + content + '\n' -}}", "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}")
-ENDS_ONLY_THE_LAST = loop("{{- '<|im_start|>' + m.role + '\n' + content -}}{%- if loop.last -%}{{- '<|im_end|>' -}}{%- endif -%}")
+NO_END = loop(
+    "{{- m.role + ': ' + content + '\n' -}}",
+    "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}",
+)
+ENDS_ONLY_THE_LAST = loop(
+    "{{- '<|im_start|>' + m.role + '\n' + content -}}{%- if loop.last -%}{{- '<|im_end|>' -}}{%- "
+    "endif -%}"
+)
 NUMBERS_TURNS = loop("{{- loop.length ~ ' messages' -}}" + CHATML)
 DROPS_HISTORY = loop("{%- if m.role == 'user' or loop.last -%}" + CHATML + "{%- endif -%}")
-SHOUTS = loop("{%- if m.role == 'assistant' -%}{%- set content = content | upper -%}{%- endif -%}" + CHATML)
-FORGETS_HEADER = loop(CHATML, "{%- if add_generation_prompt -%}{{- '<|im_start|>robot\n' -}}{%- endif -%}")
-COUNTS_AFTER = loop("{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '!' * loop.index0 + '\n' -}}")
+SHOUTS = loop(
+    "{%- if m.role == 'assistant' -%}{%- set content = content | upper -%}{%- endif -%}" + CHATML
+)
+FORGETS_HEADER = loop(
+    CHATML, "{%- if add_generation_prompt -%}{{- '<|im_start|>robot\n' -}}{%- endif -%}"
+)
+COUNTS_AFTER = loop(
+    "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>' + '!' * loop.index0 + '\n' -}}"
+)
 MOVES_SYSTEM = (
     "{%- for m in messages if m.role != 'system' -%}{%- set content = m.content -%}"
-    "{%- if loop.last and messages[0].role == 'system' -%}{%- set content = messages[0].content + content -%}{%- endif -%}"
-    + CHATML
-    + "{%- endfor -%}"
-    + PROMPT
+    "{%- if loop.last and messages[0].role == 'system' -%}{%- set content = messages[0].content "
+    "+ content -%}{%- endif -%}" + CHATML + "{%- endfor -%}" + PROMPT
 )
-REFUSES_SYSTEM = loop("{%- if m.role == 'system' -%}{{- raise_exception('no system role') -}}{%- endif -%}" + CHATML)
+REFUSES_SYSTEM = loop(
+    "{%- if m.role == 'system' -%}{{- raise_exception('no system role') -}}{%- endif -%}" + CHATML
+)
 
 
 def with_template(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(512)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"}
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -58,11 +82,17 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
     conversation = [{"role": message.role, "content": message.content} for message in messages]
-    return encode(tokenizer, tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    return encode(
+        tokenizer,
+        tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True),
+    )
 
 
-def played(chat: ChatFormat, start: list[Message], turns: list[tuple[str, str]], *, cut: bool) -> list[int]:
-    """The ids an engine would have seen: each turn is (what the model said, what the user then said)."""
+def played(
+    chat: ChatFormat, start: list[Message], turns: list[tuple[str, str]], *, cut: bool
+) -> list[int]:
+    """The ids an engine would have seen: each turn is (what the model said, what the user then
+    said)."""
     ids = chat.first_prompt(start)
     for said, asked in turns:
         ids += encode(chat.tokenizer, said) + ([] if cut else [chat.end_of_turn_id])
@@ -71,16 +101,35 @@ def played(chat: ChatFormat, start: list[Message], turns: list[tuple[str, str]],
 
 
 def dialogue(start: list[Message], turns: list[tuple[str, str]]) -> list[Message]:
-    return [*start, *(message for said, asked in turns for message in (Message("assistant", said), Message("user", asked)))]
+    return [
+        *start,
+        *(
+            message
+            for said, asked in turns
+            for message in (Message("assistant", said), Message("user", asked))
+        ),
+    ]
 
 
-TEMPLATES = {"tiny": byte_tokenizer(512).chat_template, "chatml": loop(CHATML), "strips thinking": STRIPS_THINKING}
-FORMATS = {name: ChatFormat(byte_tokenizer(512) if name == "tiny" else with_template(text)) for name, text in TEMPLATES.items()}
+TEMPLATES = {
+    "tiny": byte_tokenizer(512).chat_template,
+    "chatml": loop(CHATML),
+    "strips thinking": STRIPS_THINKING,
+}
+FORMATS = {
+    name: ChatFormat(byte_tokenizer(512) if name == "tiny" else with_template(text))
+    for name, text in TEMPLATES.items()
+}
 plain = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), max_size=20)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@given(asked=plain, turns=st.lists(st.tuples(plain, plain), max_size=3), system=st.none() | plain, cut=st.booleans())
+@given(
+    asked=plain,
+    turns=st.lists(st.tuples(plain, plain), max_size=3),
+    system=st.none() | plain,
+    cut=st.booleans(),
+)
 def test_the_pieces_are_what_the_template_renders(
     name: str, asked: str, turns: list[tuple[str, str]], system: str | None, cut: bool
 ) -> None:
@@ -92,10 +141,17 @@ def test_the_pieces_are_what_the_template_renders(
 def test_word_tokenizer_continues_by_the_template() -> None:
     tokenizer = word_tokenizer(["You see a lake.\n", "Go Left or Right"], 64)
     chat = ChatFormat(tokenizer)
-    start, turns = [Message("system", "You see a lake.\n"), Message("user", "Go")], [("<answer>Left</answer>", "You see a lake.\n")] * 3
+    start = [Message("system", "You see a lake.\n"), Message("user", "Go")]
+    turns = [("<answer>Left</answer>", "You see a lake.\n")] * 3
     assert played(chat, start, turns, cut=False) == rendered(tokenizer, dialogue(start, turns))
-    assert tokenizer.decode(chat.continuation([Message("user", "Go")], ended_with_stop=True)) == "<|user|>Go<|end|><|assistant|>"
-    assert tokenizer.decode(chat.continuation([Message("user", "Go")], ended_with_stop=False)) == "<|end|><|user|>Go<|end|><|assistant|>"
+    assert (
+        tokenizer.decode(chat.continuation([Message("user", "Go")], ended_with_stop=True))
+        == "<|user|>Go<|end|><|assistant|>"
+    )
+    assert (
+        tokenizer.decode(chat.continuation([Message("user", "Go")], ended_with_stop=False))
+        == "<|end|><|user|>Go<|end|><|assistant|>"
+    )
 
 
 def test_stripped_thinking_stays_in_what_the_policy_sees() -> None:
@@ -114,7 +170,10 @@ def test_a_prompt_that_opens_the_thinking_is_continued() -> None:
 
 def test_a_template_that_trims_contents_is_continued() -> None:
     chat = ChatFormat(with_template(TRIMS))
-    assert chat.tokenizer.decode(chat.first_prompt([Message("user", " hi\n")])) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat.tokenizer.decode(chat.first_prompt([Message("user", " hi\n")]))
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_several_new_messages_and_text_like_the_sentinel() -> None:
@@ -122,7 +181,8 @@ def test_several_new_messages_and_text_like_the_sentinel() -> None:
     new = [Message("tool", "probefirst"), Message("user", "probesecond probequestion")]
     text = chat.tokenizer.decode(chat.continuation(new, ended_with_stop=True))
     assert text == (
-        "\n<|im_start|>tool\nprobefirst<|im_end|>\n<|im_start|>user\nprobesecond probequestion<|im_end|>\n<|im_start|>assistant\n"
+        "\n<|im_start|>tool\nprobefirst<|im_end|>\n<|im_start|>user\nprobesecond "
+        "probequestion<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -148,7 +208,10 @@ def test_templates_that_rewrite_history_are_refused(template: str | None, reason
 @pytest.mark.parametrize("template", [MOVES_SYSTEM, REFUSES_SYSTEM])
 def test_a_template_bad_at_system_messages_works_without_them(template: str) -> None:
     chat = ChatFormat(with_template(template))
-    assert chat.tokenizer.decode(chat.first_prompt([Message("user", "q")])) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        chat.tokenizer.decode(chat.first_prompt([Message("user", "q")]))
+        == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    )
     with pytest.raises(ModelError, match=r"agent\.system_prompt"):
         chat.first_prompt([Message("system", "be good"), Message("user", "q")])
 
@@ -158,7 +221,9 @@ def test_end_ids_come_from_template_tokenizer_and_generation_config() -> None:
     tokenizer.eos_token = "<|end|>"
     end, im_end = tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])
     assert ChatFormat(tokenizer).end_ids == tuple(sorted((end, im_end)))
-    assert ChatFormat(tokenizer, GenerationConfig(eos_token_id=[3, im_end])).end_ids == tuple(sorted({3, end, im_end}))
+    assert ChatFormat(tokenizer, GenerationConfig(eos_token_id=[3, im_end])).end_ids == tuple(
+        sorted({3, end, im_end})
+    )
     assert ChatFormat(tokenizer).end_of_turn_id == im_end
 
 
@@ -196,5 +261,9 @@ def test_an_unknown_role_is_refused() -> None:
 def test_smollm2_continues_by_its_template(smollm2_folder: Path, cut: bool) -> None:
     chat = ChatFormat(AutoTokenizer.from_pretrained(smollm2_folder))
     start = [Message("user", "Heads or tails? 12 coins")]
-    turns = [("<think>I say 3.</think><answer>heads</answer>", "  \n\n7 wrong"), ("Tails, then!", "Right."), ("", "go on")]
+    turns = [
+        ("<think>I say 3.</think><answer>heads</answer>", "  \n\n7 wrong"),
+        ("Tails, then!", "Right."),
+        ("", "go on"),
+    ]
     assert played(chat, start, turns, cut=cut) == rendered(chat.tokenizer, dialogue(start, turns))

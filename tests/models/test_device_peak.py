@@ -31,13 +31,17 @@ def test_gpus_by_name(name: str, tera: float):
     assert name in found.source
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "NVIDIA GeForce GTX 1080"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "NVIDIA GeForce GTX 1080"]
+)
 def test_other_gpus_are_not_taken_for_those_of_the_table(name: str):
     assert known_peak(name, torch.bfloat16, tf32=False) is None
 
 
 def test_float32_is_by_what_pytorch_may_use():
-    peaks = [known_peak("NVIDIA H100 80GB HBM3", torch.float32, tf32=tf32) for tf32 in (False, True)]
+    peaks = [
+        known_peak("NVIDIA H100 80GB HBM3", torch.float32, tf32=tf32) for tf32 in (False, True)
+    ]
     assert [peak.flops_per_s for peak in peaks if peak is not None] == [67e12, 494.5e12]
 
 

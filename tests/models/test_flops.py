@@ -40,7 +40,9 @@ CONFIGS = {
     "gemma3": Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 6}, head_dim=16, sliding_window=8),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2),
     "qwen3 moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=8, head_dim=16),
-    "qwen3 moe, one layer dense": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=8, head_dim=16, mlp_only_layers=[1]),
+    "qwen3 moe, one layer dense": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, num_experts=8, head_dim=16, mlp_only_layers=[1]
+    ),
 }
 TOKENS = 24
 PREDICTED = torch.arange(3, TOKENS, 2)
@@ -48,14 +50,21 @@ PREDICTED = torch.arange(3, TOKENS, 2)
 
 def _model(config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def _counted(model: PreTrainedModel) -> tuple[int, int]:
-    """Operations of a forward pass, and of forward and backward. Eager attention multiplies every query with every key."""
+    """Operations of a forward pass, and of forward and backward. Eager attention multiplies every
+    query with every key."""
     ids = torch.randint(0, 193, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     with FlopCounterMode(display=False) as forward:
-        loss = model(input_ids=ids, use_cache=False, logits_to_keep=PREDICTED).logits.logsumexp(-1).sum()
+        loss = (
+            model(input_ids=ids, use_cache=False, logits_to_keep=PREDICTED)
+            .logits.logsumexp(-1)
+            .sum()
+        )
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
@@ -70,17 +79,29 @@ def _computed(flops: ModelFlops) -> tuple[float, float]:
 def test_full_fine_tuning(name: str):
     model = _model(CONFIGS[name])
     forward, training = _counted(model)
-    assert _computed(model_flops(model)) == (pytest.approx(forward, rel=0.02), pytest.approx(training, rel=0.02))
+    assert _computed(model_flops(model)) == (
+        pytest.approx(forward, rel=0.02),
+        pytest.approx(training, rel=0.02),
+    )
 
 
-@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ("lm_head",)}, {"targets": ("q_proj", "v_proj")}], ids=str)
+@pytest.mark.parametrize(
+    "lora", [{}, {"modules_to_save": ("lm_head",)}, {"targets": ("q_proj", "v_proj")}], ids=str
+)
 def test_a_frozen_base_needs_no_gradient_of_its_weights(lora: dict[str, Any]):
-    """The first layer's inputs need no gradient either, which the formula leaves aside: the more layers, the less it matters."""
-    model = add_adapter(_model(LlamaConfig(**{**SHAPE, "num_hidden_layers": 24})), LoraSection(rank=4, **lora), 0)
+    """The first layer's inputs need no gradient either, which the formula leaves aside: the more
+    layers, the less it matters."""
+    model = add_adapter(
+        _model(LlamaConfig(**{**SHAPE, "num_hidden_layers": 24})), LoraSection(rank=4, **lora), 0
+    )
     forward, training = _counted(model)
     computed = _computed(model_flops(model))
     assert computed == (pytest.approx(forward, rel=0.02), pytest.approx(training, rel=0.02))
-    assert training < 0.85 * _computed(model_flops(_model(LlamaConfig(**{**SHAPE, "num_hidden_layers": 24}))))[1], "the base is frozen"
+    assert (
+        training
+        < 0.85
+        * _computed(model_flops(_model(LlamaConfig(**{**SHAPE, "num_hidden_layers": 24}))))[1]
+    ), "the base is frozen"
 
 
 def test_only_the_adapter_in_use_counts(tmp_path):
@@ -101,7 +122,13 @@ def test_layers_by_window():
 @pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
 def test_pairs_of_sequences_are_those_of_their_masks(window: int | None):
     lengths = [1, 4, 9]
-    slow = sum(1 for n in lengths for q in range(n) for k in range(q + 1) if window is None or q - k < window)
+    slow = sum(
+        1
+        for n in lengths
+        for q in range(n)
+        for k in range(q + 1)
+        if window is None or q - k < window
+    )
     depths = torch.cat([torch.arange(n) for n in lengths])[None]
     assert work_of_sequences(lengths, 5, [window]) == Work(14, 5, {window: slow})
     assert work_of_depths(depths, 5, [window]) == Work(14, 5, {window: slow})

@@ -12,10 +12,13 @@ from torch import nn
 from agentevo.models.attention import prepare
 from agentevo.models.fused import FUSED_CLASSES, FusedLayer
 from agentevo.models.linear import available, drop_packed
-from agentevo.training.tree import build_tree
-from agentevo.training.tree_attention import TreeAttention
+from agentevo.training.batching.tree import build_tree
+from agentevo.training.kernels.tree_attention import TreeAttention
 
-pytestmark = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
+pytestmark = pytest.mark.skipif(
+    not available(),
+    reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU",
+)
 
 TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
 
@@ -96,9 +99,11 @@ def test_the_weights_of_now(change, model):
         layer.mlp.up_proj.weight.data = torch.randn_like(layer.mlp.up_proj.weight)
         drop_packed(made)
     else:
-        changed = {"in-place": layer.mlp.down_proj.weight, "bias": layer.self_attn.k_proj.bias, "norm": layer.input_layernorm.weight}[
-            change
-        ]
+        changed = {
+            "in-place": layer.mlp.down_proj.weight,
+            "bias": layer.self_attn.k_proj.bias,
+            "norm": layer.input_layernorm.weight,
+        }[change]
         with torch.no_grad():
             changed.copy_(torch.randn_like(changed))
     after = fused(made)
@@ -135,7 +140,9 @@ def test_wrapped_products_and_hooks_run(model):
     assert (fused(made) - before).abs().max() > 1e-3
     torch.testing.assert_close(fused(made), unfused(made), rtol=1e-4, atol=2e-5)
     seen = []
-    made.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    made.model.layers[1].mlp.down_proj.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.shape)
+    )
     fused(made)
     assert len(seen) == 1
 

@@ -1,4 +1,5 @@
-"""Models in whose layers tokens meet elsewhere than in attention can't be packed, and are refused before anything is computed."""
+"""Models in whose layers tokens meet elsewhere than in attention can't be packed, and are refused
+before anything is computed."""
 
 from __future__ import annotations
 
@@ -45,14 +46,26 @@ def strange():
             return Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]))
         if name == "granite-hybrid":
             mamba = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
-            config = GraniteMoeHybridConfig(**SHAPE, **EXPERTS, **mamba, layer_types=["mamba", "attention"], shared_intermediate_size=16)
+            config = GraniteMoeHybridConfig(
+                **SHAPE,
+                **EXPERTS,
+                **mamba,
+                layer_types=["mamba", "attention"],
+                shared_intermediate_size=16,
+            )
             return GraniteMoeHybridForCausalLM(config)
         if name == "llama4":
-            return Llama4ForCausalLM(Llama4TextConfig(**SHAPE, **EXPERTS, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=8))
+            return Llama4ForCausalLM(
+                Llama4TextConfig(
+                    **SHAPE, **EXPERTS, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=8
+                )
+            )
         if name == "gpt-oss":
             return GptOssForCausalLM(GptOssConfig(**SHAPE, **EXPERTS, head_dim=8))
         assert name == "recurrent-gemma"
-        return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**SHAPE, lru_width=32, block_types=["recurrent", "attention"]))
+        return RecurrentGemmaForCausalLM(
+            RecurrentGemmaConfig(**SHAPE, lru_width=32, block_types=["recurrent", "attention"])
+        )
 
     return make
 
@@ -101,12 +114,17 @@ def test_what_no_config_tells_is_found_by_trying(wrapped, dtype, random_model):
     model = copy.deepcopy(random_model("llama").alone).to(dtype)
     prepare(copy.deepcopy(model))
     model.model.layers[1].mlp = wrapped(model.model.layers[1].mlp)
-    with pytest.raises(ModelError, match="depends on the tokens around it by another way than attention"):
+    with pytest.raises(
+        ModelError, match="depends on the tokens around it by another way than attention"
+    ):
         prepare(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "qwen3-moe", "mixtral"],
+)
 def test_decoders_of_attention_and_feed_forward_are_accepted(name, dtype, random_model):
     model = copy.deepcopy(random_model(name).alone).to(dtype)
     model.train()
@@ -124,6 +142,8 @@ def test_a_mask_of_the_models_own_is_refused(random_model):
     model = copy.deepcopy(random_model("llama").alone)
     attention = model.model.layers[0].self_attn
     inner = attention.forward
-    attention.forward = lambda *args, **kwargs: inner(*args, **kwargs | {"attention_mask": torch.zeros(1, 1, 16, 16)})
+    attention.forward = lambda *args, **kwargs: inner(
+        *args, **kwargs | {"attention_mask": torch.zeros(1, 1, 16, 16)}
+    )
     with pytest.raises(ModelError, match="an attention mask of its own"):
         prepare(model)

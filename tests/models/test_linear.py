@@ -8,9 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from agentevo.models.linear import FastLinear, PackedMatrix, available, drop_packed, use_fast_linear, weighted_sums
+from agentevo.models.linear import (
+    FastLinear,
+    PackedMatrix,
+    available,
+    drop_packed,
+    use_fast_linear,
+    weighted_sums,
+)
 
-pytestmark = pytest.mark.skipif(not available(), reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU")
+pytestmark = pytest.mark.skipif(
+    not available(),
+    reason="oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU",
+)
 
 
 def grown(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -88,19 +98,24 @@ def test_a_whole_model_keeps_names_ties_and_gradients(random_model):
     ids = torch.tensor([[5, 9, 60, 60, 3, 41]])
     for module in (model, alone):
         module.zero_grad()
-        module(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None]).sum().backward()
+        module(input_ids=ids).logits.log_softmax(-1)[0, :-1].gather(
+            1, ids[0, 1:, None]
+        ).sum().backward()
     for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("change", ["fused-update", "copy", "dropped"])
 def test_generation_never_multiplies_by_weights_of_the_past(change):
-    """Without gradients a packed copy of the weight is used: whatever changes the weight must be seen."""
+    """Without gradients a packed copy of the weight is used: whatever changes the weight must be
+    seen."""
     torch.manual_seed(4)
     fast = FastLinear.sharing(nn.Linear(40, 24))
     x = torch.randn(3, 40)
     with torch.no_grad():
-        torch.testing.assert_close(fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5
+        )
     if change == "fused-update":
         optimizer = torch.optim.AdamW(fast.parameters(), lr=0.1, fused=True)
         fast(x).sum().backward()
@@ -112,7 +127,9 @@ def test_generation_never_multiplies_by_weights_of_the_past(change):
         fast.weight.data = torch.randn(24, 40)
         drop_packed(nn.Sequential(fast))
     with torch.inference_mode():
-        torch.testing.assert_close(fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            fast(x), nn.functional.linear(x, fast.weight, fast.bias), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_copy_of_a_layer_has_weights_of_its_own():
@@ -137,14 +154,22 @@ def test_a_packed_matrix_multiplies_any_number_of_rows(rows, outputs, with_bias)
     packed, plain = PackedMatrix(weight, bias), nn.functional.linear(x, weight, bias)
     kept = other.clone()
     with torch.inference_mode():
-        found = [packed.product(x), packed.product(x, "swish"), packed.product_plus(x, other), packed.product_times(x, other)]
-    for ours, theirs in zip(found, [plain, nn.functional.silu(plain), plain + other, plain * other], strict=True):
+        found = [
+            packed.product(x),
+            packed.product(x, "swish"),
+            packed.product_plus(x, other),
+            packed.product_times(x, other),
+        ]
+    for ours, theirs in zip(
+        found, [plain, nn.functional.silu(plain), plain + other, plain * other], strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert torch.equal(other, kept)
 
 
 def test_whole_blocks_are_read_where_they_are():
-    """The table of a packed matrix is the packed matrix: a layout that changed would show here as a slow path."""
+    """The table of a packed matrix is the packed matrix: a layout that changed would show here as a
+    slow path."""
     assert PackedMatrix(torch.randn(128, 96))._tables.shape == (2 * 96, 64)
     assert PackedMatrix(torch.randn(100, 40))._tables is None
 

@@ -1,4 +1,5 @@
-"""Loading and saving: the weights come back bit for bit, and what can't be loaded is refused with the remedy."""
+"""Loading and saving: the weights come back bit for bit, and what can't be loaded is refused with
+the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from agentevo.models.load import LoadedModel, load_model, save_model
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     first, second = one.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def reload(folder: Path, dtype: str = "float32") -> LoadedModel:
@@ -54,7 +57,9 @@ def test_weights_with_odd_strides_are_saved(tiny: LoadedModel, tmp_path: Path) -
     head = tiny.model.get_output_embeddings()
     head.weight.data = head.weight.data.t().contiguous().t()
     assert not head.weight.is_contiguous()
-    assert same_weights(tiny.model, reload(save_model(tiny.model, tiny.tokenizer, tmp_path / "odd")).model)
+    assert same_weights(
+        tiny.model, reload(save_model(tiny.model, tiny.tokenizer, tmp_path / "odd")).model
+    )
 
 
 def test_a_prepared_model_saves_as_a_plain_one(tiny: LoadedModel, tmp_path: Path) -> None:
@@ -66,8 +71,12 @@ def test_a_prepared_model_saves_as_a_plain_one(tiny: LoadedModel, tmp_path: Path
     assert torch.isfinite(again(torch.tensor([[7, 8, 9]])).logits).all()
 
 
-def test_bfloat16_comes_back_as_bfloat16(tiny_section: ModelSection, corpus: tuple[str, ...], tmp_path: Path) -> None:
-    half = load_model(tiny_section.model_copy(update={"dtype": "bfloat16"}), corpus=lambda: corpus, seed=0)
+def test_bfloat16_comes_back_as_bfloat16(
+    tiny_section: ModelSection, corpus: tuple[str, ...], tmp_path: Path
+) -> None:
+    half = load_model(
+        tiny_section.model_copy(update={"dtype": "bfloat16"}), corpus=lambda: corpus, seed=0
+    )
     again = reload(save_model(half.model, half.tokenizer, tmp_path / "half"), "bfloat16")
     assert half.model.dtype == again.model.dtype == torch.bfloat16
     assert same_weights(half.model, again.model)
@@ -80,12 +89,16 @@ def test_loading_leaves_the_global_generator_alone(tiny: LoadedModel, tmp_path: 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_loading_and_saving_print_nothing(tiny: LoadedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_and_saving_print_nothing(
+    tiny: LoadedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     reload(save_model(tiny.model, tiny.tokenizer, tmp_path / "model"))
     assert capfd.readouterr() == ("", "")
 
 
-def test_saving_replaces_an_older_model(tiny: LoadedModel, tiny_section: ModelSection, corpus: tuple[str, ...], tmp_path: Path) -> None:
+def test_saving_replaces_an_older_model(
+    tiny: LoadedModel, tiny_section: ModelSection, corpus: tuple[str, ...], tmp_path: Path
+) -> None:
     save_model(tiny.model, tiny.tokenizer, tmp_path / "model")
     other = load_model(tiny_section, corpus=lambda: corpus, seed=1)
     save_model(other.model, other.tokenizer, tmp_path / "model")
@@ -93,7 +106,9 @@ def test_saving_replaces_an_older_model(tiny: LoadedModel, tiny_section: ModelSe
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_failed_save_keeps_the_older_model(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_older_model(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_model(tiny.model, tiny.tokenizer, tmp_path / "model")
 
     def full_disk(*args: object) -> None:
@@ -144,11 +159,19 @@ def test_tokenizer_of_another_model_is_refused(tiny: LoadedModel, tmp_path: Path
 def test_word_tokenizer_needs_a_corpus(tiny_section: ModelSection) -> None:
     with pytest.raises(ModelError, match=r"model\.tiny\.tokenizer=byte"):
         load_model(tiny_section)
-    byte = load_model(ModelSection(name="tiny", device="cpu", tiny=TinyModel(hidden_size=16, num_layers=1, num_heads=1, tokenizer="byte")))
+    byte = load_model(
+        ModelSection(
+            name="tiny",
+            device="cpu",
+            tiny=TinyModel(hidden_size=16, num_layers=1, num_heads=1, tokenizer="byte"),
+        )
+    )
     assert len(byte.tokenizer) == 266
 
 
-def test_cuda_without_a_gpu_is_refused(tiny_section: ModelSection, corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_refused(
+    tiny_section: ModelSection, corpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ModelError, match=r"model\.device=auto"):
         load_model(tiny_section.model_copy(update={"device": "cuda"}), corpus=lambda: corpus)

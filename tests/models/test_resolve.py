@@ -24,7 +24,9 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
-def test_a_folder_in_the_working_directory_wins_over_a_known_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_in_the_working_directory_wins_over_a_known_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("smollm2-135m-instruct").mkdir()
     Path("smollm2-135m-instruct/config.json").write_text("{}")
@@ -43,12 +45,18 @@ def test_an_unknown_name_is_refused_with_the_nearest_known(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zzzzqqqq", "", "a/b/c", "../nowhere/at-all"])
 def test_a_name_like_no_other_is_refused_with_the_list(name: str) -> None:
-    with pytest.raises((UnknownNameError, ModelError), match="known models: smollm2-135m-instruct, tiny"):
+    with pytest.raises(
+        (UnknownNameError, ModelError), match="known models: smollm2-135m-instruct, tiny"
+    ):
         resolve(name)
 
 
-@pytest.mark.parametrize("name", ["agentevo-nobody/no-such-model", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_a_hub_model_out_of_reach_names_the_way_without_a_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["agentevo-nobody/no-such-model", "HuggingFaceTB/SmolLM2-135M-Instruct"]
+)
+def test_a_hub_model_out_of_reach_names_the_way_without_a_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     def out_of_reach(*args: object, **kwargs: object) -> str:
@@ -59,11 +67,15 @@ def test_a_hub_model_out_of_reach_names_the_way_without_a_hub(name: str, tmp_pat
         fetch(name)
 
 
-def test_a_hub_model_is_fetched_through_huggingface_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_fetched_through_huggingface_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     asked: list[str] = []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path)
+    )
     told: list[str] = []
     assert fetch("some-org/some-model", told.append) == tmp_path
     assert asked == ["some-org/some-model"]
@@ -72,7 +84,10 @@ def test_a_hub_model_is_fetched_through_huggingface_hub(tmp_path: Path, monkeypa
 
 def test_known_models_are_listed_without_torch() -> None:
     assert "smollm2-135m-instruct" in known_models.names()
-    program = "import agentevo.models.resolve, sys; assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    program = (
+        "import agentevo.models.resolve, sys; assert not {'torch', 'transformers', "
+        "'huggingface_hub'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
@@ -92,7 +107,16 @@ def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"steps": [3]}', '{"steps": 3, "best": null}', '{"best": {"step": null}}', '{"best": 1}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"steps": [3]}',
+        '{"steps": 3, "best": null}',
+        '{"best": {"step": null}}',
+        '{"best": 1}',
+    ],
 )
 def test_a_torn_list_of_checkpoints_is_said_to_be_torn(content, tmp_path):
     (tmp_path / "checkpoints").mkdir()

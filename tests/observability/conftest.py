@@ -1,4 +1,5 @@
-"""A made-up but realistic run: what the trainer would log while a policy learns FrozenLake, as rows of metrics.jsonl."""
+"""A made-up but realistic run: what the trainer would log while a policy learns FrozenLake, as rows
+of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -75,11 +76,20 @@ def _evaluation(step: int) -> MetricsRow:
 def rows() -> list[MetricsRow]:
     """60 training rows, evaluations at 0, 10, ... 60, one gradient norm that was not finite."""
     rng = random.Random(0)
-    made: list[MetricsRow] = [{"step": 0, "time": 1_771_000_000.0, **_evaluation(0), "timing_s/testing": 4.0}]
+    made: list[MetricsRow] = [
+        {"step": 0, "time": 1_771_000_000.0, **_evaluation(0), "timing_s/testing": 4.0}
+    ]
     for step in range(1, STEPS + 1):
         made.append({"step": step, "time": 1_771_000_000.0 + 4 * step, **_training_row(step, rng)})
         if step % 10 == 0:
-            made.append({"step": step, "time": 1_771_000_001.0 + 4 * step, **_evaluation(step), "timing_s/testing": 3.5})
+            made.append(
+                {
+                    "step": step,
+                    "time": 1_771_000_001.0 + 4 * step,
+                    **_evaluation(step),
+                    "timing_s/testing": 3.5,
+                }
+            )
     next(row for row in made if row["step"] == 33)["actor/grad_norm"] = None
     return made
 
@@ -91,18 +101,42 @@ def summary() -> dict[str, object]:
         "recipe": "frozen_lake",
         "model": "tiny",
         "environment": "frozen_lake",
-        "eval": {"before": 0.156, "after": 0.70, "n": 64, "cold_start_before": 0.02, "random": 0.06, "optimal": 0.78},
+        "eval": {
+            "before": 0.156,
+            "after": 0.70,
+            "n": 64,
+            "cold_start_before": 0.02,
+            "random": 0.06,
+            "optimal": 0.78,
+        },
         "wall_s": 312.4,
         "steps": STEPS,
         "tokens": {"generated": 118_204, "trained": 96_411},
         "best": {"step": 60, "value": 0.70},
         "warnings": [
-            {"code": "gradient_spike", "step": 33, "message": "The gradient norm jumped to 9.1, 15 times its running mean of 0.6."}
+            {
+                "code": "gradient_spike",
+                "step": 33,
+                "message": "The gradient norm jumped to 9.1, 15 times its running mean of 0.6.",
+            }
         ],
     }
 
 
 @pytest.fixture
 def decode() -> Callable[[int], str]:
-    words = ["<think>", "the", " goal", " is", " right", "</think>", "<answer>", "Right", "</answer>", "<|im_end|>", "\n", "é&<b>"]
+    words = [
+        "<think>",
+        "the",
+        " goal",
+        " is",
+        " right",
+        "</think>",
+        "<answer>",
+        "Right",
+        "</answer>",
+        "<|im_end|>",
+        "\n",
+        "é&<b>",
+    ]
     return lambda token: words[token % len(words)]

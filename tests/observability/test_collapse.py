@@ -51,7 +51,9 @@ def timeline(changes: Mapping[range, Step], steps: int, seed: int) -> list[tuple
     return made
 
 
-def warnings_of(monitor: CollapseMonitor, steps: Iterable[tuple[int, Step]]) -> Iterable[CollapseWarning]:
+def warnings_of(
+    monitor: CollapseMonitor, steps: Iterable[tuple[int, Step]]
+) -> Iterable[CollapseWarning]:
     for step, metrics in steps:
         yield from monitor.observe(step, metrics)
 
@@ -59,15 +61,26 @@ def warnings_of(monitor: CollapseMonitor, steps: Iterable[tuple[int, Step]]) -> 
 FLAT = {"critic/score/mean": 0.3, "train/success": 0.3}
 SCENARIOS: dict[str, dict[range, Step]] = {
     "not_finite": {range(30, 31): {"actor/grad_norm": math.nan}},
-    "rollouts_lost": {range(30, 31): {"rollout/dropped/failed": 9.0, "rollout/dropped/deadline": 3.0}},
+    "rollouts_lost": {
+        range(30, 31): {"rollout/dropped/failed": 9.0, "rollout/dropped/deadline": 3.0}
+    },
     "all_failing": {
-        range(1, 61): {"critic/score/mean": 0.0, "train/success": 0.0, "group/reward_std/mean": 0.0, "group/zero_std_ratio": 1.0}
+        range(1, 61): {
+            "critic/score/mean": 0.0,
+            "train/success": 0.0,
+            "group/reward_std/mean": 0.0,
+            "group/zero_std_ratio": 1.0,
+        }
     },
     "gradient_spike": {range(30, 31): {"actor/grad_norm": 6.0}},
-    "spread_vanished": {range(20, 61): {**FLAT, "group/reward_std/mean": 0.01, "group/zero_std_ratio": 0.97}},
+    "spread_vanished": {
+        range(20, 61): {**FLAT, "group/reward_std/mean": 0.01, "group/zero_std_ratio": 0.97}
+    },
     "entropy_collapsed": {range(20, 61): {**FLAT, "actor/entropy": 0.01}},
     "entropy_exploded": {range(30, 61): {"actor/entropy": 4.0}},
-    "length_limit": {range(20, 61): {"response_length/clip_ratio": 0.7, "response_length/mean": 60.0}},
+    "length_limit": {
+        range(20, 61): {"response_length/clip_ratio": 0.7, "response_length/mean": 60.0}
+    },
     "reward_fell": {range(40, 61): {"critic/score/mean": 0.05, "train/success": 0.05}},
 }
 
@@ -77,9 +90,15 @@ def test_a_healthy_run_is_left_in_peace(seed: int) -> None:
     assert run({}, steps=120, seed=seed) == []
 
 
-def test_the_sample_run_is_left_in_peace_but_for_its_broken_gradient(rows: list[MetricsRow]) -> None:
+def test_the_sample_run_is_left_in_peace_but_for_its_broken_gradient(
+    rows: list[MetricsRow],
+) -> None:
     monitor = CollapseMonitor()
-    found = list(warnings_of(monitor, ((int(row["step"] or 0), row) for row in rows if "actor/entropy" in row)))
+    found = list(
+        warnings_of(
+            monitor, ((int(row["step"] or 0), row) for row in rows if "actor/entropy" in row)
+        )
+    )
     assert [warning.code for warning in found] == ["not_finite"]
 
 
@@ -98,7 +117,10 @@ def test_one_step_signs_name_their_step() -> None:
 
 def test_messages_say_what_was_seen() -> None:
     assert "jumped to 6, 1" in run(SCENARIOS["gradient_spike"])[0].message
-    assert "12 of 32 trajectories were dropped (3 deadline, 9 failed)" in run(SCENARIOS["rollouts_lost"])[0].message
+    assert (
+        "12 of 32 trajectories were dropped (3 deadline, 9 failed)"
+        in run(SCENARIOS["rollouts_lost"])[0].message
+    )
     assert "actor/grad_norm is not a finite number" in run(SCENARIOS["not_finite"])[0].message
     assert "success is 3" in run(SCENARIOS["spread_vanished"])[0].message
 
@@ -120,9 +142,17 @@ def test_a_lasting_sign_is_repeated_only_after_the_cool_down() -> None:
 
 
 def test_a_spike_does_not_hide_the_next_one() -> None:
-    spikes: dict[range, Step] = {range(25, 26): {"actor/grad_norm": 50.0}, range(28, 29): {"actor/grad_norm": 20.0}}
-    found = list(warnings_of(CollapseMonitor(CollapseLimits(cooldown_steps=1)), timeline(spikes, 60, 0)))
-    assert [(warning.code, warning.step) for warning in found] == [("gradient_spike", 25), ("gradient_spike", 28)]
+    spikes: dict[range, Step] = {
+        range(25, 26): {"actor/grad_norm": 50.0},
+        range(28, 29): {"actor/grad_norm": 20.0},
+    }
+    found = list(
+        warnings_of(CollapseMonitor(CollapseLimits(cooldown_steps=1)), timeline(spikes, 60, 0))
+    )
+    assert [(warning.code, warning.step) for warning in found] == [
+        ("gradient_spike", 25),
+        ("gradient_spike", 28),
+    ]
 
 
 def test_steps_without_any_gradient_do_not_make_the_next_one_a_spike() -> None:
@@ -149,7 +179,11 @@ def test_missing_metrics_only_switch_off_their_signs() -> None:
     monitor = CollapseMonitor()
     for step in range(1, 40):
         assert monitor.observe(step, {}) == []
-    warned = [warning for step in range(40, 60) for warning in monitor.observe(step, {"response_length/clip_ratio": 0.9})]
+    warned = [
+        warning
+        for step in range(40, 60)
+        for warning in monitor.observe(step, {"response_length/clip_ratio": 0.9})
+    ]
     assert [warning.code for warning in warned] == ["length_limit"]
 
 

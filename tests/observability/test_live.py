@@ -55,12 +55,15 @@ def test_a_plain_step_is_one_line_that_stands_on_its_own(clock: Clock) -> None:
     with LiveView("run", stream=out, clock=clock) as view:
         view.step(9, 60, METRICS, {"zero_variance": 4})
     assert out.getvalue() == (
-        "step  9/60 | reward 0.410 | success 38% | 32 in, 4 dropped: 4 zero-variance | 1,204 tok/s | 3.9 s/step | eta 3m21s"
+        "step  9/60 | reward 0.410 | success 38% | 32 in, 4 dropped: 4 zero-variance | 1,204 "
+        "tok/s | 3.9 s/step | eta 3m21s"
         " | grad 0.82 | entropy 1.21\n"
     )
 
 
-def test_a_stream_that_is_no_terminal_gets_plain_text_only(clock: Clock, rows: list[MetricsRow]) -> None:
+def test_a_stream_that_is_no_terminal_gets_plain_text_only(
+    clock: Clock, rows: list[MetricsRow]
+) -> None:
     out = io.StringIO()
     with LiveView("run", stream=out, clock=clock) as view:
         assert view.plain
@@ -73,7 +76,10 @@ def test_a_stream_that_is_no_terminal_gets_plain_text_only(clock: Clock, rows: l
     assert text.isascii()
     assert "\x1b" not in text
     assert len([line for line in text.splitlines() if line.startswith("step")]) == 60
-    assert [line for line in text.splitlines() if line.startswith("--")] == ["-- sampling: 64 attempts", "-- updating"]
+    assert [line for line in text.splitlines() if line.startswith("--")] == [
+        "-- sampling: 64 attempts",
+        "-- updating",
+    ]
 
 
 def test_missing_and_broken_metrics_do_not_stop_the_view() -> None:
@@ -142,13 +148,27 @@ def test_the_terminal_panel_shows_the_run(terminal: Terminal) -> None:
         assert not view.plain
         view.phase("sampling", "32 attempts")
         view.step(12, 60, METRICS, {"zero_variance": 4})
-        view.evaluation(10, {"val-core/coins/success/greedy": 0.5, "val-core/coins/random": 0.25, "val-core/coins/optimal": 1.0})
+        view.evaluation(
+            10,
+            {
+                "val-core/coins/success/greedy": 0.5,
+                "val-core/coins/random": 0.25,
+                "val-core/coins/optimal": 1.0,
+            },
+        )
         for number in range(5):
             view.warn(f"warning {number} [red]as is[/red]")
         view.note("saved [checkpoint]")
     shown = terminal.getvalue()
     last_frame = shown[shown.rindex("my [bold]run") :]
-    for text in ("done", "step 12/60", "32 in, 4 dropped: 4 zero-variance", "held-out coins", "warning 4 [red]as is[/red]", "warning 2"):
+    for text in (
+        "done",
+        "step 12/60",
+        "32 in, 4 dropped: 4 zero-variance",
+        "held-out coins",
+        "warning 4 [red]as is[/red]",
+        "warning 2",
+    ):
         assert text in last_frame, text
     assert "warning 1" not in last_frame
     assert "saved [checkpoint]" in shown
@@ -167,7 +187,9 @@ def test_the_panel_says_when_a_run_was_stopped(terminal: Terminal) -> None:
     assert terminal.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_a_terminal_without_cursor_control_or_unicode_gets_plain_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_without_cursor_control_or_unicode_gets_plain_lines(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not LiveView("run", stream=terminal).plain
     terminal.encoding = "latin-1"
     assert LiveView("run", stream=terminal).plain
@@ -177,7 +199,10 @@ def test_a_terminal_without_cursor_control_or_unicode_gets_plain_lines(terminal:
 
 
 def test_drops_are_listed_by_number() -> None:
-    assert format_drops(32, {"failed": 1, "zero_variance": 8, "stale": 0}) == "32 in, 9 dropped: 8 zero-variance, 1 failed"
+    assert (
+        format_drops(32, {"failed": 1, "zero_variance": 8, "stale": 0})
+        == "32 in, 9 dropped: 8 zero-variance, 1 failed"
+    )
     assert format_drops(32, {}) == "32 in, none dropped"
     assert format_drops(None, {"failed": 2}) == "2 dropped: 2 failed"
 
@@ -208,5 +233,16 @@ def test_what_an_algorithm_learns_beside_the_policy_is_shown():
     stream = io.StringIO()
     view = LiveView("run", stream=stream, plain=True)
     with view:
-        view.step(1, 2, {"critic/vf_explained_var": 0.25, "preference/rewards/accuracies": 0.5, "process_reward/accuracy": 1.0}, {})
-    assert "| critic foresees 25% | process reward right 100% | pairs right 50%" in stream.getvalue()
+        view.step(
+            1,
+            2,
+            {
+                "critic/vf_explained_var": 0.25,
+                "preference/rewards/accuracies": 0.5,
+                "process_reward/accuracy": 1.0,
+            },
+            {},
+        )
+    assert (
+        "| critic foresees 25% | process reward right 100% | pairs right 50%" in stream.getvalue()
+    )

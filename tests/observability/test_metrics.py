@@ -22,7 +22,9 @@ def write_steps(path: Path, first: int, last: int) -> None:
 
 
 def without_time(path: Path) -> list[dict[str, float | None]]:
-    return [{key: value for key, value in row.items() if key != "time"} for row in read_metrics(path)]
+    return [
+        {key: value for key, value in row.items() if key != "time"} for row in read_metrics(path)
+    ]
 
 
 def test_a_row_is_on_disk_before_log_returns(tmp_path: Path) -> None:
@@ -39,12 +41,20 @@ def test_a_row_is_on_disk_before_log_returns(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
-        log.log(1, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "fine": 1e300, "flag": True})
+        log.log(
+            1, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "fine": 1e300, "flag": True}
+        )
     text = path.read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
     row = read_metrics(path)[0]
-    assert (row["nan"], row["inf"], row["minus"], row["fine"], row["flag"]) == (None, None, None, 1e300, 1)
+    assert (row["nan"], row["inf"], row["minus"], row["fine"], row["flag"]) == (
+        None,
+        None,
+        None,
+        1e300,
+        1,
+    )
 
 
 def test_anything_that_float_takes_is_a_number(tmp_path: Path) -> None:
@@ -64,7 +74,10 @@ def test_floats_survive_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["step", "time"])
 def test_a_metric_may_not_take_the_rows_own_names(tmp_path: Path, key: str) -> None:
-    with MetricsLog(tmp_path / "m.jsonl") as log, pytest.raises(TrainingError, match=f"{key!r} belongs to the row"):
+    with (
+        MetricsLog(tmp_path / "m.jsonl") as log,
+        pytest.raises(TrainingError, match=f"{key!r} belongs to the row"),
+    ):
         log.log(1, {key: 1.0})
     assert read_metrics(tmp_path / "m.jsonl") == []
 
@@ -79,7 +92,10 @@ def test_steps_never_go_back(tmp_path: Path) -> None:
 
 def test_steps_never_go_back_in_a_continued_file_either(tmp_path: Path) -> None:
     write_steps(tmp_path / "m.jsonl", 1, 5)
-    with MetricsLog(tmp_path / "m.jsonl") as log, pytest.raises(TrainingError, match="after step 5"):
+    with (
+        MetricsLog(tmp_path / "m.jsonl") as log,
+        pytest.raises(TrainingError, match="after step 5"),
+    ):
         log.log(4, {})
 
 
@@ -111,7 +127,9 @@ def test_resume_of_a_new_run_is_harmless(tmp_path: Path) -> None:
     assert without_time(tmp_path / "m.jsonl") == [{"step": 1, "a": 1.0}]
 
 
-def test_a_crash_while_truncating_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_truncating_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "m.jsonl"
     write_steps(path, 1, 6)
     before = path.read_bytes()
@@ -127,7 +145,9 @@ def test_a_crash_while_truncating_loses_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 @given(cut=st.integers(min_value=0))
-def test_a_file_torn_at_any_byte_reads_as_its_whole_rows_and_can_be_continued(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_file_torn_at_any_byte_reads_as_its_whole_rows_and_can_be_continued(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
     path = tmp_path_factory.mktemp("torn") / "m.jsonl"
     write_steps(path, 1, 4)
     whole, data = without_time(path), path.read_bytes()
@@ -174,7 +194,9 @@ def test_tensorboard_mirrors_and_forgets_with_the_file(tmp_path: Path) -> None:
     assert scalars(board, "critic/score/mean") == [(1, 1.0), (2, 20.0)]
 
 
-def test_without_tensorboard_the_refusal_comes_before_anything_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_refusal_comes_before_anything_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metrics_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"tracking\.tensorboard=false"):
         MetricsLog(tmp_path / "run" / "m.jsonl", tmp_path / "run" / "tensorboard")
@@ -195,10 +217,26 @@ def test_evaluations_are_read_by_environment() -> None:
     )
     coins, lake = found
     assert (coins.environment, coins.success, coins.random) == ("coins", 0.4, None)
-    assert (lake.environment, lake.success, lake.random, lake.optimal, lake.reward_sampled) == ("frozen_lake", 0.5, 0.06, 0.78, None)
+    assert (lake.environment, lake.success, lake.random, lake.optimal, lake.reward_sampled) == (
+        "frozen_lake",
+        0.5,
+        0.06,
+        0.78,
+        None,
+    )
 
 
 def test_importing_the_room_loads_nothing_heavy() -> None:
     heavy = ("torch", "matplotlib", "rich", "tensorboard", "sqlalchemy", "transformers")
-    code = f"import sys, json, agentevo.observability; print(json.dumps([name for name in {heavy!r} if name in sys.modules]))"
-    assert json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60).stdout) == []
+    code = (
+        "import sys, json, agentevo.observability; print(json.dumps([name for name in "
+        f"{heavy!r} if name in sys.modules]))"
+    )
+    assert (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", code], check=True, capture_output=True, timeout=60
+            ).stdout
+        )
+        == []
+    )

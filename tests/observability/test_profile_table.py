@@ -6,18 +6,38 @@ from typing import Any
 
 import pytest
 
-from agentevo.observability.profile_table import PREFIX, Operator, format_bytes, read_profile, table_text
+from agentevo.observability.profile_table import (
+    PREFIX,
+    Operator,
+    format_bytes,
+    read_profile,
+    table_text,
+)
 
 
 def _phase(name: str, begin: float, end: float) -> dict[str, Any]:
-    return {"cat": "user_annotation", "name": PREFIX + name, "ts": begin, "dur": end - begin, "pid": 1, "tid": 1}
+    return {
+        "cat": "user_annotation",
+        "name": PREFIX + name,
+        "ts": begin,
+        "dur": end - begin,
+        "pid": 1,
+        "tid": 1,
+    }
 
 
 def _held(time: float, count: int, device: int = 0) -> dict[str, Any]:
-    return {"cat": "cpu_instant_event", "name": "[memory]", "ts": time, "args": {"Device Type": device, "Total Allocated": count}}
+    return {
+        "cat": "cpu_instant_event",
+        "name": "[memory]",
+        "ts": time,
+        "args": {"Device Type": device, "Total Allocated": count},
+    }
 
 
-def _operator(name: str, begin: float, end: float, *, thread: int = 1, category: str = "cpu_op") -> dict[str, Any]:
+def _operator(
+    name: str, begin: float, end: float, *, thread: int = 1, category: str = "cpu_op"
+) -> dict[str, Any]:
     return {"cat": category, "name": name, "ts": begin, "dur": end - begin, "pid": 1, "tid": thread}
 
 
@@ -46,10 +66,24 @@ def test_the_order_of_events_does_not_matter():
 
 
 def test_peaks_are_of_the_innermost_phase():
-    held = [_held(1.5e6, 100), _held(1.6e6, 60), _held(2.5e6, 500), _held(2.6e6, 40), _held(5.5e6, 70), _held(2.5e6, 9999, device=1)]
-    peaks = {phase.name: phase.peak_bytes for phase in read_profile([*TRACE, *held], base_bytes=1000).phases}
-    assert peaks == {"prepare": 1100, "plan": 1500, "other": 1070}, "what is held on entering a phase and on leaving it counts, too"
-    on_gpu = {phase.name: phase.peak_bytes for phase in read_profile([*TRACE, *held], gpu=True).phases}
+    held = [
+        _held(1.5e6, 100),
+        _held(1.6e6, 60),
+        _held(2.5e6, 500),
+        _held(2.6e6, 40),
+        _held(5.5e6, 70),
+        _held(2.5e6, 9999, device=1),
+    ]
+    peaks = {
+        phase.name: phase.peak_bytes
+        for phase in read_profile([*TRACE, *held], base_bytes=1000).phases
+    }
+    assert peaks == {"prepare": 1100, "plan": 1500, "other": 1070}, (
+        "what is held on entering a phase and on leaving it counts, too"
+    )
+    on_gpu = {
+        phase.name: phase.peak_bytes for phase in read_profile([*TRACE, *held], gpu=True).phases
+    }
     assert on_gpu == {"prepare": 9999, "plan": 9999, "other": 9999}
 
 
@@ -73,7 +107,9 @@ def test_operators_by_self_time():
 
 def test_the_table_has_a_line_for_each_and_ends_where_told():
     calls = [_operator("x" * 80, 0, 2e6), _operator("small", 2e6, 3e6)]
-    text = table_text(read_profile([*TRACE, *calls, _held(0, 3 * 2**20)]), ["profile of step 3"], num_operators=1)
+    text = table_text(
+        read_profile([*TRACE, *calls, _held(0, 3 * 2**20)]), ["profile of step 3"], num_operators=1
+    )
     assert text.startswith("profile of step 3\n")
     assert "prepare            3.000   30.0%       1       3.0 MiB\n" in text
     assert "total             10.000" in text
@@ -88,7 +124,14 @@ def test_an_empty_trace_is_an_empty_table():
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5000 << 30, "5000.0 GiB")]
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (5000 << 30, "5000.0 GiB"),
+    ],
 )
 def test_bytes_for_people(count: int, text: str):
     assert format_bytes(count) == text

@@ -20,7 +20,9 @@ from agentevo.types import Message, Task, Trajectory, Turn
 HOSTILE = "<script>alert('x')</script><img src=http://evil.example/a.png>"
 
 
-def attempt(name: str, reward: float, *, task: str = "lake/1", tokens: int = 3, **changes: Any) -> Trajectory:
+def attempt(
+    name: str, reward: float, *, task: str = "lake/1", tokens: int = 3, **changes: Any
+) -> Trajectory:
     turn = Turn(
         index=0,
         prompt_ids=[1, 2],
@@ -31,7 +33,15 @@ def attempt(name: str, reward: float, *, task: str = "lake/1", tokens: int = 3, 
         reward=reward,
         messages=[Message("user", HOSTILE)],
     )
-    return Trajectory(id=name, task_id=task, group_id="g", turns=[turn], reward=reward, success=reward > 0.5, **changes)
+    return Trajectory(
+        id=name,
+        task_id=task,
+        group_id="g",
+        turns=[turn],
+        reward=reward,
+        success=reward > 0.5,
+        **changes,
+    )
 
 
 class Page(HTMLParser):
@@ -63,7 +73,14 @@ class Page(HTMLParser):
 def test_the_page_tells_the_whole_run(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
-    path = write_report(tmp_path, rows, summary, "trainer:\n  steps: 60\n", [("Best attempt", attempt("t", 0.9))], decode)
+    path = write_report(
+        tmp_path,
+        rows,
+        summary,
+        "trainer:\n  steps: 60\n",
+        [("Best attempt", attempt("t", 0.9))],
+        decode,
+    )
     page = Page(path.read_text(encoding="utf-8"))
     for part in (
         "16% →", "70%", "success on 64 held-out tasks", "before the cold start it was 2%", "a random player reaches 6%",
@@ -86,25 +103,46 @@ def test_the_page_asks_the_network_for_nothing_and_runs_nothing(
     }
     broken = attempt("t", 0.0, status="failed", error=HOSTILE)
     page = Page(
-        write_report(tmp_path, rows, hostile, HOSTILE, [(HOSTILE, broken)], lambda token: HOSTILE + decode(token)).read_text(
-            encoding="utf-8"
-        )
+        write_report(
+            tmp_path,
+            rows,
+            hostile,
+            HOSTILE,
+            [(HOSTILE, broken)],
+            lambda token: HOSTILE + decode(token),
+        ).read_text(encoding="utf-8")
     )
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "base", "form", "a"}
+    assert not {tag for tag, _ in page.tags} & {
+        "script",
+        "link",
+        "iframe",
+        "object",
+        "base",
+        "form",
+        "a",
+    }
     for tag, attributes in page.tags:
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             if name in ("src", "href"):
                 assert (value or "").startswith("data:image/png;base64,")
     assert page.text.count(HOSTILE) >= 8  # shown as text, everywhere
-    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for tag, attributes in page.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None
     assert "default-src 'none'" in policy
 
 
 def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[int], str]) -> None:
-    text = write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))], decode).read_text(encoding="utf-8")
-    spans = [attributes for tag, attributes in Page(text).tags if tag == "span" and "title" in attributes]
+    text = write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))], decode).read_text(
+        encoding="utf-8"
+    )
+    spans = [
+        attributes for tag, attributes in Page(text).tags if tag == "span" and "title" in attributes
+    ]
     assert [span["class"] for span in spans] == ["t p1", "t p4", "t p0"]
     assert spans[0]["title"] == "id 11 · logprob -0.2500 (probability 0.779) · version 7"
     assert "é&amp;&lt;b&gt;" in text
@@ -112,13 +150,19 @@ def test_tokens_carry_id_log_prob_and_version(tmp_path: Path, decode: Callable[[
 
 
 def test_without_a_tokenizer_ids_are_shown_and_said_to_be(tmp_path: Path) -> None:
-    page = Page(write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8"))
+    page = Page(
+        write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9))]).read_text(encoding="utf-8")
+    )
     assert "[11]" in page.text
     assert "no tokenizer was at hand" in page.text
 
 
-def test_a_very_long_attempt_is_cut_and_says_so(tmp_path: Path, decode: Callable[[int], str]) -> None:
-    text = write_report(tmp_path, [], {}, "", [("a", attempt("t", 0.9, tokens=SHOWN_TOKENS + 7))], decode).read_text(encoding="utf-8")
+def test_a_very_long_attempt_is_cut_and_says_so(
+    tmp_path: Path, decode: Callable[[int], str]
+) -> None:
+    text = write_report(
+        tmp_path, [], {}, "", [("a", attempt("t", 0.9, tokens=SHOWN_TOKENS + 7))], decode
+    ).read_text(encoding="utf-8")
     assert "and 7 more tokens" in text
     assert text.count('<span class="t p') - 5 == SHOWN_TOKENS  # five are the legend's
 
@@ -131,13 +175,23 @@ def test_nobody_is_fooled_by_random_play(tmp_path: Path, after: float, told: boo
 
 
 def make_run(
-    folder: Path, rows: list[MetricsRow], trajectories: list[tuple[Trajectory, str, int]], config: str = "run:\n  name: demo\n"
+    folder: Path,
+    rows: list[MetricsRow],
+    trajectories: list[tuple[Trajectory, str, int]],
+    config: str = "run:\n  name: demo\n",
 ) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text(config)
     with MetricsLog(folder / "metrics.jsonl") as log:
         for row in rows:
-            log.log(int(row["step"] or 0), {key: value for key, value in row.items() if key not in ("step", "time") and value is not None})
+            log.log(
+                int(row["step"] or 0),
+                {
+                    key: value
+                    for key, value in row.items()
+                    if key not in ("step", "time") and value is not None
+                },
+            )
 
     async def fill() -> None:
         async with await open_store(f"sqlite:///{folder / 'store.sqlite'}") as store:
@@ -152,9 +206,16 @@ def test_a_report_is_made_from_the_files_alone(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
     folder = tmp_path / "run"
-    early = [(attempt(f"e{index}", reward), "eval", 0) for index, reward in enumerate((0.0, 0.1, 0.9))]
-    late = [(attempt(f"l{index}", reward), "eval", 60) for index, reward in enumerate((0.2, 1.0, 0.8))]
-    train = [(attempt("trained", 1.0), "train", 60), (attempt("broken", 0.0, status="failed", error="server hung"), "train", 59)]
+    early = [
+        (attempt(f"e{index}", reward), "eval", 0) for index, reward in enumerate((0.0, 0.1, 0.9))
+    ]
+    late = [
+        (attempt(f"l{index}", reward), "eval", 60) for index, reward in enumerate((0.2, 1.0, 0.8))
+    ]
+    train = [
+        (attempt("trained", 1.0), "train", 60),
+        (attempt("broken", 0.0, status="failed", error="server hung"), "train", 59),
+    ]
     make_run(folder, rows, early + late + train)
     (folder / "summary.json").write_text(json.dumps(summary))
     path = report_from_run(folder, decode)
@@ -165,7 +226,10 @@ def test_a_report_is_made_from_the_files_alone(
         "Worst attempt at step 60": "l0", "Newest failed attempt (step 59)": "broken",
     }  # fmt: skip
     found = dict(
-        re.findall(r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task", text)
+        re.findall(
+            r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task",
+            text,
+        )
     )
     assert found == captions
     assert "server hung" in text
@@ -181,7 +245,9 @@ def test_a_report_can_be_made_inside_a_running_event_loop(tmp_path: Path) -> Non
     assert "trajectory x," in Page(asyncio.run(caller()).read_text(encoding="utf-8")).text
 
 
-def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(tmp_path: Path, rows: list[MetricsRow]) -> None:
+def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(
+    tmp_path: Path, rows: list[MetricsRow]
+) -> None:
     cold: MetricsRow = {"step": 0, "val-core/frozen_lake/success/greedy": 0.017}
     page = Page(write_report(tmp_path, [cold, *rows], {}, "", []).read_text(encoding="utf-8"))
     assert "before the cold start1.7%" in page.text
@@ -189,14 +255,21 @@ def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(tmp_path: Pa
     assert page.text.count("before the cold start") == 1
 
 
-def test_what_the_summary_does_not_know_yet_comes_from_the_rows(tmp_path: Path, rows: list[MetricsRow]) -> None:
-    unknown = {"eval": {"before": None, "after": None, "n": None, "random": None}, "best": {"step": None, "value": None}}
+def test_what_the_summary_does_not_know_yet_comes_from_the_rows(
+    tmp_path: Path, rows: list[MetricsRow]
+) -> None:
+    unknown = {
+        "eval": {"before": None, "after": None, "n": None, "random": None},
+        "best": {"step": None, "value": None},
+    }
     text = Page(write_report(tmp_path, rows, unknown, "", []).read_text(encoding="utf-8")).text
     assert "16% →" in text
     assert "a random player reaches 6%" in text
 
 
-def test_an_interrupted_run_without_summary_or_store_has_a_report_too(tmp_path: Path, rows: list[MetricsRow]) -> None:
+def test_an_interrupted_run_without_summary_or_store_has_a_report_too(
+    tmp_path: Path, rows: list[MetricsRow]
+) -> None:
     folder = tmp_path / "run"
     make_run(folder, rows[:40], [])
     (folder / "store.sqlite").unlink()
@@ -224,7 +297,11 @@ def test_one_lone_attempt_is_shown_once(tmp_path: Path) -> None:
     make_run(tmp_path / "run", [], [(attempt("only", 0.4), "train", 3)])
 
     async def pick() -> list[tuple[str, Trajectory]]:
-        async with await open_store(f"sqlite:///{tmp_path / 'run' / 'store.sqlite'}", create=False) as store:
+        async with await open_store(
+            f"sqlite:///{tmp_path / 'run' / 'store.sqlite'}", create=False
+        ) as store:
             return await sample_trajectories(store)
 
-    assert [(caption, found.id) for caption, found in asyncio.run(pick())] == [("Best attempt at step 3", "only")]
+    assert [(caption, found.id) for caption, found in asyncio.run(pick())] == [
+        ("Best attempt at step 3", "only")
+    ]

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentevo.observability.trajectory_view import LEVELS, outcome, probability_level, render_trajectory
+from agentevo.observability.trajectory_view import (
+    LEVELS,
+    outcome,
+    probability_level,
+    render_trajectory,
+)
 from agentevo.types import Message, Trajectory, Turn
 
 Decode = Callable[[int], str]
@@ -30,7 +35,14 @@ def trajectory(**changes: object) -> Trajectory:
         ],
     )
     second = Turn(
-        index=1, parent=0, prompt_ids=[1, 2], completion_ids=[7], logprobs=[-0.5], versions=[4], finish_reason="length", reward=0.9
+        index=1,
+        parent=0,
+        prompt_ids=[1, 2],
+        completion_ids=[7],
+        logprobs=[-0.5],
+        versions=[4],
+        finish_reason="length",
+        reward=0.9,
     )
     fields: dict[str, object] = {
         "id": "t1", "task_id": "lake/12", "group_id": "g1", "turns": [first, second], "reward": 0.9, "success": True, "duration_s": 1.5,
@@ -79,24 +91,50 @@ def test_log_probs_stand_under_their_tokens(decode: Decode) -> None:
 @given(width=st.integers(20, 120), ids=st.lists(st.integers(0, 11), max_size=60))
 def test_no_token_is_lost_and_no_line_too_long_at_any_width(width: int, ids: list[int]) -> None:
     words = ["<think>", "the", " goal", "é", "漢字", "x" * 40, "a", "b", "c", "d", "e", "f"]
-    turn = Turn(index=0, prompt_ids=[], completion_ids=ids, logprobs=[-1.5] * len(ids), versions=[0] * len(ids), finish_reason="stop")
+    turn = Turn(
+        index=0,
+        prompt_ids=[],
+        completion_ids=ids,
+        logprobs=[-1.5] * len(ids),
+        versions=[0] * len(ids),
+        finish_reason="stop",
+    )
     out = io.StringIO()
-    Console(file=out, width=width).print(render_trajectory(trajectory(turns=[turn]), lambda token: words[token]))
+    Console(file=out, width=width).print(
+        render_trajectory(trajectory(turns=[turn]), lambda token: words[token])
+    )
     assert out.getvalue().count("-1.50") == len(ids) + (abs(sum(turn.logprobs) + 1.5) < 1e-9)
 
 
 def test_levels_are_ordered_and_cover_all_probabilities() -> None:
-    assert [probability_level(math.log(p)) for p in (1.0, 0.9, 0.6, 0.5, 0.3, 0.1, 0.01)] == [0, 0, 1, 1, 2, 3, 4]
+    assert [probability_level(math.log(p)) for p in (1.0, 0.9, 0.6, 0.5, 0.3, 0.1, 0.01)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert probability_level(-1e9) == len(LEVELS) - 1
     assert probability_level(1e-6) == 0  # rounding above probability 1
 
 
 def test_a_mismatch_of_tokens_and_log_probs_is_no_silent_cut(decode: Decode) -> None:
-    turn = Turn(index=0, prompt_ids=[], completion_ids=[1, 2], logprobs=[-0.1], versions=[0, 0], finish_reason="stop")
+    turn = Turn(
+        index=0,
+        prompt_ids=[],
+        completion_ids=[1, 2],
+        logprobs=[-0.1],
+        versions=[0, 0],
+        finish_reason="stop",
+    )
     with pytest.raises(ValueError, match="zip"):
         shown(trajectory(turns=[turn]), decode)
 
 
 def test_outcome_names_limits_and_failures() -> None:
-    assert outcome(trajectory(success=False, truncated=True)).startswith("no success, ended by a limit")
+    assert outcome(trajectory(success=False, truncated=True)).startswith(
+        "no success, ended by a limit"
+    )
     assert outcome(trajectory(status="failed")).startswith("failed: no reason recorded")

@@ -1,4 +1,5 @@
-"""Sampling beside training in one process: every policy, both ways of sharing; what the store says afterwards."""
+"""Sampling beside training in one process: every policy, both ways of sharing; what the store says
+afterwards."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from collections import Counter
 import pytest
 
 from agentevo.agents import EnvironmentAgent
+from agentevo.api.run import Run, train
 from agentevo.errors import ConfigError, EngineError, TrainingError
 from agentevo.observability.metrics import read_metrics
 from agentevo.orchestration.components import make_environment
-from agentevo.orchestration.run import Run, train
 from agentevo.rollout.tasks import environment_tasks
-from agentevo.run_folder import read_store
+from agentevo.runs.folder import read_store
 from agentevo.training.trainer import Trainer
 
 PLAIN = ("cold_start.episodes=8", "evaluation.every=0", "algorithm.drop_zero_variance=false")
@@ -39,22 +40,40 @@ def trained_on(folder):
     [("wait", "turns", "continue"), ("wait", "overlap", "finish"), ("mask", "turns", "continue"), ("cancel", "overlap", "continue"),
      ("correct", "turns", "finish")],
 )  # fmt: skip
-def test_every_policy_keeps_the_bound(policy, sharing, in_flight, tmp_path, small_config, quiet_view):
-    keys = [f"rollout.policy={policy}", f"rollout.sharing={sharing}", f"rollout.in_flight={in_flight}", "rollout.staleness=1"]
-    config = small_config(tmp_path / "run", *PLAIN, *keys, *(WEIGHED if policy == "correct" else ()))
+def test_every_policy_keeps_the_bound(
+    policy, sharing, in_flight, tmp_path, small_config, quiet_view
+):
+    keys = [
+        f"rollout.policy={policy}",
+        f"rollout.sharing={sharing}",
+        f"rollout.in_flight={in_flight}",
+        "rollout.staleness=1",
+    ]
+    config = small_config(
+        tmp_path / "run", *PLAIN, *keys, *(WEIGHED if policy == "correct" else ())
+    )
     run = train(config, view=quiet_view())
     assert run.audit().violations == []
     steps = trained_on(config.run_dir)
     assert sorted(steps) == list(range(1, config.trainer.steps + 1))
     names = Counter(name for found in steps.values() for name, _ in found)
     assert set(names.values()) == {1}
-    ages = {step - 1 - version for step, found in steps.items() for _, versions in found for version in versions}
+    ages = {
+        step - 1 - version
+        for step, found in steps.items()
+        for _, versions in found
+        for version in versions
+    }
     assert max(ages) <= 1 or policy in ("mask", "correct"), "those take tokens out, not attempts"
     rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "staleness/max" in row]
     assert len(rows) == config.trainer.steps
     assert max(row["staleness/max"] for row in rows) == 1, "the sampler was ahead of the trainer"
     if policy == "wait":
-        of_its_own = {int(name.rpartition("@")[2].partition("#")[0]) == step for step, found in steps.items() for name, _ in found}
+        of_its_own = {
+            int(name.rpartition("@")[2].partition("#")[0]) == step
+            for step, found in steps.items()
+            for name, _ in found
+        }
         assert of_its_own == {True}
 
 
@@ -73,9 +92,17 @@ def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
 
 
 @pytest.mark.parametrize("policy", ["mask", "wait"])
-def test_a_step_that_was_reserved_gets_the_same_attempts_again(policy, tmp_path, small_config, quiet_view):
+def test_a_step_that_was_reserved_gets_the_same_attempts_again(
+    policy, tmp_path, small_config, quiet_view
+):
     """Its weights may have served before the kill: version 2 must mean the same afterwards."""
-    config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", f"rollout.policy={policy}", "trainer.steps=3")
+    config = small_config(
+        tmp_path / "run",
+        *PLAIN,
+        "rollout.staleness=1",
+        f"rollout.policy={policy}",
+        "trainer.steps=3",
+    )
 
     class PowerCut(type(quiet_view())):
         def phase(self, name, detail=""):
@@ -87,7 +114,9 @@ def test_a_step_that_was_reserved_gets_the_same_attempts_again(policy, tmp_path,
         train(config, view=PowerCut())
 
     async def reserved(store):
-        return [one.trajectory.id async for one in store.trajectories(trained_step=2, state="reserved")]
+        return [
+            one.trajectory.id async for one in store.trajectories(trained_step=2, state="reserved")
+        ]
 
     before = read_store(config.run_dir, reserved)
     assert len(before) > 1
@@ -98,10 +127,14 @@ def test_a_step_that_was_reserved_gets_the_same_attempts_again(policy, tmp_path,
 
 def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_config, quiet_view):
     """Tools are waited for while the trainer computes."""
-    config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=4")
+    config = small_config(
+        tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=4"
+    )
 
     async def slow(task, policy):
-        outcome = await EnvironmentAgent(lambda: make_environment(config), config.agent).run(task, policy)
+        outcome = await EnvironmentAgent(lambda: make_environment(config), config.agent).run(
+            task, policy
+        )
         await asyncio.sleep(0.05)
         return outcome
 
@@ -112,9 +145,11 @@ def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_con
     assert run.audit().violations == []
 
 
-def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(tmp_path, small_config, quiet_view, monkeypatch):
+def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(
+    tmp_path, small_config, quiet_view, monkeypatch
+):
     config = small_config(tmp_path / "run", *PLAIN, "rollout.staleness=1", "rollout.policy=mask")
-    monkeypatch.setattr("agentevo.orchestration.attempts.LOOK_S", 0.2)
+    monkeypatch.setattr("agentevo.orchestration.rollout_sources.LOOK_S", 0.2)
 
     async def broken(task, policy):
         if "/train@" in policy.name:
@@ -122,14 +157,26 @@ def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(tmp_path, s
         return 0.0
 
     tasks = environment_tasks("frozen_lake", 1, "train", 0, 20)
-    with pytest.raises(TrainingError, match=r"attempts have all failed, the newest with: RuntimeError: no such tool"):
+    with pytest.raises(
+        TrainingError,
+        match=r"attempts have all failed, the newest with: RuntimeError: no such tool",
+    ):
         train(config, agent=broken, tasks=tasks, view=quiet_view())
 
 
-def test_a_training_step_longer_than_every_deadline_costs_no_attempt(tmp_path, small_config, quiet_view, monkeypatch):
+def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
+    tmp_path, small_config, quiet_view, monkeypatch
+):
     """The engine sleeps meanwhile, and nobody whom it keeps waiting is late for that."""
     limits = ("engine.timeout_s=3", "agent.timeout_s=3")
-    config = small_config(tmp_path / "run", *PLAIN, *limits, "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2")
+    config = small_config(
+        tmp_path / "run",
+        *PLAIN,
+        *limits,
+        "rollout.staleness=1",
+        "rollout.policy=mask",
+        "trainer.steps=2",
+    )
     step = Trainer.step
 
     def slow(*arguments):
@@ -139,7 +186,11 @@ def test_a_training_step_longer_than_every_deadline_costs_no_attempt(tmp_path, s
     monkeypatch.setattr(Trainer, "step", slow)
     run = train(config, view=quiet_view())
     assert {one.status for one in run.trajectories()} == {"completed"}
-    rows = [row for row in read_metrics(config.run_dir / "metrics.jsonl") if "sampler/tasks_retried" in row]
+    rows = [
+        row
+        for row in read_metrics(config.run_dir / "metrics.jsonl")
+        if "sampler/tasks_retried" in row
+    ]
     assert [row["sampler/tasks_retried"] for row in rows] == [0, 0]
 
 
@@ -147,13 +198,21 @@ def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
     for keys, message in [
         (("rollout.staleness=1", "profile=true"), "profile follows one process"),
         (("rollout.policy=correct",), "set algorithm.importance=token_tis"),
-        (("rollout.staleness=1", "algorithm.dynamic_sampling=3"), "rollout.policy=mask, or algorithm.dynamic_sampling=1"),
+        (
+            ("rollout.staleness=1", "algorithm.dynamic_sampling=3"),
+            "rollout.policy=mask, or algorithm.dynamic_sampling=1",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             small_config(tmp_path / "run", *keys)
     apart = small_config(tmp_path / "run", "rollout.samplers=1")
     with pytest.raises(ConfigError, match=r"live in this process: set rollout\.samplers=0"):
-        train(apart, agent=lambda task, policy: 0.0, tasks=environment_tasks("frozen_lake", 1, "train", 0, 9), view=quiet_view())
+        train(
+            apart,
+            agent=lambda task, policy: 0.0,
+            tasks=environment_tasks("frozen_lake", 1, "train", 0, 9),
+            view=quiet_view(),
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,5 @@
-"""The cold start: the solver's episodes become samples, and the policy learns to say what the solver said."""
+"""The cold start: the solver's episodes become samples, and the policy learns to say what the
+solver said."""
 
 from __future__ import annotations
 
@@ -6,22 +7,24 @@ import asyncio
 
 import pytest
 
+from agentevo.api.run import train
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.models.load import save_model
 from agentevo.observability import read_metrics
 from agentevo.orchestration.cold_start import demonstrations
 from agentevo.orchestration.components import make_environment, open_components
-from agentevo.orchestration.run import train
-from agentevo.rollout.tasks import world_seed
+from agentevo.rollout.tasks import environment_seed
 
 
 def with_parts(config, tmp_path, work):
-    async def opened():
-        async with open_components(config, store_url=f"sqlite:///{tmp_path / 'store.sqlite'}") as parts:
+    async def open_run_store():
+        async with open_components(
+            config, store_url=f"sqlite:///{tmp_path / 'store.sqlite'}"
+        ) as parts:
             return work(parts)
 
-    return asyncio.run(opened())
+    return asyncio.run(open_run_store())
 
 
 @pytest.mark.parametrize("memory", ["episode", "turn"])
@@ -32,7 +35,11 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
         samples = demonstrations(parts, quiet_view())
         said = []
         for sample in samples:
-            tokens = [token for token, trained in zip(sample.ids, sample.loss_mask, strict=True) if trained]
+            tokens = [
+                token
+                for token, trained in zip(sample.ids, sample.loss_mask, strict=True)
+                if trained
+            ]
             said.append(parts.tokenizer.decode(tokens).split("<|end|>")[:-1])
         return samples, said
 
@@ -48,8 +55,13 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
     # on ice that does not slip the solver's actions lead to the goal when they are played again
     environment = make_environment(config)
     for index in range(6):
-        environment.reset(seed=world_seed(5, "demonstration", 64 + index))
-        actions = [answer for name, answers in zip(names, said, strict=True) if name == f"demonstration-{index}" for answer in answers]
+        environment.reset(seed=environment_seed(5, "demonstration", 64 + index))
+        actions = [
+            answer
+            for name, answers in zip(names, said, strict=True)
+            if name == f"demonstration-{index}"
+            for answer in answers
+        ]
         assert [environment.step(action)[4]["success"] for action in actions][-1]
 
 
@@ -68,16 +80,25 @@ def test_a_world_without_a_solver_is_refused(quiet_view, tmp_path):
 
 def test_a_cold_start_learns_what_it_is_shown(small_config, quiet_view, tmp_path):
     config = small_config(
-        tmp_path / "run", "trainer.steps=0", "cold_start.episodes=150", "cold_start.epochs=3", "evaluation.tasks=24", "agent.memory=turn"
+        tmp_path / "run",
+        "trainer.steps=0",
+        "cold_start.episodes=150",
+        "cold_start.epochs=3",
+        "evaluation.tasks=24",
+        "agent.memory=turn",
     )
     done = train(config, view=quiet_view())
-    row = next(row for row in read_metrics(done.dir / "metrics.jsonl") if "cold_start/loss_first" in row)
+    row = next(
+        row for row in read_metrics(done.dir / "metrics.jsonl") if "cold_start/loss_first" in row
+    )
     assert row["cold_start/loss_last"] < 0.3 * row["cold_start/loss_first"]
     assert done.summary["eval"]["cold_start_before"] is None, "random weights have nothing to show"
     assert done.summary["tokens"]["trained"] == row["cold_start/tokens"]
 
 
-def test_a_model_that_can_already_speak_is_measured_before_its_cold_start_too(small_config, quiet_view, tmp_path, outcome_of, assert_same):
+def test_a_model_that_can_already_speak_is_measured_before_its_cold_start_too(
+    small_config, quiet_view, tmp_path, outcome_of, assert_same
+):
     """Two evaluations of different weights before the first step; a resumed run keeps both."""
 
     def save(parts):
@@ -90,7 +111,9 @@ def test_a_model_that_can_already_speak_is_measured_before_its_cold_start_too(sm
     whole = train(config, view=quiet_view())
     assert whole.summary["eval"]["cold_start_before"] is not None
     before = outcome_of(config.run_dir)
-    again = build_config(tree, ["trainer.steps=2", "checkpoint.every=1", f"run.dir={tmp_path / 'again'}"])
+    again = build_config(
+        tree, ["trainer.steps=2", "checkpoint.every=1", f"run.dir={tmp_path / 'again'}"]
+    )
     with pytest.raises(KeyboardInterrupt):
         train(again, view=quiet_view(step=1))
     train(again, resume=True, view=quiet_view())

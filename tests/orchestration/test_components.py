@@ -23,13 +23,17 @@ def config_of(**sections):
 
 
 def source(num_tasks: int, per_step: int = 2, held_out: int = 64, seed: int = 0) -> TaskSource:
-    config = config_of(trainer={"groups_per_step": per_step}, evaluation={"tasks": held_out}, run={"seed": seed})
+    config = config_of(
+        trainer={"groups_per_step": per_step}, evaluation={"tasks": held_out}, run={"seed": seed}
+    )
     return TaskSource(config, [Task(id=f"t{n}") for n in range(num_tasks)])
 
 
 @settings(max_examples=40)
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
-def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(num_tasks, per_step, held_out, seed):
+def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(
+    num_tasks, per_step, held_out, seed
+):
     """Twice in a step would be one group of twice the members, with the same ids."""
     tasks, again = (source(num_tasks, per_step, held_out, seed) for _ in range(2))
     eval_ids = [task.id for task in tasks.held_out()]
@@ -45,8 +49,13 @@ def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(num_tasks, pe
 def test_rounds_are_shuffled_anew_and_leave_hardly_anyone_out():
     tasks = source(13, per_step=3, held_out=1)
     assert [task.id for task in tasks.held_out()] == ["t12"]
-    rounds = [[task.id for step in range(4 * r + 1, 4 * r + 5) for task in tasks.train(step)] for r in range(6)]
-    assert all(sorted(one) == sorted(f"t{n}" for n in range(12)) for one in rounds), "12 tasks, 3 a step: 4 steps see each once"
+    rounds = [
+        [task.id for step in range(4 * r + 1, 4 * r + 5) for task in tasks.train(step)]
+        for r in range(6)
+    ]
+    assert all(sorted(one) == sorted(f"t{n}" for n in range(12)) for one in rounds), (
+        "12 tasks, 3 a step: 4 steps see each once"
+    )
     assert len({tuple(one) for one in rounds}) == 6
     assert [task.id for task in source(13, 3, 1, seed=1).train(1)] != rounds[0][:3]
 
@@ -58,7 +67,13 @@ def test_what_does_not_fill_a_step_waits_for_the_next_round():
 
 
 def test_tasks_of_an_environment_are_new_in_every_step():
-    config = build_config({"environment": {"type": "coins"}, "trainer": {"groups_per_step": 3}, "evaluation": {"tasks": 5}})
+    config = build_config(
+        {
+            "environment": {"type": "coins"},
+            "trainer": {"groups_per_step": 3},
+            "evaluation": {"tasks": 5},
+        }
+    )
     tasks = TaskSource(config, None)
     ids = [task.id for step in range(1, 4) for task in tasks.train(step)]
     assert ids == [f"train-{n}" for n in range(9)]
@@ -67,14 +82,30 @@ def test_tasks_of_an_environment_are_new_in_every_step():
 
 
 def test_refills_are_nobody_elses_tasks():
-    config = build_config({"environment": {"type": "coins"}, "trainer": {"groups_per_step": 3}, "evaluation": {"tasks": 50}})
+    config = build_config(
+        {
+            "environment": {"type": "coins"},
+            "trainer": {"groups_per_step": 3},
+            "evaluation": {"tasks": 50},
+        }
+    )
     tasks = TaskSource(config, None)
     refills = [task for step in range(1, 12) for task in islice(tasks.refill(step), 20)]
     others = tasks.held_out() + [task for step in range(1, 200) for task in tasks.train(step)]
-    assert len({task.id for task in refills} | {task.id for task in others}) == len(refills) + len(others)
-    assert len({task.seed for task in refills} | {task.seed for task in others}) == len(refills) + len(others)
-    assert {task.seed % 4 for task in refills} == {0}, "apart from held-out worlds and demonstrations by their seeds"
-    assert list(islice(tasks.refill(3), 5)) == list(islice(tasks.refill(3), 5)) == [task for task in refills if "-3+" in task.id][:5]
+    assert len({task.id for task in refills} | {task.id for task in others}) == len(refills) + len(
+        others
+    )
+    assert len({task.seed for task in refills} | {task.seed for task in others}) == len(
+        refills
+    ) + len(others)
+    assert {task.seed % 4 for task in refills} == {0}, (
+        "apart from held-out worlds and demonstrations by their seeds"
+    )
+    assert (
+        list(islice(tasks.refill(3), 5))
+        == list(islice(tasks.refill(3), 5))
+        == [task for task in refills if "-3+" in task.id][:5]
+    )
 
 
 @settings(max_examples=40)
@@ -83,8 +114,12 @@ def test_given_tasks_refill_a_step_with_all_others_once(num_tasks, per_step, hel
     tasks = source(num_tasks, per_step, held_out, seed)
     for step in range(1, 5):
         ids = [task.id for task in (*tasks.train(step), *tasks.refill(step))]
-        assert sorted(ids) == sorted({f"t{n}" for n in range(num_tasks)} - {task.id for task in tasks.held_out()})
-        assert list(tasks.refill(step)) == list(source(num_tasks, per_step, held_out, seed).refill(step))
+        assert sorted(ids) == sorted(
+            {f"t{n}" for n in range(num_tasks)} - {task.id for task in tasks.held_out()}
+        )
+        assert list(tasks.refill(step)) == list(
+            source(num_tasks, per_step, held_out, seed).refill(step)
+        )
 
 
 @pytest.mark.parametrize("num_tasks", [0, 1])
@@ -123,23 +158,34 @@ def test_an_agent_that_is_not_async_is_refused():
         return 1.0
 
     for function in (waits, lambda task, policy: Thinker()(task, policy)):
-        with pytest.raises(ConfigError, match=r"must be async: `async def run\(task, policy\) -> float`"):
+        with pytest.raises(
+            ConfigError, match=r"must be async: `async def run\(task, policy\) -> float`"
+        ):
             FunctionAgent(function)
     for function in (Thinker(), partial(Thinker().__call__, reward=1.0)):
         assert asyncio.run(FunctionAgent(function).run(Task(id="t"), None)).success
 
 
 def test_an_environments_limit_is_the_smaller_of_its_own_and_the_agents():
-    config = build_config({"environment": {"type": "frozen_lake", "max_actions": 20}, "agent": {"max_turns": 3, "actions_per_turn": 2}})
+    config = build_config(
+        {
+            "environment": {"type": "frozen_lake", "max_actions": 20},
+            "agent": {"max_turns": 3, "actions_per_turn": 2},
+        }
+    )
     assert make_environment(config).config.max_actions == 6
     with pytest.raises(ConfigError, match="its agent is a function"):
         make_environment(config_of())
 
 
 def test_the_tiny_policy_knows_every_word_of_its_world(tmp_path):
-    """Words that only other worlds of the environment use are tokens too, and the parts share one model."""
+    """Words that only other worlds of the environment use are tokens too, and the parts share one
+    model."""
     config = build_config(
-        {"environment": {"type": "coins"}, "model": {"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}}},
+        {
+            "environment": {"type": "coins"},
+            "model": {"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}},
+        },
         [f"run.dir={tmp_path}"],
     )
 

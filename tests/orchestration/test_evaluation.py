@@ -30,7 +30,12 @@ class Sampler:
                 success = task.id in ("eval-0", "eval-3") or (attempt == 1)
                 found.append(
                     Trajectory(
-                        id=f"{task.id}#{attempt}", task_id=task.id, group_id=task.id, reward=float(success), success=success, status=status
+                        id=f"{task.id}#{attempt}",
+                        task_id=task.id,
+                        group_id=task.id,
+                        reward=float(success),
+                        success=success,
+                        status=status,
                     )
                 )
         return found
@@ -38,17 +43,26 @@ class Sampler:
 
 def parts_of(**sections) -> SimpleNamespace:
     config = build_config({"environment": {"type": "coins", "num_coins": 4}} | sections)
-    return SimpleNamespace(config=config, sampler=Sampler(), tasks=SimpleNamespace(held_out=lambda: TASKS))
+    return SimpleNamespace(
+        config=config, sampler=Sampler(), tasks=SimpleNamespace(held_out=lambda: TASKS)
+    )
 
 
 def test_greedy_and_sampled():
     parts = parts_of(evaluation={"temperature": 0.6})
-    found, tokens = asyncio.run(evaluate(parts, 7, samples=2, players=Baselines(random=0.25, optimal=None)))
-    assert [(one["label"], one["attempts"], one["temperature"], one["split"], one["step"]) for one in parts.sampler.asked] == [
+    found, tokens = asyncio.run(
+        evaluate(parts, 7, samples=2, players=Baselines(random=0.25, optimal=None))
+    )
+    assert [
+        (one["label"], one["attempts"], one["temperature"], one["split"], one["step"])
+        for one in parts.sampler.asked
+    ] == [
         ("greedy", 1, 0.0, "eval", 7),
         ("sampled", 2, 0.6, "eval", 7),
     ]
-    assert found["val-core/coins/success/greedy"] == 0.25, "one of four; the failed one does not count"
+    assert found["val-core/coins/success/greedy"] == 0.25, (
+        "one of four; the failed one does not count"
+    )
     assert found["val-core/coins/success/sampled"] == (2 + 1 + 1) / 8
     assert found["val-aux/coins/failed/greedy"] == 0.25
     assert found["val-core/coins/reward/greedy"] == 1 / 3, "of the three that completed"
@@ -71,7 +85,10 @@ def test_where_every_attempt_failed_there_is_no_reward():
     parts = parts_of()
     parts.tasks = SimpleNamespace(held_out=lambda: TASKS[3:])
     found, _ = asyncio.run(evaluate(parts, 0, samples=0, players=None))
-    assert (found["val-core/coins/success/greedy"], found["val-aux/coins/failed/greedy"]) == (0.0, 1.0)
+    assert (found["val-core/coins/success/greedy"], found["val-aux/coins/failed/greedy"]) == (
+        0.0,
+        1.0,
+    )
     assert "val-core/coins/reward/greedy" not in found
 
 
@@ -89,4 +106,6 @@ def test_reference_players_play_the_held_out_tasks_under_the_agents_limits():
 
 
 def test_an_agent_function_has_no_reference_players():
-    assert reference_players(SimpleNamespace(config=build_config({}, needs_environment=False))) is None
+    assert (
+        reference_players(SimpleNamespace(config=build_config({}, needs_environment=False))) is None
+    )

@@ -1,20 +1,36 @@
-"""The point of it all: from reward alone the policy gets better. One run of a shipped recipe, cut to its first steps."""
+"""The point of it all: from reward alone the policy gets better. One run of a shipped recipe, cut
+to its first steps."""
 
 from __future__ import annotations
 
+from agentevo.api.run import train
 from agentevo.config import load_config
 from agentevo.observability import read_metrics
-from agentevo.orchestration.run import train
 
 
 def test_success_rises(tmp_path, quiet_view):
     """FrozenLake after a cold start that teaches little more than the form of an answer."""
-    overrides = ["trainer.steps=10", "evaluation.every=0", "evaluation.tasks=64", "evaluation.samples=0", "checkpoint.every=0"]
-    overrides += ["tracking.tensorboard=false", "tracking.report=false", "run.threads=1", f"run.dir={tmp_path / 'run'}"]
+    overrides = [
+        "trainer.steps=10",
+        "evaluation.every=0",
+        "evaluation.tasks=64",
+        "evaluation.samples=0",
+        "checkpoint.every=0",
+    ]
+    overrides += [
+        "tracking.tensorboard=false",
+        "tracking.report=false",
+        "run.threads=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     run = train(load_config("frozen_lake", overrides), view=quiet_view())
     found = run.summary["eval"]
     assert found["before"] < 0.3, "the cold start does not give the task away"
     assert found["after"] > found["before"] + 0.2
     assert found["after"] > found["random"] + 0.1
-    rewards = [row["critic/score/mean"] for row in read_metrics(run.dir / "metrics.jsonl") if "critic/score/mean" in row]
+    rewards = [
+        row["critic/score/mean"]
+        for row in read_metrics(run.dir / "metrics.jsonl")
+        if "critic/score/mean" in row
+    ]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15

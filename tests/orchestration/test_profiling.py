@@ -1,4 +1,5 @@
-"""A profile of some steps of a run: what is written, what is told, and that a profiler that fails costs the run nothing."""
+"""A profile of some steps of a run: what is written, what is told, and that a profiler that fails
+costs the run nothing."""
 
 from __future__ import annotations
 
@@ -12,14 +13,21 @@ from typing import Any
 import pytest
 import torch
 
+from agentevo.api.run import sft, train
 from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView, read_metrics
 from agentevo.orchestration.profiling import Profiling
-from agentevo.orchestration.run import train
-from agentevo.orchestration.sft import sft
 
 SmallConfig = Callable[..., RunConfig]
-CHATS = [{"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]} for n in range(24)]
+CHATS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"{n} + 1?"},
+            {"role": "assistant", "content": str(n + 1)},
+        ]
+    }
+    for n in range(24)
+]
 
 
 def _view() -> tuple[LiveView, io.StringIO]:
@@ -29,16 +37,39 @@ def _view() -> tuple[LiveView, io.StringIO]:
 
 def _table(folder: Path) -> dict[str, list[str]]:
     """First word of each line -> the others."""
-    lines = [line.split() for line in (folder / "profile" / "table.txt").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.split()
+        for line in (folder / "profile" / "table.txt").read_text(encoding="utf-8").splitlines()
+    ]
     return {line[0]: line[1:] for line in lines if line}
 
 
 def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     view, stream = _view()
     plain = train(small_config(tmp_path / "plain"), view=_view()[0])
-    run = train(small_config(tmp_path / "run", "profile=true", "profile.after=1", "profile.steps=2", "tracking.report=true"), view=view)
+    run = train(
+        small_config(
+            tmp_path / "run",
+            "profile=true",
+            "profile.after=1",
+            "profile.steps=2",
+            "tracking.report=true",
+        ),
+        view=view,
+    )
     table = _table(run.dir)
-    for name in ("sampling", "prepare", "plan", "forward", "backward", "optimizer", "publish", "evaluation", "checkpoint", "store"):
+    for name in (
+        "sampling",
+        "prepare",
+        "plan",
+        "forward",
+        "backward",
+        "optimizer",
+        "publish",
+        "evaluation",
+        "checkpoint",
+        "store",
+    ):
         assert float(table[name][0]) >= 0, name
     assert table["profile"] == ["of", "steps", "2", "to", "3"]
     assert int(table["sampling"][2]) == 2
@@ -47,11 +78,17 @@ def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     profile = run.summary["profile"]
     assert profile["steps"] == [2, 3]
     assert sum(phase["share"] for phase in profile["phases"]) == pytest.approx(1)
-    rows = [row for row in read_metrics(run.dir / "metrics.jsonl") if row["step"] in (2, 3) and "timing_s/step" in row]
+    rows = [
+        row
+        for row in read_metrics(run.dir / "metrics.jsonl")
+        if row["step"] in (2, 3) and "timing_s/step" in row
+    ]
     assert profile["seconds"] >= 0.9 * sum(row["timing_s/step"] or 0 for row in rows)
     assert all(phase["peak_bytes"] > 0 for phase in profile["phases"])
     with gzip.open(run.dir / "profile" / "trace.json.gz", "rt") as file:
-        assert any(event.get("name") == "agentevo::sampling" for event in json.load(file)["traceEvents"])
+        assert any(
+            event.get("name") == "agentevo::sampling" for event in json.load(file)["traceEvents"]
+        )
     assert "table.txt" in stream.getvalue()
     assert "<h2>Profile</h2>" in (run.dir / "report.html").read_text(encoding="utf-8")
     assert run.summary["eval"] == plain.summary["eval"], "a profile changes no result"
@@ -61,11 +98,15 @@ def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
 
 def test_every_step_says_how_much_of_the_device_it_used(small_config: SmallConfig, tmp_path: Path):
     run = train(small_config(tmp_path / "run"), view=_view()[0])
-    rows = [row for row in read_metrics(run.dir / "metrics.jsonl") if row.get("trainer/distinct_tokens")]
+    rows = [
+        row for row in read_metrics(run.dir / "metrics.jsonl") if row.get("trainer/distinct_tokens")
+    ]
     assert rows
     for row in rows:
         assert 0 < row["perf/mfu"] < row["perf/mfu_logical"]
-        assert row["perf/tokens_per_s_distinct"] == pytest.approx(row["trainer/distinct_tokens"] / row["timing_s/update_actor"])
+        assert row["perf/tokens_per_s_distinct"] == pytest.approx(
+            row["trainer/distinct_tokens"] / row["timing_s/update_actor"]
+        )
         assert row["perf/tokens_per_s_logical"] > row["perf/tokens_per_s_distinct"]
 
 
@@ -73,7 +114,10 @@ def test_supervised_training_is_profiled(tmp_path: Path):
     data = tmp_path / "chats.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in CHATS), encoding="utf-8")
     tree: dict[str, Any] = {
-        "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "tokenizer": "byte"}},
+        "model": {
+            "name": "tiny",
+            "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "tokenizer": "byte"},
+        },
         "data": {"train": str(data)},
         "sft": {"batch_conversations": 4},
         "tracking": {"tensorboard": False, "report": False},
@@ -95,8 +139,13 @@ def test_a_run_that_is_too_short_says_so(small_config: SmallConfig, tmp_path: Pa
     assert any("profile.after=9" in text for text in run.summary["warnings"])
 
 
-def test_a_run_that_ends_within_the_profile_writes_what_there_is(small_config: SmallConfig, tmp_path: Path):
-    run = train(small_config(tmp_path / "run", "profile=true", "profile.after=3", "profile.steps=5"), view=_view()[0])
+def test_a_run_that_ends_within_the_profile_writes_what_there_is(
+    small_config: SmallConfig, tmp_path: Path
+):
+    run = train(
+        small_config(tmp_path / "run", "profile=true", "profile.after=3", "profile.steps=5"),
+        view=_view()[0],
+    )
     assert run.summary["profile"]["steps"] == [4]
 
 
@@ -125,7 +174,9 @@ def test_a_step_that_fails_ends_the_profile(tmp_path: Path):
     notes: list[str] = []
     with (
         pytest.raises(ZeroDivisionError),
-        Profiling(config.profile, tmp_path, torch.nn.Linear(2, 2), warn=notes.append, note=notes.append) as profiling,
+        Profiling(
+            config.profile, tmp_path, torch.nn.Linear(2, 2), warn=notes.append, note=notes.append
+        ) as profiling,
         profiling.step(1),
     ):
         raise ZeroDivisionError

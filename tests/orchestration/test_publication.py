@@ -15,11 +15,12 @@ from safetensors import SafetensorError
 from agentevo.inference import weights as weights_module
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.weights import WeightsFolder
-from agentevo.orchestration import attempts, publication
-from agentevo.orchestration.attempts import Apart, StopAskedError
+from agentevo.orchestration import publication
+from agentevo.orchestration import rollout_sources as attempts
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.publication import Publication
-from agentevo.orchestration.serve import Follower
+from agentevo.orchestration.rollout_sources import DisaggregatedRollouts, StopAskedError
+from agentevo.processes.serve import Follower
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store import open_store
 
@@ -47,7 +48,9 @@ def published(model, notes, tmp_path):
 
 def whole(folder, model, version=2):
     assert folder.latest() == version
-    assert torch.equal(folder.read(version, sha256=folder.announced().sha256)["weight"], model.weight)
+    assert torch.equal(
+        folder.read(version, sha256=folder.announced().sha256)["weight"], model.weight
+    )
     return True
 
 
@@ -59,12 +62,18 @@ def flip(path):
 
 DAMAGE = {
     "a flipped bit": ("version-000002/weights.safetensors", flip),
-    "half of it": ("version-000002/weights.safetensors", lambda path: path.write_bytes(path.read_bytes()[:50])),
+    "half of it": (
+        "version-000002/weights.safetensors",
+        lambda path: path.write_bytes(path.read_bytes()[:50]),
+    ),
     "no weights": ("version-000002/weights.safetensors", os.unlink),
     "a torn manifest": ("version-000002/manifest.json", lambda path: path.write_text("{")),
     "a torn latest": ("latest.json", lambda path: path.write_text("{")),
     "no latest": ("latest.json", os.unlink),
-    "another latest": ("latest.json", lambda path: path.write_text('{"version": 1, "sha256": "00"}')),
+    "another latest": (
+        "latest.json",
+        lambda path: path.write_text('{"version": 1, "sha256": "00"}'),
+    ),
 }
 
 
@@ -77,13 +86,18 @@ def test_damage_is_mended_and_told_once(damage, published, model, notes):
     spoil(folder.folder / file)
     asyncio.run(made.look_after())
     assert whole(folder, model)
-    assert len(notes) == 1 and "version 2 was damaged after it was published, and is written again" in notes[0]
+    assert (
+        len(notes) == 1
+        and "version 2 was damaged after it was published, and is written again" in notes[0]
+    )
     before = folder.state(2)
     asyncio.run(made.look_after())
     assert folder.state(2) == before and len(notes) == 1
 
 
-def test_damage_that_leaves_the_files_times_is_found_a_little_later(published, model, notes, monkeypatch):
+def test_damage_that_leaves_the_files_times_is_found_a_little_later(
+    published, model, notes, monkeypatch
+):
     folder, made = published
     asyncio.run(made.look_after())
     path = folder.path(2) / "weights.safetensors"
@@ -105,7 +119,9 @@ def test_a_trainer_that_comes_back_finds_it_damaged(damage, published, model, no
     spoil(folder.folder / file)
     asyncio.run(Publication(folder, model, keep=2, note=notes.append).publish(2))
     assert whole(folder, model)
-    assert len(notes) == (damage not in ("no latest", "another latest")), "those look like a trainer that was killed before it wrote"
+    assert len(notes) == (damage not in ("no latest", "another latest")), (
+        "those look like a trainer that was killed before it wrote"
+    )
 
 
 def test_what_an_earlier_trainer_has_published_stays(published, model, notes):
@@ -128,15 +144,25 @@ def test_a_folder_that_is_away_is_waited_for(published, model, notes):
     folder.folder.write_text("no folder")
     for _ in range(3):
         asyncio.run(made.look_after())
-    assert len(notes) == 2 and "can't be read" in notes[0] and "version 2 could not be written" in notes[1]
+    assert (
+        len(notes) == 2
+        and "can't be read" in notes[0]
+        and "version 2 could not be written" in notes[1]
+    )
     folder.folder.unlink()
     away.rename(folder.folder)
     asyncio.run(made.look_after())
     assert whole(folder, model)
 
 
-@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
-def test_a_version_for_which_there_is_no_room_comes_when_there_is(error, published, model, notes, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [SafetensorError("No space left on device"), OSError(errno.ENOSPC, "No space left on device")],
+    ids=repr,
+)
+def test_a_version_for_which_there_is_no_room_comes_when_there_is(
+    error, published, model, notes, monkeypatch
+):
     """A trainer that does not wait, after its last step for example, is not ended by it."""
     folder, made = published
 
@@ -150,7 +176,11 @@ def test_a_version_for_which_there_is_no_room_comes_when_there_is(error, publish
         for _ in range(3):
             asyncio.run(made.look_after())
     assert whole(folder, model)
-    assert len(notes) == 1 and "version 3 could not be written" in notes[0] and "No space left on device" in notes[0]
+    assert (
+        len(notes) == 1
+        and "version 3 could not be written" in notes[0]
+        and "No space left on device" in notes[0]
+    )
     asyncio.run(made.look_after())
     assert whole(folder, model, 3) and len(notes) == 1
 
@@ -176,8 +206,10 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
 
     async def work():
         async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}") as store:
-            parts = SimpleNamespace(config=config, model=model, engine=own, store=store, tasks=TaskSource(config, None))
-            apart = Apart(parts, lambda: bool(stopped), lambda: None, notes.append)
+            parts = SimpleNamespace(
+                config=config, model=model, engine=own, store=store, tasks=TaskSource(config, None)
+            )
+            apart = DisaggregatedRollouts(parts, lambda: bool(stopped), lambda: None, notes.append)
             await apart.begin(0)
             flip(weights.path(0) / "weights.safetensors")
             first = engine()

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from agentevo.agents import Outcome
+from agentevo.api.run import train
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError, TrainingError
 from agentevo.orchestration.loop import Loop
-from agentevo.orchestration.run import train
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
@@ -33,7 +33,8 @@ def whole(tmp_path_factory, small_config, quiet_view, outcome_of):
 
 
 def test_the_run_has_something_to_lose(whole):
-    """Steps that train, groups that differ, dropped ones, warnings aside: else the comparisons below would say little."""
+    """Steps that train, groups that differ, dropped ones, warnings aside: else the comparisons
+    below would say little."""
     rows = [row for row in whole["metrics"] if "actor/grad_norm" in row]
     assert len(rows) >= 3
     assert any("actor/kl_loss" in row and row["actor/kl_loss"] > 0 for row in rows)
@@ -41,13 +42,18 @@ def test_the_run_has_something_to_lose(whole):
     assert whole["trainer"]["roles"]["reference"]
 
 
-def test_the_same_configuration_twice_is_the_same_run(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_the_same_configuration_twice_is_the_same_run(
+    whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     train(small_config(tmp_path / "run"), view=quiet_view())
     assert_same(outcome_of(tmp_path / "run"), whole)
 
 
 def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, outcome_of):
-    train(small_config(tmp_path / "run", "run.seed=6", "trainer.steps=1", "evaluation.every=0"), view=quiet_view())
+    train(
+        small_config(tmp_path / "run", "run.seed=6", "trainer.steps=1", "evaluation.every=0"),
+        view=quiet_view(),
+    )
     other = outcome_of(tmp_path / "run")
     for name, entry in other["trajectories"].items():
         if name in whole["trajectories"]:
@@ -66,17 +72,23 @@ def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, 
     ],
     ids=str,
 )
-def test_a_clean_stop_and_a_resume(interruption, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_a_clean_stop_and_a_resume(
+    interruption, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     config = small_config(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(**interruption))
     stopped = json.loads((config.run_dir / "summary.json").read_text())
-    assert stopped["steps"] == interruption.get("step", {"step 3": 3, "before": 0, "step 2": 2}.get(interruption.get("phase", "  ")[1]))
+    assert stopped["steps"] == interruption.get(
+        "step", {"step 3": 3, "before": 0, "step 2": 2}.get(interruption.get("phase", "  ")[1])
+    )
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)
 
 
-def test_stopping_after_every_step(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_stopping_after_every_step(
+    whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     config = small_config(tmp_path / "run")
     for step in (1, 2, 3):
         with pytest.raises(KeyboardInterrupt):
@@ -85,7 +97,9 @@ def test_stopping_after_every_step(whole, tmp_path, small_config, quiet_view, ou
     assert_same(outcome_of(config.run_dir), whole)
 
 
-def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_a_resume_of_a_finished_run_changes_nothing(
+    tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     config = small_config(tmp_path / "run", "trainer.steps=1", "cold_start.episodes=8")
     train(config, view=quiet_view())
     before = outcome_of(config.run_dir)
@@ -93,8 +107,11 @@ def test_a_resume_of_a_finished_run_changes_nothing(tmp_path, small_config, quie
     assert_same(outcome_of(config.run_dir), before)
 
 
-def test_a_finished_run_can_be_made_longer(tmp_path, small_config, quiet_view, outcome_of, assert_same):
-    """Only what depends on the number of steps differs: the schedule (constant here) and the last step's evaluation."""
+def test_a_finished_run_can_be_made_longer(
+    tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
+    """Only what depends on the number of steps differs: the schedule (constant here) and the last
+    step's evaluation."""
     constant = ("trainer.schedule=constant", "evaluation.every=0")
     train(small_config(tmp_path / "long", *constant), view=quiet_view())
     train(small_config(tmp_path / "grown", *constant, "trainer.steps=2"), view=quiet_view())
@@ -105,11 +122,16 @@ def test_a_finished_run_can_be_made_longer(tmp_path, small_config, quiet_view, o
     assert_same(grown["records"], long["records"])
 
 
-def test_evaluations_do_not_change_what_is_learned(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_evaluations_do_not_change_what_is_learned(
+    tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     found = []
     for every, samples in ((0, 0), (1, 2)):
         folder = tmp_path / f"every-{every}"
-        train(small_config(folder, f"evaluation.every={every}", f"evaluation.samples={samples}"), view=quiet_view())
+        train(
+            small_config(folder, f"evaluation.every={every}", f"evaluation.samples={samples}"),
+            view=quiet_view(),
+        )
         found.append(outcome_of(folder))
     assert_same(found[0]["weights"], found[1]["weights"])
     assert_same(found[0]["records"], found[1]["records"])
@@ -129,7 +151,10 @@ async def counter(task: Task, policy) -> Outcome:
 def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, assert_same):
     tasks = [Task(id=f"t{n}", query=f"the number {n}") for n in range(7)]
     tree = {
-        "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "tokenizer": "byte"}},
+        "model": {
+            "name": "tiny",
+            "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "tokenizer": "byte"},
+        },
         "sampling": {"max_new_tokens": 6},
         "trainer": {"steps": 4, "groups_per_step": 2, "group_size": 3, "learning_rate": 1e-3},
         "evaluation": {"tasks": 2, "every": 3},
@@ -151,7 +176,9 @@ def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, asse
     assert sum("actor/grad_norm" in row for row in one["metrics"]) == 4
 
 
-def test_a_stop_during_the_cold_start_starts_again(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_a_stop_during_the_cold_start_starts_again(
+    whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     config = small_config(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(phase=("cold start", "2/")))
@@ -162,8 +189,11 @@ def test_a_stop_during_the_cold_start_starts_again(whole, tmp_path, small_config
 
 
 @pytest.mark.parametrize("torn", ["newest", "all"])
-def test_torn_checkpoints_cost_time_only(torn, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
-    """What was committed after the newest whole checkpoint is done again from the store: not one token is sampled for it."""
+def test_torn_checkpoints_cost_time_only(
+    torn, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
+    """What was committed after the newest whole checkpoint is done again from the store: not one
+    token is sampled for it."""
     config = small_config(tmp_path / "run", "checkpoint.keep_last=3")
     with pytest.raises(KeyboardInterrupt):
         train(config, view=quiet_view(step=3))
@@ -177,7 +207,13 @@ def test_torn_checkpoints_cost_time_only(torn, whole, tmp_path, small_config, qu
     assert_same(outcome_of(config.run_dir), whole)
 
 
-KEPT = ("trainer.steps=3", "checkpoint.every=1", "checkpoint.keep_last=9", "evaluation.every=0", "evaluation.samples=0")
+KEPT = (
+    "trainer.steps=3",
+    "checkpoint.every=1",
+    "checkpoint.keep_last=9",
+    "evaluation.every=0",
+    "evaluation.samples=0",
+)
 
 
 @pytest.mark.parametrize("lost", ["all", "some"])
@@ -204,7 +240,9 @@ def test_a_store_that_has_lost_steps_costs_no_checkpoint(lost, tmp_path, small_c
         assert run.summary["steps"] == 3 and run.audit().violations == []
 
 
-def test_a_checkpoint_whose_step_was_not_committed_goes(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same, monkeypatch):
+def test_a_checkpoint_whose_step_was_not_committed_goes(
+    whole, tmp_path, small_config, quiet_view, outcome_of, assert_same, monkeypatch
+):
     """What a kill between the two leaves; it is no sign of a store that has lost steps."""
     config, commit = small_config(tmp_path / "run"), Loop._commit
 
@@ -223,7 +261,9 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(whole, tmp_path, small_c
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors", "state.json"])
-def test_a_checkpoint_that_can_not_be_read_now_is_kept(name, tmp_path, small_config, quiet_view, monkeypatch):
+def test_a_checkpoint_that_can_not_be_read_now_is_kept(
+    name, tmp_path, small_config, quiet_view, monkeypatch
+):
     config = small_config(tmp_path / "run", *KEPT, "trainer.steps=1")
     train(config, view=quiet_view())
     victim, opened = config.run_dir / "checkpoints" / "step-000001" / name, Path.open
@@ -235,7 +275,9 @@ def test_a_checkpoint_that_can_not_be_read_now_is_kept(name, tmp_path, small_con
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(CheckpointError, match=rf"step-000001/{name} can't be read now \(Too many open files\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"step-000001/{name} can't be read now \(Too many open files\)"
+    ):
         train(config, resume=True, view=quiet_view())
     monkeypatch.undo()
     assert sorted(victim.parent.iterdir()) == before
@@ -252,7 +294,11 @@ def test_a_step_that_comes_out_differently_is_told_of(tmp_path, small_config, qu
         tree["metrics"]["actor/grad_norm"] *= 2
         store.execute("UPDATE steps SET record = ? WHERE step = 1", (json.dumps(tree),))
     again = train(config, resume=True, view=quiet_view()).summary["warnings"]
-    told = [line for line in again if line.startswith("step 1, done again from its plan, has a gradient norm of")]
+    told = [
+        line
+        for line in again
+        if line.startswith("step 1, done again from its plan, has a gradient norm of")
+    ]
     assert len(told) == 1
     assert sorted(again) == sorted([*before, *told])
 
@@ -273,7 +319,7 @@ import os, signal, sys
 import torch
 from agentevo.config import load_config
 from agentevo.observability import LiveView
-from agentevo.orchestration.run import train
+from agentevo.api.run import train
 from agentevo.rollout.group import Attempt
 
 where = sys.argv[2]
@@ -306,25 +352,41 @@ train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=View("killed",
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
 
 
-def test_a_run_that_is_killed_three_times(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
-    """SIGKILL while sampling, between update and commit, and in the middle of a checkpoint: each resume starts from the last whole one."""
+def test_a_run_that_is_killed_three_times(
+    whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
+    """SIGKILL while sampling, between update and commit, and in the middle of a checkpoint: each
+    resume starts from the last whole one."""
     config = small_config(tmp_path / "run")
     recipe = tmp_path / "run.yaml"
     recipe.write_text(to_yaml(config))
-    for number, where in enumerate(["second attempt of step 3", "training step 3", "saving step 4"]):
+    for number, where in enumerate(
+        ["second attempt of step 3", "training step 3", "saving step 4"]
+    ):
         words = [sys.executable, "-c", KILLED, str(recipe), where, *(["resume"] if number else [])]
-        ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=250)
+        ended = subprocess.run(
+            words, env=environment(), capture_output=True, text=True, timeout=250
+        )
         assert ended.returncode == -signal.SIGKILL, ended.stderr
     train(config, resume=True, view=quiet_view())
     assert_same(outcome_of(config.run_dir), whole)
-    assert [path.name for path in (config.run_dir / "checkpoints").iterdir() if path.name.endswith(".partial")] == []
+    assert [
+        path.name
+        for path in (config.run_dir / "checkpoints").iterdir()
+        if path.name.endswith(".partial")
+    ] == []
 
 
 def test_ctrl_c_at_the_command(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
-    """A signal from outside: the step in progress ends, a checkpoint is written, the exit code is a shell's for Ctrl-C."""
+    """A signal from outside: the step in progress ends, a checkpoint is written, the exit code is a
+    shell's for Ctrl-C."""
     config = small_config(tmp_path / "run")
     recipe = tmp_path / "run.yaml"
     recipe.write_text(to_yaml(config))
@@ -336,7 +398,9 @@ def test_ctrl_c_at_the_command(whole, tmp_path, small_config, quiet_view, outcom
         text=True,
     ) as process:
         metrics = config.run_dir / "metrics.jsonl"
-        while process.poll() is None and not (metrics.is_file() and "actor/lr" in metrics.read_text()):
+        while process.poll() is None and not (
+            metrics.is_file() and "actor/lr" in metrics.read_text()
+        ):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=250)

@@ -10,23 +10,39 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from agentevo.api.run import Run, evaluate_model, train
 from agentevo.config import build_config
 from agentevo.errors import CheckpointError, ConfigError, EngineError, MissingExtraError
+from agentevo.event_loop import run_coroutine
 from agentevo.observability import read_metrics
-from agentevo.orchestration.run import Run, evaluate_model, run_coroutine, train
-from agentevo.orchestration.training_run import only_trainer
+from agentevo.runs.lock import only_trainer
 from agentevo.store.store import RetryPolicy
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
-BYTE_POLICY = {"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "tokenizer": "byte", "context_length": 128}}
+BYTE_POLICY = {
+    "name": "tiny",
+    "tiny": {
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 1,
+        "tokenizer": "byte",
+        "context_length": 128,
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, small_config, quiet_view) -> Run:
     """Four steps, evaluated after each, one checkpoint and the best kept, with a report."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    options = ("evaluation.every=1", "checkpoint.every=1", "checkpoint.keep_last=1", "tracking.report=true", "tracking.tensorboard=true")
+    options = (
+        "evaluation.every=1",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=1",
+        "tracking.report=true",
+        "tracking.tensorboard=true",
+    )
     return train(small_config(folder, *options), view=quiet_view())
 
 
@@ -36,13 +52,26 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_the_folder_of_a_run(run):
     names = {path.name for path in run.dir.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "report.html", "plots", "checkpoints", "store.sqlite", "tensorboard"} <= names
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "plots",
+        "checkpoints",
+        "store.sqlite",
+        "tensorboard",
+    } <= names
     assert not [name for name in names if name.endswith(".tmp")]
 
 
 def test_the_summary(run):
     summary, rows = run.summary, read_metrics(run.dir / "metrics.jsonl")
-    evaluations = [row["val-core/frozen_lake/success/greedy"] for row in rows if "val-core/frozen_lake/success/greedy" in row]
+    evaluations = [
+        row["val-core/frozen_lake/success/greedy"]
+        for row in rows
+        if "val-core/frozen_lake/success/greedy" in row
+    ]
     assert len(evaluations) == 5
     found = summary["eval"]
     assert (found["before"], found["after"], found["n"]) == (evaluations[0], evaluations[-1], 3)
@@ -53,7 +82,9 @@ def test_the_summary(run):
     in_steps = sum(row.get("engine/generated_tokens") or 0.0 for row in rows)
     assert summary["tokens"]["generated"] > in_steps > 0, "evaluations generate tokens too"
     demonstrated = next(row["cold_start/tokens"] for row in rows if "cold_start/tokens" in row)
-    assert summary["tokens"]["trained"] == demonstrated + sum(row.get("trainer/trained_tokens") or 0.0 for row in rows)
+    assert summary["tokens"]["trained"] == demonstrated + sum(
+        row.get("trainer/trained_tokens") or 0.0 for row in rows
+    )
 
 
 def test_every_step_says_what_came_in_and_what_was_dropped(run):
@@ -61,10 +92,20 @@ def test_every_step_says_what_came_in_and_what_was_dropped(run):
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     for row in steps:
         assert row["rollout/in"] == 12
-        assert row["rollout/dropped"] == sum(value for key, value in row.items() if key.startswith("rollout/dropped/"))
-        assert {"critic/score/mean", "timing_s/gen", "timing_s/update_actor", "perf/throughput", "num_turns/mean"} <= set(row)
+        assert row["rollout/dropped"] == sum(
+            value for key, value in row.items() if key.startswith("rollout/dropped/")
+        )
+        assert {
+            "critic/score/mean",
+            "timing_s/gen",
+            "timing_s/update_actor",
+            "perf/throughput",
+            "num_turns/mean",
+        } <= set(row)
         if row["rollout/dropped"] < 12:
-            assert {"actor/entropy", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"} <= set(row)
+            assert {"actor/entropy", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"} <= set(
+                row
+            )
             assert abs(row["actor/ppo_kl_first"]) < 1e-4, "on-policy in every step"
             assert row["actor/logprob_diff_max"] < 1e-4
 
@@ -74,7 +115,9 @@ def test_what_is_in_the_store(run):
     assert len(trained) == 4 * 3 * 4
     for trajectory in trained:
         step = int(trajectory.group_id.rsplit("@", 1)[1])
-        assert {version for turn in trajectory.turns for version in turn.versions} <= {step - 1}, "sampled from what the step before left"
+        assert {version for turn in trajectory.turns for version in turn.versions} <= {step - 1}, (
+            "sampled from what the step before left"
+        )
     committed = run.trajectories(state="committed")
     dropped = run.trajectories(state="dropped")
     assert len(committed) + len(dropped) == 48
@@ -85,7 +128,11 @@ def test_what_is_in_the_store(run):
 
 def test_the_newest_checkpoint_and_the_best_are_kept(run):
     rows = read_metrics(run.dir / "metrics.jsonl")
-    values = {row["step"]: row["val-core/frozen_lake/success/greedy"] for row in rows if row["step"] and "val-core/frozen_lake/n" in row}
+    values = {
+        row["step"]: row["val-core/frozen_lake/success/greedy"]
+        for row in rows
+        if row["step"] and "val-core/frozen_lake/n" in row
+    }
     best = max(values, key=lambda step: (values[step], step))
     checkpoints = Checkpoints(run.dir / "checkpoints", 1)
     assert checkpoints.steps() == sorted({best, 4})
@@ -98,7 +145,11 @@ def test_the_newest_checkpoint_and_the_best_are_kept(run):
 
 
 def test_evaluating_a_run_repeats_its_numbers_and_writes_nothing(run):
-    rows = [row for row in read_metrics(run.dir / "metrics.jsonl") if "val-core/frozen_lake/success/sampled" in row]
+    rows = [
+        row
+        for row in read_metrics(run.dir / "metrics.jsonl")
+        if "val-core/frozen_lake/success/sampled" in row
+    ]
     before = snapshot(run.dir)
     found = run.eval(checkpoint="last")
     assert {key: found[key] for key in found if key.startswith("val-core/")} == {
@@ -116,12 +167,17 @@ def test_a_model_can_be_evaluated_without_a_run(small_config, tmp_path, monkeypa
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(run, small_config, quiet_view):
     before = snapshot(run.dir)
-    with pytest.raises(ConfigError, match=r"holds a run already: resume it with --resume, give another run\.dir, or .*run\.overwrite=true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a run already: resume it with --resume, give another run\.dir, or .*run\.overwrite=true",
+    ):
         train(small_config(run.dir), view=quiet_view())
     assert snapshot(run.dir) == before
 
 
-def test_a_folder_with_something_else_is_refused_even_with_overwrite(tmp_path, small_config, quiet_view):
+def test_a_folder_with_something_else_is_refused_even_with_overwrite(
+    tmp_path, small_config, quiet_view
+):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     for options in ((), ("run.overwrite=true",)):
@@ -131,7 +187,9 @@ def test_a_folder_with_something_else_is_refused_even_with_overwrite(tmp_path, s
     assert len(list((tmp_path / "run").iterdir())) == 1
 
 
-def test_an_empty_folder_is_fine_and_an_old_run_can_be_overwritten(tmp_path, small_config, quiet_view):
+def test_an_empty_folder_is_fine_and_an_old_run_can_be_overwritten(
+    tmp_path, small_config, quiet_view
+):
     folder = tmp_path / "run"
     folder.mkdir()
     quick = ("trainer.steps=0", "cold_start.episodes=0", "evaluation.samples=0")
@@ -143,15 +201,25 @@ def test_an_empty_folder_is_fine_and_an_old_run_can_be_overwritten(tmp_path, sma
 
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_run_that_is_being_trained_is_left_alone(resume, tmp_path, small_config, quiet_view):
-    """Its samplers read config.yaml when they start again, and its trainer writes into the folder."""
+    """Its samplers read config.yaml when they start again, and its trainer writes into the
+    folder."""
     folder = tmp_path / "run"
     train(small_config(folder, "trainer.steps=1", "evaluation.every=0"), view=quiet_view())
     with only_trainer(folder):
         before = snapshot(folder)
         with pytest.raises(ConfigError, match="another process trains there: stop it first"):
-            train(small_config(folder, "trainer.steps=2", f"run.overwrite={not resume}"), resume=resume, view=quiet_view())
+            train(
+                small_config(folder, "trainer.steps=2", f"run.overwrite={not resume}"),
+                resume=resume,
+                view=quiet_view(),
+            )
         assert snapshot(folder) == before
-    assert train(small_config(folder, "trainer.steps=2"), resume=True, view=quiet_view()).summary["steps"] == 2
+    assert (
+        train(small_config(folder, "trainer.steps=2"), resume=True, view=quiet_view()).summary[
+            "steps"
+        ]
+        == 2
+    )
 
 
 def test_resuming_nothing_is_refused(tmp_path, small_config, quiet_view):
@@ -162,7 +230,10 @@ def test_resuming_nothing_is_refused(tmp_path, small_config, quiet_view):
 
 def test_a_recipe_may_only_evaluate(tmp_path, small_config, quiet_view):
     """No steps: before is after, and the model as it is becomes the checkpoint."""
-    done = train(small_config(tmp_path / "run", "trainer.steps=0", "cold_start.episodes=0"), view=quiet_view())
+    done = train(
+        small_config(tmp_path / "run", "trainer.steps=0", "cold_start.episodes=0"),
+        view=quiet_view(),
+    )
     assert done.summary["eval"]["before"] == done.summary["eval"]["after"]
     assert Checkpoints(done.dir / "checkpoints", 1).steps() == [0]
     assert done.summary["tokens"]["trained"] == 0
@@ -183,7 +254,8 @@ TASKS = [Task(id=f"t{n}", query="x" * n) for n in range(1, 6)]
 
 
 def test_agents_that_fail_cost_their_attempts_and_never_the_run(tmp_path, quiet_view):
-    """One task's agent always breaks, another's asks for more than the context holds, some attempts hang."""
+    """One task's agent always breaks, another's asks for more than the context holds, some attempts
+    hang."""
 
     async def agent(task, policy):
         reply = await policy.generate([Message("user", task.query)])
@@ -204,10 +276,14 @@ def test_agents_that_fail_cost_their_attempts_and_never_the_run(tmp_path, quiet_
     assert reasons["t2"].startswith("RequestTooLongError: the conversation has 2")
     assert "agent.timeout_s=2 s" in reasons.get("t3", "agent.timeout_s=2 s")
     rows = [row for row in read_metrics(done.dir / "metrics.jsonl") if "rollout/in" in row]
-    assert sum(row.get("rollout/dropped/failed", 0.0) for row in rows) == len([t for t in failed if "train@" in t.id])
+    assert sum(row.get("rollout/dropped/failed", 0.0) for row in rows) == len(
+        [t for t in failed if "train@" in t.id]
+    )
 
 
-def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(tmp_path, quiet_view, monkeypatch):
+def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(
+    tmp_path, quiet_view, monkeypatch
+):
     """It is nobody's failed attempt, and no reward of 0 is trained on."""
     monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
 
@@ -216,7 +292,10 @@ def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(tmp_path, 
         return 1.0
 
     config = agent_config(tmp_path / "run", engine={"timeout_s": 1e-4})
-    with pytest.raises(EngineError, match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout_s"):
+    with pytest.raises(
+        EngineError,
+        match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout_s",
+    ):
         train(config, agent=agent, tasks=TASKS, view=quiet_view())
     assert Run(config).trajectories() == []
 
@@ -257,13 +336,15 @@ def test_run_coroutine_hands_errors_back():
 
 
 def test_the_configuration_of_a_run_is_kept_whole(run):
-    from agentevo.run_folder import run_config
+    from agentevo.runs.folder import run_config
 
     assert run_config(run.dir) == run.config
     assert json.loads((run.dir / "summary.json").read_text())["seed"] == 5
 
 
-def test_samplers_without_the_extra_are_refused_before_anything_is_made(tmp_path, small_config, monkeypatch):
+def test_samplers_without_the_extra_are_refused_before_anything_is_made(
+    tmp_path, small_config, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     monkeypatch.delitem(sys.modules, "agentevo.inference.server", raising=False)
     wanted = small_config(tmp_path / "run", "rollout.samplers=1")

@@ -1,4 +1,5 @@
-"""`agentevo sft` as a whole: demonstrations, files, another run's best attempts; interrupted, resumed, and gone on from by RL."""
+"""`agentevo sft` as a whole: demonstrations, files, another run's best attempts; interrupted,
+resumed, and gone on from by RL."""
 
 from __future__ import annotations
 
@@ -8,12 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from agentevo.api.run import Run, sft, train
 from agentevo.config import ModelSection, RunConfig, build_config
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.resolve import resolve
 from agentevo.observability import read_metrics
-from agentevo.orchestration.run import Run, train
-from agentevo.orchestration.sft import sft
 from agentevo.orchestration.sft_data import best_attempts
 from agentevo.types import Trajectory, Turn
 
@@ -28,7 +28,16 @@ SFT = (
     "checkpoint.every=3",
 )
 FILES = {
-    "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 128, "tokenizer": "byte"}},
+    "model": {
+        "name": "tiny",
+        "tiny": {
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "context_length": 128,
+            "tokenizer": "byte",
+        },
+    },
     "sft": {"batch_conversations": 2, "learning_rate": 1e-2, "epochs": 3},
     "evaluation": {"every": 0},
     "checkpoint": {"every": 0},
@@ -38,12 +47,21 @@ FILES = {
 
 
 def conversation(question: str, answer: str) -> dict[str, object]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def files_config(folder: Path, rows: list[object], *overrides: str) -> RunConfig:
     path = folder / "rows.jsonl"
-    path.write_bytes(b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows))
+    path.write_bytes(
+        b"".join(
+            row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows
+        )
+    )
     overrides = (f"data.train={path}", f"run.dir={folder / 'run'}", *overrides)
     return build_config(FILES, overrides, needs_environment=False)
 
@@ -57,16 +75,23 @@ def test_the_solver_is_imitated(tmp_path, small_config, quiet_view):
     held_out = [(row["step"], row["sft/eval/loss"]) for row in rows if "sft/eval/loss" in row]
     assert [step for step, _ in held_out] == [0, 4, 8, 10]
     summary = run.summary
-    assert summary["data"] == {"demonstrations": {"rows": 24, "used": 24, "shortened": 0, "left_out": {}}}
+    assert summary["data"] == {
+        "demonstrations": {"rows": 24, "used": 24, "shortened": 0, "left_out": {}}
+    }
     assert summary["held_out"]["conversations"] == 5
-    assert summary["held_out"]["after"]["loss"] == pytest.approx(held_out[-1][1]) and held_out[-1][1] < held_out[0][1]
+    assert (
+        summary["held_out"]["after"]["loss"] == pytest.approx(held_out[-1][1])
+        and held_out[-1][1] < held_out[0][1]
+    )
     assert summary["eval"]["n"] == 3 and 0 <= summary["eval"]["after"] <= 1
     assert summary["steps"] == summary["planned_steps"] == 10
     assert run.eval()["val-core/frozen_lake/n"] == 3
 
 
 @pytest.mark.parametrize("step", [2, 3, 5])
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, small_config, quiet_view, outcome_of, assert_same, step):
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    tmp_path, small_config, quiet_view, outcome_of, assert_same, step
+):
     sft(small_config(tmp_path / "whole", *SFT), view=quiet_view())
     config = small_config(tmp_path / "cut", *SFT)
     with pytest.raises(KeyboardInterrupt):
@@ -75,7 +100,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, small_config, quiet_vi
     assert_same(outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut"))
 
 
-def test_a_torn_checkpoint_is_passed_over(tmp_path, small_config, quiet_view, outcome_of, assert_same):
+def test_a_torn_checkpoint_is_passed_over(
+    tmp_path, small_config, quiet_view, outcome_of, assert_same
+):
     apart = [*SFT, "checkpoint.every=2", "checkpoint.keep_last=9"]
     sft(small_config(tmp_path / "whole", *apart), view=quiet_view())
     config = small_config(tmp_path / "cut", *apart)
@@ -92,7 +119,10 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, small_config, quiet_view, ou
     (folder / "step-000010" / "trainer.pt").write_bytes(b"")
     for path in folder.glob("step-00000*"):
         (path / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint to resume from: start again with run\.overwrite=true"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no whole checkpoint to resume from: start again with run\.overwrite=true",
+    ):
         sft(config, resume=True, view=quiet_view())
 
 
@@ -103,7 +133,9 @@ def test_sft_then_rl_then_evaluation(tmp_path, small_config, quiet_view):
     config = small_config(tmp_path / "rl", "cold_start.episodes=0", "trainer.steps=1")
     config = config.model_copy(update={"model": ModelSection(name=str(first.dir))})
     second = train(config, view=quiet_view())
-    assert second.summary["eval"]["before"] == pytest.approx(first.eval(samples=0)["val-core/frozen_lake/success/greedy"])
+    assert second.summary["eval"]["before"] == pytest.approx(
+        first.eval(samples=0)["val-core/frozen_lake/success/greedy"]
+    )
     assert "val-core/frozen_lake/success/greedy" in Run(second.config).eval(samples=0)
 
 
@@ -115,14 +147,33 @@ def test_files_of_which_some_rows_are_bad(tmp_path, quiet_view):
         conversation("", "empty question"),
         {"messages": [{"role": "user", "content": "nobody answers"}]},
         conversation("end <|end|> early", "b"),
-        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "c"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "tool", "content": "b"},
+                {"role": "assistant", "content": "c"},
+            ]
+        },
         b"torn {\n",
     ]
-    run = sft(files_config(tmp_path, [*good[:4], *bad, *good[4:]], "data.eval_share=0.25"), view=quiet_view())
+    run = sft(
+        files_config(tmp_path, [*good[:4], *bad, *good[4:]], "data.eval_share=0.25"),
+        view=quiet_view(),
+    )
     path = tmp_path / "rows.jsonl"
-    reasons = ["not_utf8", "too_long", "empty", "wrong_roles", "special_token", "wrong_roles", "not_json"]
+    reasons = [
+        "not_utf8",
+        "too_long",
+        "empty",
+        "wrong_roles",
+        "special_token",
+        "wrong_roles",
+        "not_json",
+    ]
     told = [json.loads(line) for line in (run.dir / "bad_rows.jsonl").read_text().splitlines()]
-    assert {one["where"]: one["reason"] for one in told} == {f"{path}:{n}": reason for n, reason in enumerate(reasons, start=5)}
+    assert {one["where"]: one["reason"] for one in told} == {
+        f"{path}:{n}": reason for n, reason in enumerate(reasons, start=5)
+    }
     account = run.summary["data"]["train"]
     assert (account["rows"], account["used"]) == (15, 8)
     assert account["left_out"]["wrong_roles"] == {"count": 2, "first": [f"{path}:8", f"{path}:10"]}
@@ -130,7 +181,10 @@ def test_files_of_which_some_rows_are_bad(tmp_path, quiet_view):
     assert row["data/train/left_out"] == 7.0
     assert run.summary["held_out"]["conversations"] == 2
     assert run.summary["steps"] == 9  # six conversations in batches of two, three times
-    assert run.summary["held_out"]["after"]["perplexity"] < run.summary["held_out"]["before"]["perplexity"]
+    assert (
+        run.summary["held_out"]["after"]["perplexity"]
+        < run.summary["held_out"]["before"]["perplexity"]
+    )
     assert "rows.jsonl:8" in (run.dir / "report.html").read_text()
     assert (run.dir / "plots" / "supervised.png").is_file()
     assert not (run.dir / "store.sqlite").exists()
@@ -149,7 +203,9 @@ def test_held_out_files_are_not_trained_on(tmp_path, quiet_view):
 
 def test_nothing_left_to_train_on_creates_nothing(tmp_path, quiet_view):
     config = files_config(tmp_path, [{"messages": []}, {"text": "no form"}])
-    with pytest.raises(ConfigError, match=r"(?s)no row is left to train on.*0 of 2 rows are used.*rows\.jsonl:1"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)no row is left to train on.*0 of 2 rows are used.*rows\.jsonl:1"
+    ):
         sft(config, view=quiet_view())
     assert not config.run_dir.exists()
 
@@ -169,8 +225,14 @@ def test_best_attempts_of_a_run_are_learnt_token_by_token(tmp_path, small_config
     run = sft(config, view=quiet_view())
     account = run.summary["data"]["best_of"]
     assert account["rows"] == len(attempts)
-    assert account["left_out"].get("low_reward", {"count": 0})["count"] == sum(t.reward < least for t in attempts)
-    assert account["used"] == len(attempts) - sum(one["count"] for one in account["left_out"].values()) > 0
+    assert account["left_out"].get("low_reward", {"count": 0})["count"] == sum(
+        t.reward < least for t in attempts
+    )
+    assert (
+        account["used"]
+        == len(attempts) - sum(one["count"] for one in account["left_out"].values())
+        > 0
+    )
     tokenizer = AutoTokenizer.from_pretrained(source.checkpoint)
     tokenizer.add_tokens(["another"])
     for path in sorted((source.dir / "checkpoints").glob("step-*")):
@@ -181,8 +243,17 @@ def test_best_attempts_of_a_run_are_learnt_token_by_token(tmp_path, small_config
 
 def attempt(name: str, task: str, reward: float, said: list[int]) -> Trajectory:
     zeros = [0] * len(said)
-    turn = Turn(index=0, prompt_ids=[1, 2], completion_ids=said, logprobs=[-1.0] * len(said), versions=zeros, finish_reason="stop")
-    return Trajectory(id=name, task_id=task, group_id=task, turns=[turn], reward=reward, success=reward >= 1)
+    turn = Turn(
+        index=0,
+        prompt_ids=[1, 2],
+        completion_ids=said,
+        logprobs=[-1.0] * len(said),
+        versions=zeros,
+        finish_reason="stop",
+    )
+    return Trajectory(
+        id=name, task_id=task, group_id=task, turns=[turn], reward=reward, success=reward >= 1
+    )
 
 
 def test_which_attempts_are_the_best():
@@ -214,7 +285,9 @@ def test_which_attempts_are_the_best():
         (("data.train=a/b", "data.min_reward=1"), "min_reward: chooses among"),
     ],
 )
-def test_what_is_missing_is_refused_before_anything_is_created(tmp_path, small_config, quiet_view, overrides, match):
+def test_what_is_missing_is_refused_before_anything_is_created(
+    tmp_path, small_config, quiet_view, overrides, match
+):
     config = small_config(tmp_path / "run", *overrides)
     with pytest.raises(ConfigError, match=match):
         sft(config, view=quiet_view())

@@ -5,12 +5,23 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from agentevo.orchestration.step_metrics import collection_metrics, performance_metrics, rollout_metrics
+from agentevo.orchestration.step_metrics import (
+    collection_metrics,
+    performance_metrics,
+    rollout_metrics,
+)
 from agentevo.types import Trajectory, Turn
 
 
 def attempt(
-    name: str, group: str, reward: float, lengths: list[int], *, cut: bool = False, status: str = "completed", **metrics
+    name: str,
+    group: str,
+    reward: float,
+    lengths: list[int],
+    *,
+    cut: bool = False,
+    status: str = "completed",
+    **metrics,
 ) -> Trajectory:
     turns = [
         Turn(
@@ -25,7 +36,14 @@ def attempt(
         for index, length in enumerate(lengths)
     ]
     return Trajectory(
-        id=name, task_id=group, group_id=group, turns=turns, reward=reward, success=reward == 1, status=status, metrics=metrics
+        id=name,
+        task_id=group,
+        group_id=group,
+        turns=turns,
+        reward=reward,
+        success=reward == 1,
+        status=status,
+        metrics=metrics,
     )
 
 
@@ -71,15 +89,24 @@ def test_a_step_in_which_everything_failed_still_counts_what_came():
 
 def test_parts_of_the_reward():
     parts = [{"environment": 1.0, "format": -0.1}, {"environment": 0.0}, {"environment": 5.0}]
-    attempts = [msgspec.structs.replace(t, reward_parts=found) for t, found in zip([*ATTEMPTS[:2], ATTEMPTS[4]], parts, strict=True)]
+    attempts = [
+        msgspec.structs.replace(t, reward_parts=found)
+        for t, found in zip([*ATTEMPTS[:2], ATTEMPTS[4]], parts, strict=True)
+    ]
     found = rollout_metrics(attempts, {})
-    assert found["reward_parts/environment/mean"] == 0.5, "failed attempts have earned nothing that counts"
+    assert found["reward_parts/environment/mean"] == 0.5, (
+        "failed attempts have earned nothing that counts"
+    )
     assert found["reward_parts/format/mean"] == -0.05
 
 
 def test_what_can_be_trained_on():
-    assert collection_metrics(group_sizes=[1, 3, 1, 8], length_parts=[], baseline_rewards=[]) == {"group/of_one": 2}
-    assert collection_metrics(group_sizes=[], length_parts=[-0.5, 0.0], baseline_rewards=[1.0, 2.0]) == {
+    assert collection_metrics(group_sizes=[1, 3, 1, 8], length_parts=[], baseline_rewards=[]) == {
+        "group/of_one": 2
+    }
+    assert collection_metrics(
+        group_sizes=[], length_parts=[-0.5, 0.0], baseline_rewards=[1.0, 2.0]
+    ) == {
         "group/of_one": 0,
         "reward_parts/length/mean": -0.25,
         "rollout/baseline_reward": 1.5,
@@ -88,11 +115,20 @@ def test_what_can_be_trained_on():
 
 def test_speeds():
     timings = {"gen": 2.0, "adv": 0.5, "update_actor": 4.0, "update_weights": 0.5, "step": 7.0}
-    engine = {"engine/generated_tokens": 100.0, "engine/prefix_hit_tokens": 30.0, "engine/session_hit_tokens": 5.0}
+    engine = {
+        "engine/generated_tokens": 100.0,
+        "engine/prefix_hit_tokens": 30.0,
+        "engine/session_hit_tokens": 5.0,
+    }
     found = performance_metrics(
         timings,
         engine,
-        {"trainer/logical_tokens": 250.0, "trainer/distinct_tokens": 100.0, "trainer/distinct_flops": 8e9, "trainer/logical_flops": 2e10},
+        {
+            "trainer/logical_tokens": 250.0,
+            "trainer/distinct_tokens": 100.0,
+            "trainer/distinct_flops": 8e9,
+            "trainer/logical_flops": 2e10,
+        },
         1e10,
     )
     assert found["timing_s/gen"] == 2.0

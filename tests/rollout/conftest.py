@@ -1,4 +1,5 @@
-"""A world for the sampler's service: an engine whose version moves, agents that do as told, services on one store."""
+"""A world for the sampler's service: an engine whose version moves, agents that do as told,
+services on one store."""
 
 from __future__ import annotations
 
@@ -19,10 +20,17 @@ from agentevo.types import Completion, Message, SamplingParams, Task
 
 
 class MovingEngine:
-    """Draws a few tokens per request, each under the version at that moment, with a pause before each. `fails` are raised first, one per
-    request."""
+    """Draws a few tokens per request, each under the version at that moment, with a pause before
+    each. `fails` are raised first, one per request."""
 
-    def __init__(self, version: int = 0, *, seed: int = 0, pause_s: float = 0.0, fails: list[BaseException] | None = None) -> None:
+    def __init__(
+        self,
+        version: int = 0,
+        *,
+        seed: int = 0,
+        pause_s: float = 0.0,
+        fails: list[BaseException] | None = None,
+    ) -> None:
         self.version, self.pause_s, self.fails = version, pause_s, fails or []
         self._rng = random.Random(seed)
         self.begun: list[tuple[str, int]] = []
@@ -30,7 +38,12 @@ class MovingEngine:
         self.running = self.most_running = 0
 
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
     ) -> Completion:
         self.begun.append((str(session), self.version))
         self.running += 1
@@ -44,12 +57,19 @@ class MovingEngine:
                 versions.append(self.version)
         finally:
             self.running -= 1
-        return Completion(ids=[5, 6, sampling.stop_token_ids[0]], logprobs=[-0.5] * 3, versions=versions, finish_reason="stop")
+        return Completion(
+            ids=[5, 6, sampling.stop_token_ids[0]],
+            logprobs=[-0.5] * 3,
+            versions=versions,
+            finish_reason="stop",
+        )
 
     async def release(self, session: str) -> None:
         return
 
-    async def publish(self, version: int, weights: object = None, *, deadline_s: float = 1.0) -> None:
+    async def publish(
+        self, version: int, weights: object = None, *, deadline_s: float = 1.0
+    ) -> None:
         self.version = version
 
     def stats(self) -> dict[str, float]:
@@ -91,7 +111,8 @@ def two_turns() -> type[TwoTurns]:
 
 @pytest.fixture
 def make_service(chat: Any) -> Callable[..., SamplerService]:
-    """`make_service(engine, store, rollout, agent=..., steps=..., **arguments)`: 2 groups of 2 attempts per step, out of 6 given tasks."""
+    """`make_service(engine, store, rollout, agent=..., steps=..., **arguments)`: 2 groups of 2
+    attempts per step, out of 6 given tasks."""
 
     def make(
         engine: Any,

@@ -30,19 +30,25 @@ class Asks:
 
 @pytest.mark.parametrize("comes", ["before", "meanwhile"])
 def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat):
-    """A training step longer than both limits, while one attempt waits for a quick tool, or for its first answer, and another hangs."""
+    """A training step longer than both limits, while one attempt waits for a quick tool, or for its
+    first answer, and another hangs."""
     engine = TorchEngine(loaded.model, loaded.tokenizer)
 
     def attempt(name: str, tool_s: float) -> Attempt:
         sampling = SamplingParams(max_new_tokens=3)
-        policy = Policy(engine, chat, sampling, name=name, seed=1, context_length=256, timeout_s=LIMIT_S)
+        policy = Policy(
+            engine, chat, sampling, name=name, seed=1, context_length=256, timeout_s=LIMIT_S
+        )
         return Attempt(Asks(tool_s), Task(id="t"), policy, name=name, limit_s=LIMIT_S)
 
     async def work():
         attempts = [attempt("quick", 0.1), attempt("hangs", 3600.0)]
         if comes == "meanwhile":
             await engine.sleep()
-        running = [asyncio.create_task(one.run(task_id="t", group_id="g", number=n)) for n, one in enumerate(attempts)]
+        running = [
+            asyncio.create_task(one.run(task_id="t", group_id="g", number=n))
+            for n, one in enumerate(attempts)
+        ]
         if comes == "before":
             while not all(one.policy.turns for one in attempts):
                 await asyncio.sleep(0)
@@ -54,5 +60,8 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat):
 
     quick, hangs = asyncio.run(work())
     assert (quick.status, quick.error, len(quick.turns)) == ("completed", None, 2)
-    assert (hangs.status, hangs.error) == ("failed", "the episode took longer than agent.timeout_s=1 s")
+    assert (hangs.status, hangs.error) == (
+        "failed",
+        "the episode took longer than agent.timeout_s=1 s",
+    )
     assert hangs.duration_s >= 2 * LIMIT_S, "its own second, and the engine's"

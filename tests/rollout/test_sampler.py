@@ -1,4 +1,5 @@
-"""The sampler: groups at once, every attempt recorded, and whatever goes wrong costs one attempt and never the run."""
+"""The sampler: groups at once, every attempt recorded, and whatever goes wrong costs one attempt
+and never the run."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 from agentevo.agents import Outcome
 from agentevo.config import build_config
 from agentevo.config.rollout import RolloutSection
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, EnvironmentFailure, StoreError
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    EnvironmentFailure,
+    StoreError,
+)
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import open_components
 from agentevo.rollout.sampler import Sampler
@@ -46,22 +53,36 @@ class Asker:
 
 @pytest.fixture
 def sample(tiny_policy, scripted_engine, tmp_path):
-    """`sample(agent, says, **arguments)` -> trajectories, stored ones, engine, counts of the store."""
+    """`sample(agent, says, **arguments)` -> trajectories, stored ones, engine, counts of the
+    store."""
     loaded = tiny_policy()
     chat = ChatFormat(loaded.tokenizer)
     base = build_config(
-        {"agent": {"timeout_s": 0.5}, "engine": {"timeout_s": 7}, "sampling": {"max_new_tokens": 9, "stop": ["zz"]}, "run": {"seed": 4}},
+        {
+            "agent": {"timeout_s": 0.5},
+            "engine": {"timeout_s": 7},
+            "sampling": {"max_new_tokens": 9, "stop": ["zz"]},
+            "run": {"seed": 4},
+        },
         needs_environment=False,
     )
 
     def run(agent, says, *, store="store", rollout=None, **arguments):
         config = base.model_copy(update={"rollout": RolloutSection(**(rollout or {}))})
-        arguments = {"attempts": 2, "temperature": 0.8, "split": "train", "step": 3, "label": "train"} | arguments
+        arguments = {
+            "attempts": 2,
+            "temperature": 0.8,
+            "split": "train",
+            "step": 3,
+            "label": "train",
+        } | arguments
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
 
         async def work():
             async with await open_store(f"sqlite:///{tmp_path / store}") as opened:
-                found = await Sampler(config, engine, chat, agent, opened, 256).sample(TASKS, **arguments)
+                found = await Sampler(config, engine, chat, agent, opened, 256).sample(
+                    TASKS, **arguments
+                )
                 stored = [one async for one in opened.trajectories(step=arguments["step"])]
                 return found, stored, engine, await opened.counts()
 
@@ -71,7 +92,9 @@ def sample(tiny_policy, scripted_engine, tmp_path):
 
 
 def test_every_attempt_of_every_task_in_order(sample):
-    found, stored, engine, counts = sample(Asker(), ["left", "Up", "red", "blue", "green", "black", "white", "coin"])
+    found, stored, engine, counts = sample(
+        Asker(), ["left", "Up", "red", "blue", "green", "black", "white", "coin"]
+    )
     assert [(t.task_id, t.attempt, t.group_id) for t in found] == [
         ("one", 0, "one/train@3"),
         ("one", 1, "one/train@3"),
@@ -80,7 +103,12 @@ def test_every_attempt_of_every_task_in_order(sample):
     ]
     assert len({t.id for t in found}) == 4
     for trajectory in found:
-        assert (trajectory.reward, trajectory.success, trajectory.truncated, trajectory.status) == (1.5, True, True, "completed")
+        assert (trajectory.reward, trajectory.success, trajectory.truncated, trajectory.status) == (
+            1.5,
+            True,
+            True,
+            "completed",
+        )
         assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
         assert trajectory.metrics == {"num_actions": 2.0}
         assert trajectory.reward_parts == {"asked": 2.0, "late": -0.5}
@@ -94,14 +122,19 @@ def test_every_attempt_of_every_task_in_order(sample):
 def test_requests_carry_the_recipes_sampling_and_seeds_of_their_own(sample):
     _, _, engine, _ = sample(Asker(), ["left"] * 8)
     params = [sampling for _, sampling, _ in engine.requests]
-    assert {(p.temperature, p.max_new_tokens, p.stop_strings) for p in params} == {(0.8, 9, ("zz",))}
+    assert {(p.temperature, p.max_new_tokens, p.stop_strings) for p in params} == {
+        (0.8, 9, ("zz",))
+    }
     assert all(p.stop_token_ids for p in params)
     assert len({p.seed for p in params}) == 8
 
 
 def test_seeds_follow_run_task_attempt_step_and_pass(sample):
     def seeds(**arguments):
-        return {sampling.seed for _, sampling, _ in sample(Asker(), ["left"] * 8, **arguments)[2].requests}
+        return {
+            sampling.seed
+            for _, sampling, _ in sample(Asker(), ["left"] * 8, **arguments)[2].requests
+        }
 
     assert seeds() == seeds(store="another")
     others = [seeds(step=4), seeds(label="greedy"), seeds(step=5, label="greedy")]
@@ -120,7 +153,9 @@ def test_a_greedy_attempt_beside_each_group(sample):
     ]
     by_attempt = {session: sampling.temperature for _, sampling, session in engine.requests}
     assert by_attempt == {t.id: 0.0 if "baseline" in t.id else 0.8 for t in found}
-    assert [session for *_, session in engine.requests[:6]] == [t.id for t in found], "all start together"
+    assert [session for *_, session in engine.requests[:6]] == [t.id for t in found], (
+        "all start together"
+    )
     assert {one.trajectory.id for one in stored} == {t.id for t in found}
     assert counts["tasks/completed"] == 2
     alone = sample(Asker(), ["left"] * 8, step=9)[2]
@@ -145,7 +180,10 @@ def failing(attempt: int, error):
         (EnvironmentFailure("world gone"), "EnvironmentFailure: world gone"),
         (KeyError("x"), "KeyError: 'x'"),
         (AssertionError(), "AssertionError: "),
-        (DeadlineExceededError("no completion within 7 s"), "DeadlineExceededError: no completion within 7 s"),
+        (
+            DeadlineExceededError("no completion within 7 s"),
+            "DeadlineExceededError: no completion within 7 s",
+        ),
         (TimeoutError("the tool took too long"), "TimeoutError: the tool took too long"),
         (SystemExit(3), "SystemExit(3): an agent can't end the process that it plays in"),
     ],
@@ -162,12 +200,18 @@ def test_an_agent_that_fails_costs_its_own_attempt_only(error, reason, sample):
     assert counts["tasks/completed"] == 2
 
 
-@pytest.mark.parametrize("error", [DeadlineExceededError("no completion within 7 s"), EngineError("the engine's step failed")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [DeadlineExceededError("no completion within 7 s"), EngineError("the engine's step failed")],
+    ids=repr,
+)
 def test_an_engine_that_fails_costs_nobody_an_attempt(error, sample, monkeypatch):
     """The group in which it happened is begun again, whatever its agent makes of it."""
     monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
     found, stored, engine, _ = sample(Asker(), ["left", error, *["left"] * 20])
-    assert [t.status for t in found] == [one.trajectory.status for one in stored] == ["completed"] * 4
+    assert (
+        [t.status for t in found] == [one.trajectory.status for one in stored] == ["completed"] * 4
+    )
     assert [len(t.turns) for t in found] == [2] * 4
     assert 8 < len(engine.requests) <= 12
 
@@ -186,7 +230,9 @@ def test_an_engine_that_fails_costs_nobody_an_attempt(error, sample, monkeypatch
     ],
     ids=["late", "broken"],
 )
-def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(error, told, sample, monkeypatch):
+def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(
+    error, told, sample, monkeypatch
+):
     monkeypatch.setattr("agentevo.rollout.sampler.RETRIES", RetryPolicy(first_delay_s=0.01))
     with pytest.raises(EngineError, match=rf"^given up after 5 tries: .*{told}"):
         sample(Asker(), [error] * 99, label="eval", split="eval")
@@ -212,7 +258,9 @@ def test_a_group_that_is_in_the_store_is_read_and_not_sampled_again(sample, tmp_
     async def lose_a_group():
         async with await open_store(f"sqlite:///{tmp_path / 'store'}") as store:
             await store.rewind(0)
-            await store.write_trajectories([t for t in before if t.task_id == "two"], split="train", step=3)
+            await store.write_trajectories(
+                [t for t in before if t.task_id == "two"], split="train", step=3
+            )
 
     asyncio.run(lose_a_group())
     found, stored, engine, _ = sample(Asker(), ["Up"] * 6, baseline=True)
@@ -228,7 +276,8 @@ def test_a_larger_pass_over_groups_that_are_in_the_store_is_refused_where_it_dif
 
 
 def test_the_first_attempts_to_complete_are_enough(sample):
-    """Attempts 0 and 3 hang, 1 fails: of five begun, 2 and 4 complete, and the others are broken off with what they have said."""
+    """Attempts 0 and 3 hang, 1 fails: of five begun, 2 and 4 complete, and the others are broken
+    off with what they have said."""
 
     def then(task, policy):
         number = policy._name[-1]
@@ -239,13 +288,28 @@ def test_the_first_attempts_to_complete_are_enough(sample):
     found, stored, _, _ = sample(Asker(then), ["left"] * 20, rollout={"extra_attempts": 3})
     for place in (0, 5):
         group = found[place : place + 5]
-        assert [t.status for t in group] == ["cancelled", "failed", "completed", "cancelled", "completed"]
-        assert {t.error for t in group if t.status == "cancelled"} == {"cut: 2 attempts of its group had completed"}
+        assert [t.status for t in group] == [
+            "cancelled",
+            "failed",
+            "completed",
+            "cancelled",
+            "completed",
+        ]
+        assert {t.error for t in group if t.status == "cancelled"} == {
+            "cut: 2 attempts of its group had completed"
+        }
         assert [len(t.turns) for t in group] == [2] * 5
         assert {t.reward for t in group if t.status != "completed"} == {0.0}
-    assert {one.trajectory.status: one.state for one in stored} == {"completed": "ready", "failed": "failed", "cancelled": "failed"}
+    assert {one.trajectory.status: one.state for one in stored} == {
+        "completed": "ready",
+        "failed": "failed",
+        "cancelled": "failed",
+    }
     assert not any(
-        t.status == "cancelled" for t in sample(Asker(), ["left"] * 8, store="e", split="eval", rollout={"extra_attempts": 3})[0]
+        t.status == "cancelled"
+        for t in sample(
+            Asker(), ["left"] * 8, store="e", split="eval", rollout={"extra_attempts": 3}
+        )[0]
     )
 
 
@@ -256,19 +320,28 @@ def test_engines_that_can_not_be_reached_are_waited_for(sample, monkeypatch):
     assert [t.status for t in found] == ["completed"] * 4
     assert len(engine.requests) == 10, "the group in which it happened was begun again"
     assert counts["trajectories/train/ready"] == 4
-    with pytest.raises(EngineUnavailableError, match=r"given up after 5 tries: \w+/train@3#\d: EngineUnavailableError: no engine"):
+    with pytest.raises(
+        EngineUnavailableError,
+        match=r"given up after 5 tries: \w+/train@3#\d: EngineUnavailableError: no engine",
+    ):
         sample(Asker(), [gone] * 99, store="away")
 
 
 def test_on_policy_means_on_policy(tmp_path):
-    """Real sampler, engine and trainer on one tiny policy, over turns: the trainer's log-probs are the engine's, so the ratio is 1."""
+    """Real sampler, engine and trainer on one tiny policy, over turns: the trainer's log-probs are
+    the engine's, so the ratio is 1."""
     config = build_config(
         {
             "environment": {"type": "frozen_lake"},
             "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
             "agent": {"format": "plain", "max_turns": 3},
             "sampling": {"max_new_tokens": 5, "temperature": 1.3},
-            "trainer": {"group_size": 4, "groups_per_step": 3, "micro_batch_tokens": 600, "warmup_steps": 0},
+            "trainer": {
+                "group_size": 4,
+                "groups_per_step": 3,
+                "micro_batch_tokens": 600,
+                "warmup_steps": 0,
+            },
             "algorithm": {"drop_zero_variance": False},
             "run": {"dir": str(tmp_path), "seed": 1},
         }
@@ -280,11 +353,23 @@ def test_on_policy_means_on_policy(tmp_path):
             found = []
             for step in (1, 2):
                 trajectories = await parts.sampler.sample(
-                    parts.tasks.train(step), attempts=4, temperature=config.sampling.temperature, split="train", step=step, label="train"
+                    parts.tasks.train(step),
+                    attempts=4,
+                    temperature=config.sampling.temperature,
+                    split="train",
+                    step=step,
+                    label="train",
                 )
                 samples = trainer.prepare(trajectories).samples
                 # rewards of a policy that knows nothing are all alike: make some up
-                found.append((samples, trainer.step([_with_advantage(s, (-1.0) ** i) for i, s in enumerate(samples)])))
+                found.append(
+                    (
+                        samples,
+                        trainer.step(
+                            [_with_advantage(s, (-1.0) ** i) for i, s in enumerate(samples)]
+                        ),
+                    )
+                )
                 await parts.engine.publish(step)
             return found
 
@@ -292,7 +377,12 @@ def test_on_policy_means_on_policy(tmp_path):
         assert abs(metrics["actor/ppo_kl_first"]) < 1e-5
         assert metrics["actor/logprob_diff_max"] < 1e-4
         assert metrics["actor/pg_clipfrac"] == 0.0
-        assert {version for s in samples for version, m in zip(s.versions, s.loss_mask, strict=True) if m} == {step}
+        assert {
+            version
+            for s in samples
+            for version, m in zip(s.versions, s.loss_mask, strict=True)
+            if m
+        } == {step}
         assert {s.temperature for s in samples} == {1.3}
         assert any(sum(s.loss_mask) > 5 for s in samples), "several turns"
 

@@ -12,7 +12,7 @@ from services import counted, num_begun, num_groups, num_running, serving, tasks
 from agentevo.errors import (
     StoreUnavailableError,
 )
-from agentevo.orchestration import sample as sample_module
+from agentevo.processes import sample as sample_module
 from agentevo.store.store import RetryPolicy, open_store
 from agentevo.types import Task, Trajectory
 
@@ -25,8 +25,9 @@ def oldest(trajectory: Trajectory) -> int:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, moving_engine):
-    """Two services whose engines learn of new weights at different times, a trainer that takes its time: at every step every token is
-    within the bound, every step gets the groups of its own tasks, each once, and some are sampled ahead."""
+    """Two services whose engines learn of new weights at different times, a trainer that takes its
+    time: at every step every token is within the bound, every step gets the groups of its own
+    tasks, each once, and some are sampled ahead."""
     rng = random.Random(seed)
     eta, steps = rng.choice([0, 1, 2, 4]), 5
     ages: list[int] = []
@@ -53,7 +54,9 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
 
                     await until(whole)
                     await asyncio.sleep(rng.random() * 0.05)
-                    trained = [one.trajectory async for one in store.trajectories(step=step, state="ready")]
+                    trained = [
+                        one.trajectory async for one in store.trajectories(step=step, state="ready")
+                    ]
                     assert len(trained) == 4
                     ages.extend(step - 1 - oldest(one) for one in trained)
                     await store.reserve([one.id for one in trained], step)
@@ -66,11 +69,21 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
                     step = int(session.rpartition("@")[2].partition("#")[0])
                     assert step <= min(version + 1 + eta, steps), "started too early"
             counts = await store.counts()
-            assert counts["tasks/completed"] == 2 * steps == sum(n for key, n in counts.items() if key.startswith("tasks/"))
-            assert counts["trajectories/train/committed"] == 4 * steps == sum(n for key, n in counts.items() if "train/" in key)
+            assert (
+                counts["tasks/completed"]
+                == 2 * steps
+                == sum(n for key, n in counts.items() if key.startswith("tasks/"))
+            )
+            assert (
+                counts["trajectories/train/committed"]
+                == 4 * steps
+                == sum(n for key, n in counts.items() if "train/" in key)
+            )
             sampled = Counter(session for engine in engines for session, _ in engine.begun)
             assert set(sampled.values()) == {2}, "each attempt was made once, in two turns"
-            assert [task.task.metadata["step"] for task in await tasks_of(store)] == sorted(list(range(1, steps + 1)) * 2)
+            assert [task.task.metadata["step"] for task in await tasks_of(store)] == sorted(
+                list(range(1, steps + 1)) * 2
+            )
 
     asyncio.run(scenario())
     assert max(ages) <= eta and min(ages) >= 0
@@ -97,8 +110,13 @@ def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, m
             assert {oldest(one.trajectory) async for one in store.trajectories()} == {3}
             stored = await tasks_of(store)
             assert {one.task.metadata["step"] for one in stored} == {4}
-            errors = [event.error for one in stored for event in one.history if event.kind == "retried"]  # a lease may have run out besides
-            assert errors and all("drew a token under version 0, too old for step 4 with rollout.staleness=1" in e for e in errors)
+            errors = [
+                event.error for one in stored for event in one.history if event.kind == "retried"
+            ]  # a lease may have run out besides
+            assert errors and all(
+                "drew a token under version 0, too old for step 4 with rollout.staleness=1" in e
+                for e in errors
+            )
 
     asyncio.run(scenario())
 
@@ -109,9 +127,14 @@ def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine
     async def scenario():
         async with await open_store(url) as store:
             rollout = {"staleness": 1, "policy": "mask"}
-            async with serving(*(make_service(moving_engine(seed=i), store, rollout, worker=str(i)) for i in range(2))):
+            async with serving(
+                *(
+                    make_service(moving_engine(seed=i), store, rollout, worker=str(i))
+                    for i in range(2)
+                )
+            ):
 
-                async def settled():
+                async def resolved():
                     async def there():
                         return (await store.counts())["trajectories/train/ready"] in (8, 10)
 
@@ -119,15 +142,21 @@ def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine
                     await asyncio.sleep(0.1)
                     assert await there() and await store.outstanding("train") in (4, 5)
 
-                await settled()
+                await resolved()
                 for step in range(1, 5):
                     groups = await store.ready_groups("train", size=2, limit=2)
-                    ids = [one.trajectory.id for name in groups async for one in store.trajectories(group_id=name)]
+                    ids = [
+                        one.trajectory.id
+                        for name in groups
+                        async for one in store.trajectories(group_id=name)
+                    ]
                     await store.reserve(ids, step)
                     await asyncio.sleep(0.05)
-                    assert await store.outstanding("train") in (4, 5), "reserved is not yet trained on"
+                    assert await store.outstanding("train") in (4, 5), (
+                        "reserved is not yet trained on"
+                    )
                     await store.commit_step(step, {})
-                    await settled()
+                    await resolved()
             names = [one.task.id async for one in store.tasks()]
             assert len(names) == len(set(names)) and len(names) in (12, 13)
             assert sum("~1" in name for name in names) == 6, "the second round of the six tasks"
@@ -140,7 +169,10 @@ def test_room_for_dynamic_sampling(url, make_service, moving_engine):
 
     async def scenario():
         tree = {"algorithm": {"name": "dapo", "dynamic_sampling": 3}}
-        async with await open_store(url) as store, serving(make_service(moving_engine(), store, {"policy": "mask"}, tree=tree)):
+        async with (
+            await open_store(url) as store,
+            serving(make_service(moving_engine(), store, {"policy": "mask"}, tree=tree)),
+        ):
             await until(num_groups(store, 6))
             await asyncio.sleep(0.1)
             assert await store.outstanding("train") == 6
@@ -166,7 +198,9 @@ def test_the_agent_sees_the_task_as_it_was_given(url, make_service, moving_engin
     async def scenario():
         agent = two_turns()
         async with await open_store(url) as store:
-            async with serving(make_service(moving_engine(version=9), store, {"staleness": 1}, agent=agent)):
+            async with serving(
+                make_service(moving_engine(version=9), store, {"staleness": 1}, agent=agent)
+            ):
                 await until(num_groups(store, 12))
             assert {task.id for task in agent.seen} == {f"t{i}" for i in range(6)}
             assert all(task == Task(id=task.id, query=f"q{task.id[1:]}") for task in agent.seen)
@@ -175,15 +209,20 @@ def test_the_agent_sees_the_task_as_it_was_given(url, make_service, moving_engin
     asyncio.run(scenario())
 
 
-def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(url, make_service, moving_engine, two_turns):
-    """The first service hangs in its tool and its heartbeats don't come through; another takes over and writes; then the first wakes up."""
+def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
+    url, make_service, moving_engine, two_turns
+):
+    """The first service hangs in its tool and its heartbeats don't come through; another takes over
+    and writes; then the first wakes up."""
 
     async def scenario():
         hold = asyncio.Event()
         slow = moving_engine()
         async with await open_store(url) as store, await open_store(url) as other:
             lates = two_turns(lambda task, policy: hold.wait())
-            first = make_service(slow, store, {"lease_s": 0.15}, agent=lates, steps=1, worker="first")
+            first = make_service(
+                slow, store, {"lease_s": 0.15}, agent=lates, steps=1, worker="first"
+            )
             renew, lease_tasks = store.renew, store.lease_tasks
 
             async def away(*arguments, **more):
@@ -194,7 +233,9 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(url, make
                 return await lease_tasks(*arguments, **more)
 
             store.renew, store.lease_tasks = away, once
-            second = make_service(moving_engine(), other, {"lease_s": 0.15}, steps=1, worker="second")
+            second = make_service(
+                moving_engine(), other, {"lease_s": 0.15}, steps=1, worker="second"
+            )
             async with serving(first):
                 await until(num_begun(slow, 4))
                 async with serving(second):
@@ -203,21 +244,29 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(url, make
                 hold.set()
                 await until(num_running(first, 0))
                 store.renew, store.lease_tasks = renew, lease_tasks
-            assert first.stats()["sampler/leases_lost"] == 2 and first.stats()["sampler/groups_written"] == 0
+            assert (
+                first.stats()["sampler/leases_lost"] == 2
+                and first.stats()["sampler/groups_written"] == 0
+            )
             assert [one async for one in other.trajectories()] == written and len(written) == 4
             assert {one.fencing_id for one in await tasks_of(other)} == {2}
 
     asyncio.run(scenario())
 
 
-def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(url, make_service, moving_engine, two_turns):
-    """The database is away for longer than the leases; then the service itself is the one that takes them over."""
+def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(
+    url, make_service, moving_engine, two_turns
+):
+    """The database is away for longer than the leases; then the service itself is the one that
+    takes them over."""
 
     async def scenario():
         hold = asyncio.Event()
         engine = moving_engine()
         async with await open_store(url) as store:
-            service = make_service(engine, store, {"lease_s": 0.15}, agent=two_turns(lambda *_: hold.wait()), steps=1)
+            service = make_service(
+                engine, store, {"lease_s": 0.15}, agent=two_turns(lambda *_: hold.wait()), steps=1
+            )
 
             async def away(lease):
                 raise StoreUnavailableError("the network is gone")
@@ -232,12 +281,17 @@ def test_a_lease_that_ran_out_and_that_nobody_took_goes_on(url, make_service, mo
                 hold.set()
                 await until(num_groups(store, 2))
             assert len(engine.begun) == 8, "nothing was begun again"
-            assert service.stats()["sampler/leases_lost"] == 0 and service.stats()["sampler/groups_written"] == 2
+            assert (
+                service.stats()["sampler/leases_lost"] == 0
+                and service.stats()["sampler/groups_written"] == 2
+            )
 
     asyncio.run(scenario())
 
 
-def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(url, make_service, moving_engine, two_turns):
+def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(
+    url, make_service, moving_engine, two_turns
+):
     async def scenario():
         hold = asyncio.Event()
         async with await open_store(url) as store:
@@ -245,7 +299,9 @@ def test_heartbeats_keep_a_slow_group_and_end_one_whose_lease_is_lost(url, make_
             service = make_service(moving_engine(), store, {"lease_s": 0.3}, agent=agent, steps=1)
             async with serving(service):
                 await asyncio.sleep(1.0)
-                assert await store.lease_task("thief", lease_s=60) is None, "renewed every third of its length"
+                assert await store.lease_task("thief", lease_s=60) is None, (
+                    "renewed every third of its length"
+                )
                 async with await open_store(url) as other:
                     clock = type("Ahead", (), {"now": lambda self: _later(other_now())})()
                     other_now = other._clock.now
@@ -266,29 +322,45 @@ def _later(now):
 
 
 def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_turns):
-    """Attempt 0 hangs after its first turn, at version 0; the trainer goes on to version 2, with a bound of 1."""
+    """Attempt 0 hangs after its first turn, at version 0; the trainer goes on to version 2, with a
+    bound of 1."""
 
     async def scenario():
         hold = asyncio.Event()
         engine = moving_engine()
-        agent = two_turns(lambda task, policy: hold.wait() if policy._name.endswith("#0") and "@1" in policy._name else None)
+        agent = two_turns(
+            lambda task, policy: (
+                hold.wait() if policy._name.endswith("#0") and "@1" in policy._name else None
+            )
+        )
         async with await open_store(url) as store:
             service = make_service(engine, store, {"policy": "cancel", "staleness": 1}, agent=agent)
             async with serving(service):
                 await until(num_groups(store, 2))
                 engine.version = 1
                 await asyncio.sleep(0.1)
-                assert await store.summaries(status="cancelled") == [], "one version behind is within the bound"
+                assert await store.summaries(status="cancelled") == [], (
+                    "one version behind is within the bound"
+                )
                 engine.version = 2
                 await until(num_groups(store, 4))
             broken = [one async for one in store.trajectories(status="cancelled")]
             assert {one.trajectory.attempt for one in broken} == {0} and len(broken) == 2
             for one in broken:
-                assert one.trajectory.error == "cancelled: token of version 0, trainer at 2, rollout.staleness=1"
-                assert (one.state, len(one.trajectory.turns), one.trajectory.reward) == ("failed", 1, 0.0)
+                assert (
+                    one.trajectory.error
+                    == "cancelled: token of version 0, trainer at 2, rollout.staleness=1"
+                )
+                assert (one.state, len(one.trajectory.turns), one.trajectory.reward) == (
+                    "failed",
+                    1,
+                    0.0,
+                )
             assert service.stats()["sampler/attempts_cancelled"] == 2
             assert service.stats()["sampler/cancelled_tokens"] == 6
-            assert len(await store.ready_groups("train", size=2, limit=9)) == 4, "what they began with is whole all the same"
+            assert len(await store.ready_groups("train", size=2, limit=9)) == 4, (
+                "what they began with is whole all the same"
+            )
 
     asyncio.run(scenario())
 
@@ -298,10 +370,23 @@ def test_only_cancel_cancels_by_age(policy, url, make_service, moving_engine, tw
     async def scenario():
         hold = asyncio.Event()
         engine = moving_engine()
-        tree = {"algorithm": {"importance": "token_tis", "old_logprobs": "recomputed"}} if policy == "correct" else {}
+        tree = (
+            {"algorithm": {"importance": "token_tis", "old_logprobs": "recomputed"}}
+            if policy == "correct"
+            else {}
+        )
         async with await open_store(url) as store:
             rollout = {"policy": policy, "staleness": 1}
-            async with serving(make_service(engine, store, rollout, agent=two_turns(lambda *_: hold.wait()), steps=2, tree=tree)):
+            async with serving(
+                make_service(
+                    engine,
+                    store,
+                    rollout,
+                    agent=two_turns(lambda *_: hold.wait()),
+                    steps=2,
+                    tree=tree,
+                )
+            ):
                 await until(num_begun(engine, 8))
                 await asyncio.sleep(0.05)
                 engine.version = 9
@@ -322,8 +407,13 @@ def test_a_stop_gives_the_tasks_back_at_once(url, make_service, moving_engine, t
             async with serving(service):
                 await until(num_begun(engine, 4))
             stored = await tasks_of(store)
-            assert [(one.state, one.num_failures, one.num_expiries, one.history) for one in stored] == [("queued", 0, 0, [])] * 2
-            assert service.stats()["sampler/tasks_returned"] == 2 and service.stats()["sampler/groups_running"] == 0
+            assert [
+                (one.state, one.num_failures, one.num_expiries, one.history) for one in stored
+            ] == [("queued", 0, 0, [])] * 2
+            assert (
+                service.stats()["sampler/tasks_returned"] == 2
+                and service.stats()["sampler/groups_running"] == 0
+            )
             assert await store.summaries() == []
             async with serving(make_service(moving_engine(), store, steps=1)):
                 await until(num_groups(store, 2))
@@ -352,10 +442,15 @@ def test_a_stop_waits_for_what_is_being_written(url, make_service, moving_engine
             store.write_trajectories = slow
             engine = Found()
             service = make_service(engine, store, steps=1)
-            await asyncio.wait_for(sample_module._serve(service, engine, store, 1, writing.is_set, ends=False), 30)
+            await asyncio.wait_for(
+                sample_module._serve(service, engine, store, 1, writing.is_set, ends=False), 30
+            )
             written = service.stats()["sampler/groups_written"]
             counts = await store.counts()
-            assert written >= 1 and (counts["tasks/completed"], counts["tasks/leased"]) == (written, 0)
+            assert written >= 1 and (counts["tasks/completed"], counts["tasks/leased"]) == (
+                written,
+                0,
+            )
             assert len(await store.summaries()) == 2 * written
 
     asyncio.run(scenario())
@@ -382,12 +477,17 @@ def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, mo
         async with await open_store(url) as store:
             async with serving(make_service(moving_engine(), store, steps=1)):
                 await until(num_groups(store, 2))
-            again = [Task(id=f"{one.task.id}", metadata=one.task.metadata, query=one.task.query) for one in await tasks_of(store)]
+            again = [
+                Task(id=f"{one.task.id}", metadata=one.task.metadata, query=one.task.query)
+                for one in await tasks_of(store)
+            ]
             written = [one async for one in store.trajectories()]
         second = url.replace("store.sqlite", "second.sqlite")
         async with await open_store(second) as store:
             await store.add_tasks(again)
-            await store.write_trajectories([one.trajectory for one in written], split="train", step=1)
+            await store.write_trajectories(
+                [one.trajectory for one in written], split="train", step=1
+            )
             engine = moving_engine()
             service = make_service(engine, store, steps=1)
             async with serving(service):

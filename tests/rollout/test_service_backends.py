@@ -42,7 +42,9 @@ def test_several_services_never_sample_a_group_twice(any_store, make_service, mo
         for store in stores:
             await store.close()
         asked = Counter(session for engine in engines for session, _ in engine.begun)
-        assert asked == dict.fromkeys((t.id for t in found), 2), "each attempt in two turns, by one service"
+        assert asked == dict.fromkeys((t.id for t in found), 2), (
+            "each attempt in two turns, by one service"
+        )
         assert counts["tasks/completed"] == 12 and len(found) == 24
         assert sum(service.stats()["sampler/groups_written"] for service in services) == 12
         assert sum(bool(engine.begun) for engine in engines) > 1
@@ -62,7 +64,9 @@ def test_a_server_that_goes_away_and_comes_back(own_postgresql, make_service, mo
 
         async with await open_store(url, timeout_s=1.5) as store:
             engine = moving_engine(version=30, pause_s=0.05)
-            service = make_service(engine, store, {"max_attempts": 4, "staleness": 2}, steps=30, patience_s=60.0)
+            service = make_service(
+                engine, store, {"max_attempts": 4, "staleness": 2}, steps=30, retry_s=60.0
+            )
             counts, found = await all_ready(url, [service], 120, restart)
         assert counts["tasks/completed"] == 60 and len({t.id for t in found}) == 120
         assert counts["tasks/poison"] == counts["tasks/failed"] == 0

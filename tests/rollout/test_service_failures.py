@@ -35,15 +35,23 @@ def test_infrastructure_is_retried_and_set_aside_at_the_bound(url, make_service,
             service = make_service(engine, store, steps=1)
             async with serving(service):
                 await until(num_groups(store, 2))
-            assert service.stats()["sampler/tasks_retried"] in (1, 2), "two failures, of one group or of two"
-            assert {s.status for s in await store.summaries()} == {"completed"}, "an engine's failure is nobody's failed attempt"
+            assert service.stats()["sampler/tasks_retried"] in (1, 2), (
+                "two failures, of one group or of two"
+            )
+            assert {s.status for s in await store.summaries()} == {"completed"}, (
+                "an engine's failure is nobody's failed attempt"
+            )
 
     asyncio.run(scenario())
 
 
-def test_a_task_whose_engine_always_fails_becomes_poison(url, make_service, moving_engine, two_turns):
+def test_a_task_whose_engine_always_fails_becomes_poison(
+    url, make_service, moving_engine, two_turns
+):
     async def scenario():
-        async with await open_store(url, retries=RetryPolicy(max_failures=3, first_delay_s=0.01)) as store:
+        async with await open_store(
+            url, retries=RetryPolicy(max_failures=3, first_delay_s=0.01)
+        ) as store:
             engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
             service = make_service(engine, store, steps=1)
             async with serving(service):
@@ -51,7 +59,11 @@ def test_a_task_whose_engine_always_fails_becomes_poison(url, make_service, movi
             assert await store.summaries() == []
             assert service.stats()["sampler/tasks_poisoned"] == 2
             stored = await tasks_of(store)
-            assert all("EngineError: the engine's step failed: boom" in str(one.error) and one.num_failures == 3 for one in stored)
+            assert all(
+                "EngineError: the engine's step failed: boom" in str(one.error)
+                and one.num_failures == 3
+                for one in stored
+            )
 
     asyncio.run(scenario())
 
@@ -60,7 +72,9 @@ def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_en
     told: list[str] = []
 
     async def scenario():
-        async with await open_store(url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)) as store:
+        async with await open_store(
+            url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)
+        ) as store:
             engine = moving_engine(fails=[EngineError("the engine's step failed: boom")] * 1000)
             service = make_service(engine, store, steps=1, note=told.append)
             async with serving(service):
@@ -68,7 +82,10 @@ def test_a_task_that_becomes_poison_is_told_of_once(url, make_service, moving_en
             assert [one.partition(": ")[0] for one in told] == ["w"] * 2
             for task_id in ("t0", "t1", "t2", "t3", "t4", "t5"):
                 assert sum(f"task {task_id} is set aside as poison" in one for one in told) <= 1
-            assert all(re.search(r"t\d/train@1#\d: EngineError: the engine's step failed: boom$", one) for one in told)
+            assert all(
+                re.search(r"t\d/train@1#\d: EngineError: the engine's step failed: boom$", one)
+                for one in told
+            )
             service._note_poison(told[0].split()[2], "again")
             assert len(told) == 2
 
@@ -107,7 +124,9 @@ def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, movin
             engine.version = -1
             async with serving(service):
                 await asyncio.sleep(0.1)
-                assert engine.begun == [] and (await store.counts())["tasks/queued"] == 0, "nothing is known of the weights"
+                assert engine.begun == [] and (await store.counts())["tasks/queued"] == 0, (
+                    "nothing is known of the weights"
+                )
                 engine.version = 0
                 await until(num_groups(store, 4))
             assert service.stats()["sampler/unreached"] >= 1
@@ -116,11 +135,15 @@ def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, movin
     asyncio.run(scenario())
 
 
-def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(url, make_service, moving_engine, monkeypatch):
+def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(
+    url, make_service, moving_engine, monkeypatch
+):
     monkeypatch.setattr(service_module, "MAX_UNREACHED", 2)
 
     async def scenario():
-        async with await open_store(url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)) as store:
+        async with await open_store(
+            url, retries=RetryPolicy(max_failures=2, first_delay_s=0.01)
+        ) as store:
             engine = moving_engine(fails=[EngineUnavailableError("none left")] * 1000)
             async with serving(make_service(engine, store, steps=1)):
                 await until(counted(store, "tasks/poison", 2))
@@ -135,7 +158,9 @@ def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
 
     async def scenario():
         async with await open_store(url) as store:
-            async with serving(make_service(moving_engine(), store, steps=1, agent=two_turns(between))):
+            async with serving(
+                make_service(moving_engine(), store, steps=1, agent=two_turns(between))
+            ):
                 await until(num_groups(store, 2))
             found = await store.summaries()
             assert sorted((s.attempt, s.status, s.state, s.error) for s in found) == [
@@ -147,7 +172,8 @@ def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
 
 
 def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engine):
-    """Every other call of the store fails, before or after it has happened: all groups are written once."""
+    """Every other call of the store fails, before or after it has happened: all groups are written
+    once."""
 
     async def scenario():
         rng = random.Random(3)
@@ -166,7 +192,15 @@ def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engin
 
                 setattr(store, name, tried)
 
-            names = ("add_tasks", "outstanding", "lease_tasks", "renew", "write_trajectories", "summaries", "last_step")
+            names = (
+                "add_tasks",
+                "outstanding",
+                "lease_tasks",
+                "renew",
+                "write_trajectories",
+                "summaries",
+                "last_step",
+            )
             for name in names:
                 shaky(name)
             service = make_service(moving_engine(version=9), store, {"staleness": 1}, steps=6)
@@ -175,7 +209,10 @@ def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engin
             async with await open_store(url) as other:
                 assert (await other.counts())["trajectories/train/ready"] == 24
                 assert (await other.counts())["tasks/completed"] == 12
-            assert service.stats()["sampler/groups_written"] == 12 and service.stats()["sampler/leases_lost"] == 0
+            assert (
+                service.stats()["sampler/groups_written"] == 12
+                and service.stats()["sampler/leases_lost"] == 0
+            )
 
     asyncio.run(scenario())
 
@@ -183,19 +220,24 @@ def test_a_database_that_goes_away_is_waited_for(url, make_service, moving_engin
 def test_a_database_that_stays_away_ends_the_service(url, make_service, moving_engine):
     async def scenario():
         async with await open_store(url) as store:
-            service = make_service(moving_engine(), store, {"policy": "mask"}, patience_s=0.2)
+            service = make_service(moving_engine(), store, {"policy": "mask"}, retry_s=0.2)
 
             async def away(split):
                 raise StoreUnavailableError("connection refused")
 
             store.outstanding = away
-            with pytest.raises(StoreUnavailableError, match=r"outstanding: given up after 0.2 s: connection refused"):
+            with pytest.raises(
+                StoreUnavailableError,
+                match=r"outstanding: given up after 0.2 s: connection refused",
+            ):
                 await service.run(lambda: False)
 
     asyncio.run(scenario())
 
 
-def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside(url, make_service, moving_engine, two_turns):
+def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside(
+    url, make_service, moving_engine, two_turns
+):
     def between(task, policy):
         if "/train@" in policy._name and task.id in ("t0", "t1", "t2"):
             raise ValueError("no")
@@ -203,13 +245,19 @@ def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside
     async def scenario():
         tree = {"algorithm": {"name": "remax"}}
         async with await open_store(url) as store:
-            async with serving(make_service(moving_engine(version=2), store, steps=3, agent=two_turns(between), tree=tree)):
+            async with serving(
+                make_service(
+                    moving_engine(version=2), store, steps=3, agent=two_turns(between), tree=tree
+                )
+            ):
                 await until(num_groups(store, 12))
             beside = {s.task_id: s for s in await store.summaries() if "/baseline@" in s.group_id}
             for name, summary in beside.items():
                 useless = name in ("t0", "t1", "t2")
                 assert summary.state == ("failed" if useless else "ready")
-                assert summary.error == ("cut: no attempt of its group completed" if useless else None)
+                assert summary.error == (
+                    "cut: no attempt of its group completed" if useless else None
+                )
             assert await store.outstanding("train") == 3, "of the three whose attempts completed"
 
     asyncio.run(scenario())
@@ -219,7 +267,9 @@ def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_
     class NaN:
         async def run(self, task, policy):
             await policy.generate(ASKED)
-            return Outcome(reward=float("nan") if policy._name.endswith("#0") else 1.0, success=False)
+            return Outcome(
+                reward=float("nan") if policy._name.endswith("#0") else 1.0, success=False
+            )
 
     async def scenario():
         async with await open_store(url) as store:
@@ -244,7 +294,10 @@ def test_what_the_store_refuses_fails_the_task_with_the_reason(url, make_service
             service = make_service(moving_engine(), store, steps=1, agent=Partial())
             async with serving(service):
                 await until(counted(store, "tasks/failed", 2))
-            assert all("a name that parts of the reward have" in str(one.error) for one in await tasks_of(store))
+            assert all(
+                "a name that parts of the reward have" in str(one.error)
+                for one in await tasks_of(store)
+            )
             with pytest.raises(StoreError):
                 await store.trajectory("t0/train@1#0")
 

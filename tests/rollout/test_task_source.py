@@ -12,27 +12,43 @@ from agentevo.types import Task
 
 def source(given: list[Task] | None, groups: int = 2) -> TaskSource:
     tree = {"trainer": {"groups_per_step": groups}, "evaluation": {"tasks": 1}}
-    return TaskSource(build_config(tree | ({} if given else {"environment": {"type": "coins"}}), needs_environment=given is None), given)
+    return TaskSource(
+        build_config(
+            tree | ({} if given else {"environment": {"type": "coins"}}),
+            needs_environment=given is None,
+        ),
+        given,
+    )
 
 
 def test_tasks_of_an_environment_say_for_which_step_they_are():
     tasks = source(None)
     queued = [task for step in (1, 2, 3) for task in tasks.queued(step)]
-    assert [(task.id, task.metadata) for task in queued] == [(f"train-{i}", {"step": 1 + i // 2}) for i in range(6)]
-    assert [tasks.as_given(task) for task in queued] == [task for step in (1, 2, 3) for task in tasks.train(step)]
+    assert [(task.id, task.metadata) for task in queued] == [
+        (f"train-{i}", {"step": 1 + i // 2}) for i in range(6)
+    ]
+    assert [tasks.as_given(task) for task in queued] == [
+        task for step in (1, 2, 3) for task in tasks.train(step)
+    ]
 
 
 def test_given_tasks_get_an_id_for_every_round():
-    given = [Task(id=f"t{i}", query=f"q{i}", metadata={"step": "theirs", "level": i}) for i in range(6)]
+    given = [
+        Task(id=f"t{i}", query=f"q{i}", metadata={"step": "theirs", "level": i}) for i in range(6)
+    ]
     tasks = source(given)  # five to train on: two steps a round, one task waits
     queued = {step: tasks.queued(step) for step in range(1, 7)}
     names = [task.id for step in queued for task in queued[step]]
     assert len(set(names)) == len(names) == 12, "no two are the same task of the store"
     for step, found in queued.items():
         round_ = (step - 1) // 2
-        assert [task.id for task in found] == [t.id + (f"~{round_}" if round_ else "") for t in tasks.train(step)]
+        assert [task.id for task in found] == [
+            t.id + (f"~{round_}" if round_ else "") for t in tasks.train(step)
+        ]
         assert all(task.metadata == {"step": step, "level": int(task.query[1:])} for task in found)
-        assert [tasks.as_given(task) for task in found] == tasks.train(step), "the agent gets what it was given"
+        assert [tasks.as_given(task) for task in found] == tasks.train(step), (
+            "the agent gets what it was given"
+        )
 
 
 def test_ids_that_repetitions_would_have_are_refused():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from itertools import islice
 
-from agentevo.rollout.tasks import environment_tasks, refill_tasks, world_seed
+from agentevo.rollout.tasks import environment_seed, environment_tasks, refill_tasks
 
 
 def test_purposes_never_share_a_seed():
     seeds = {
-        purpose: {world_seed(run, purpose, index) for run in range(5) for index in range(400)}
+        purpose: {environment_seed(run, purpose, index) for run in range(5) for index in range(400)}
         for purpose in ("train", "eval", "demonstration")
     }
-    assert all(len(found) == 2000 for found in seeds.values()), "other runs and other indices are other worlds"
+    assert all(len(found) == 2000 for found in seeds.values()), (
+        "other runs and other indices are other worlds"
+    )
     assert not seeds["train"] & seeds["eval"]
     assert not seeds["train"] & seeds["demonstration"]
     assert not seeds["eval"] & seeds["demonstration"]
@@ -22,7 +24,10 @@ def test_purposes_never_share_a_seed():
 def test_tasks_of_an_environment():
     tasks = environment_tasks("coins", 7, "train", 3, 2)
     assert [task.id for task in tasks] == ["train-3", "train-4"]
-    assert [task.seed for task in tasks] == [world_seed(7, "train", 3), world_seed(7, "train", 4)]
+    assert [task.seed for task in tasks] == [
+        environment_seed(7, "train", 3),
+        environment_seed(7, "train", 4),
+    ]
     assert {task.environment for task in tasks} == {"coins"}
     assert environment_tasks("coins", 7, "train", 3, 2) == tasks
 
@@ -30,5 +35,8 @@ def test_tasks_of_an_environment():
 def test_refills_have_ids_and_seeds_of_their_step():
     tasks = list(islice(refill_tasks("coins", 7, 3), 2))
     assert [task.id for task in tasks] == ["train-3+0", "train-3+1"]
-    assert [task.seed for task in tasks] == [world_seed(7, "train", "3+0"), world_seed(7, "train", "3+1")]
-    assert world_seed(7, "train", "3") != world_seed(7, "train", 3)
+    assert [task.seed for task in tasks] == [
+        environment_seed(7, "train", "3+0"),
+        environment_seed(7, "train", "3+1"),
+    ]
+    assert environment_seed(7, "train", "3") != environment_seed(7, "train", 3)

@@ -1,4 +1,5 @@
-"""Builders for the store's tests. Fixtures, so that no test depends on how pytest imports its folder."""
+"""Builders for the store's tests. Fixtures, so that no test depends on how pytest imports its
+folder."""
 
 from __future__ import annotations
 
@@ -80,13 +81,21 @@ def make_task() -> Callable[..., Task]:
 
 @pytest.fixture
 def start_script() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a Python program that sees the package under test; its output is read from `stdout`. None outlives the test."""
+    """Starts a Python program that sees the package under test; its output is read from `stdout`.
+    None outlives the test."""
     source = Path(agentevo.store.__file__).parents[2]
     started: list[subprocess.Popen[str]] = []
 
     def start(program: str, *arguments: str) -> subprocess.Popen[str]:
         environment = os.environ | {"PYTHONPATH": str(source)}
-        started.append(subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
         return started[-1]
 
     yield start

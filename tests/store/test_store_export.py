@@ -28,7 +28,11 @@ Make = Callable[..., Trajectory]
 def filled(url: str, make_trajectory: Make) -> list[Trajectory]:
     first = make_trajectory("a")
     said = msgspec.structs.replace(first.turns[1], messages=[Message("user", "línea\n\u2028 二")])
-    written = [msgspec.structs.replace(first, turns=[first.turns[0], said]), make_trajectory("b"), make_trajectory("c", num_turns=0)]
+    written = [
+        msgspec.structs.replace(first, turns=[first.turns[0], said]),
+        make_trajectory("b"),
+        make_trajectory("c", num_turns=0),
+    ]
 
     async def fill() -> None:
         async with await open_store(url) as store:
@@ -46,7 +50,9 @@ async def export(url: str, path: Path, **filters: object) -> int:
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "deep/er/out.jsonl.gz"])
-def test_every_line_is_a_whole_trajectory(url: str, filled: list[Trajectory], tmp_path: Path, name: str) -> None:
+def test_every_line_is_a_whole_trajectory(
+    url: str, filled: list[Trajectory], tmp_path: Path, name: str
+) -> None:
     path = tmp_path / name
     assert asyncio.run(export(url, path)) == 3
     data = gzip.decompress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
@@ -62,7 +68,9 @@ def test_every_line_is_a_whole_trajectory(url: str, filled: list[Trajectory], tm
     assert [p for p in path.parent.iterdir() if p.name.endswith(".part")] == []
 
 
-def test_filters_apply_and_the_bytes_repeat(url: str, filled: list[Trajectory], tmp_path: Path) -> None:
+def test_filters_apply_and_the_bytes_repeat(
+    url: str, filled: list[Trajectory], tmp_path: Path
+) -> None:
     assert asyncio.run(export(url, tmp_path / "1.jsonl.gz", split="train", newest_first=True)) == 2
     assert asyncio.run(export(url, tmp_path / "2.jsonl.gz", split="train", newest_first=True)) == 2
     assert (tmp_path / "1.jsonl.gz").read_bytes() == (tmp_path / "2.jsonl.gz").read_bytes()
@@ -106,51 +114,88 @@ def test_bad_targets_are_refused(url: str, filled: list[Trajectory], tmp_path: P
 
 
 def test_a_whole_store_travels_to_any_backend_and_back(
-    new_url: Callable[[], str], sqlite_url: str, make_trajectory: Make, make_task: Callable[..., Task], tmp_path: Path
+    new_url: Callable[[], str],
+    sqlite_url: str,
+    make_trajectory: Make,
+    make_task: Callable[..., Task],
+    tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
         async with await open_store(sqlite_url) as store:
-            await store.add_tasks([make_task(name) for name in ("done", "bad", "again", "held", "new")])
+            await store.add_tasks(
+                [make_task(name) for name in ("done", "bad", "again", "held", "new")]
+            )
             done, bad, again, _held = await store.lease_tasks("w", lease_s=600, limit=4)
-            many = [make_trajectory(f"a{i}", num_turns=i % 3, task_id="done" if i not in (4, 5) else "spent") for i in range(150)]
+            many = [
+                make_trajectory(
+                    f"a{i}", num_turns=i % 3, task_id="done" if i not in (4, 5) else "spent"
+                )
+                for i in range(150)
+            ]
             await store.write_trajectories(many, split="train", step=1, lease=done)
-            await store.write_trajectories([make_trajectory("e", status="failed", error="a\0b\\0")], split="eval", step=1)
+            await store.write_trajectories(
+                [make_trajectory("e", status="failed", error="a\0b\\0")], split="eval", step=1
+            )
             await store.fail_task(bad, "no")
             await store.retry_task(again, "engine gone")
             await store.reserve(["a0", "a1"], 1)
-            await store.commit_step(1, {"metrics": {"loss": 0.5}, "checkpoint": {"path": "checkpoints/1", "sha256": "ab"}})
+            await store.commit_step(
+                1,
+                {"metrics": {"loss": 0.5}, "checkpoint": {"path": "checkpoints/1", "sha256": "ab"}},
+            )
             await store.reserve(["a2"], 2)
             await store.drop(["a4", "a5"], "stale")
             assert (await store.gc(dropped=True))["tokens"] == 2
             lines = await export_store(store, tmp_path / "1.jsonl.gz")
             assert lines == 5 + 151 + 1
-            assert await import_store(store, tmp_path / "1.jsonl.gz") == 0, "into itself, what gc has emptied included"
+            assert await import_store(store, tmp_path / "1.jsonl.gz") == 0, (
+                "into itself, what gc has emptied included"
+            )
             before = await store.counts()
             summaries = await store.summaries()
-            assert [(s.num_turns, s.num_completion_tokens) for s in summaries if s.drop_reason] == [(1, 2), (2, 4)]
+            assert [(s.num_turns, s.num_completion_tokens) for s in summaries if s.drop_reason] == [
+                (1, 2),
+                (2, 4),
+            ]
             history = (await store.stored_task("again")).history
         async with await open_store(new_url()) as other:
             assert await import_store(other, tmp_path / "1.jsonl.gz") == lines
-            assert await import_store(other, tmp_path / "1.jsonl.gz") == 0, "importing again changes nothing"
+            assert await import_store(other, tmp_path / "1.jsonl.gz") == 0, (
+                "importing again changes nothing"
+            )
             await export_store(other, tmp_path / "2.jsonl.gz")
             after = await other.counts()
-            assert after["tasks/leased"] == 0 and after["tasks/queued"] == before["tasks/queued"] + 1
+            assert (
+                after["tasks/leased"] == 0 and after["tasks/queued"] == before["tasks/queued"] + 1
+            )
             assert await other.summaries() == summaries and after["turns"] == before["turns"]
             assert (await other.stored_task("again")).history == history != []
             assert (await other.trajectory("a6")) == many[6]
-            assert await other.write_trajectories(many[4:7], split="train", step=1) == 0, "the same content, deleted or not"
+            assert await other.write_trajectories(many[4:7], split="train", step=1) == 0, (
+                "the same content, deleted or not"
+            )
             with pytest.raises(StoreError, match="'a4' is already there with other content"):
-                await other.write_trajectories([msgspec.structs.replace(many[4], turns=[])], split="train", step=1)
+                await other.write_trajectories(
+                    [msgspec.structs.replace(many[4], turns=[])], split="train", step=1
+                )
             with pytest.raises(StoreError, match="deleted by `store gc --dropped`"):
                 await other.trajectory("a4")
-        first, second = (gzip.decompress((tmp_path / f"{n}.jsonl.gz").read_bytes()).splitlines() for n in (1, 2))
+        first, second = (
+            gzip.decompress((tmp_path / f"{n}.jsonl.gz").read_bytes()).splitlines() for n in (1, 2)
+        )
         assert [line.replace(b'"state":"leased"', b'"state":"queued"') for line in first] == second
-        assert [json.loads(line)["kind"] for line in (first[0], first[5], first[-1])] == ["task", "trajectory", "step"]
+        assert [json.loads(line)["kind"] for line in (first[0], first[5], first[-1])] == [
+            "task",
+            "trajectory",
+            "step",
+        ]
 
     asyncio.run(scenario())
 
 
-def test_what_is_no_export_is_refused_with_its_line(url: str, filled: list[Trajectory], tmp_path: Path) -> None:
+def test_what_is_no_export_is_refused_with_its_line(
+    url: str, filled: list[Trajectory], tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:
             await export_store(store, tmp_path / "good.jsonl")
@@ -159,7 +204,10 @@ def test_what_is_no_export_is_refused_with_its_line(url: str, filled: list[Traje
                 (good[0] + b"{}\n", "line 2 is no line"),
                 (good[0] + b'{"kind": "song"}\n', "unknown kind 'song'"),
                 (good[0] + good[1][:40], "line 2"),
-                (good[0].replace(b'"reward":1.0', b'"reward":0.5'), "already there with other content"),
+                (
+                    good[0].replace(b'"reward":1.0', b'"reward":0.5'),
+                    "already there with other content",
+                ),
             ]:
                 (tmp_path / "bad.jsonl").write_bytes(text)
                 with pytest.raises(StoreError, match=message):
@@ -172,7 +220,9 @@ def test_what_is_no_export_is_refused_with_its_line(url: str, filled: list[Traje
     asyncio.run(scenario())
 
 
-def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(url: str, clock: Any, make_trajectory: Make, make_task: Any) -> None:
+def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(
+    url: str, clock: Any, make_trajectory: Make, make_task: Any
+) -> None:
     async def scenario() -> None:
         async with await open_store(url, clock=clock) as store:
             await store.add_tasks([make_task("x"), make_task("y")])
@@ -180,10 +230,16 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(url: str,
             clock.steady += 3000
             await store.renew(kept)
             clock.steady += 700
-            await store.write_trajectories([make_trajectory(name, task_id=name) for name in "abc"], split="train", step=1)
+            await store.write_trajectories(
+                [make_trajectory(name, task_id=name) for name in "abc"], split="train", step=1
+            )
             await store.drop(["b"], "stale")
             await store.commit_step(1, {})
-            assert {k: v for k, v in (await store.gc()).items() if k != "bytes"} == {"leases": 1, "orphans": 0, "tokens": 0}
+            assert {k: v for k, v in (await store.gc()).items() if k != "bytes"} == {
+                "leases": 1,
+                "orphans": 0,
+                "tokens": 0,
+            }
             assert (await store.trajectory("b")).turns
             with pytest.raises(StoreError, match="moved on"):
                 await store.complete_task(old)
@@ -192,7 +248,9 @@ def test_gc_queues_old_leases_and_keeps_the_record_of_what_was_dropped(url: str,
             summary = (await store.summaries(state="dropped"))[0]
             assert (summary.id, summary.drop_reason, summary.num_turns) == ("b", "stale", 2)
             stored = [stored async for stored in store.trajectories()]
-            assert [(s.trajectory.id, len(s.trajectory.turns), s.tokens_deleted) for s in stored] == [
+            assert [
+                (s.trajectory.id, len(s.trajectory.turns), s.tokens_deleted) for s in stored
+            ] == [
                 ("a", 2, False),
                 ("b", 0, True),
                 ("c", 2, False),
@@ -209,12 +267,17 @@ def test_gc_spares_what_a_resumed_trainer_may_ask_for(url: str, make_trajectory:
         async with await open_store(url) as store:
 
             async def write(step: int, task: str, *names: str) -> None:
-                members = [make_trajectory(name, task_id=task, group_id=f"{task}/{name[0]}") for name in names]
+                members = [
+                    make_trajectory(name, task_id=task, group_id=f"{task}/{name[0]}")
+                    for name in names
+                ]
                 await store.write_trajectories(members, split="train", step=step)
 
             async def emptied() -> list[str]:
                 await store.gc(dropped=True)
-                return [one.trajectory.id async for one in store.trajectories() if one.tokens_deleted]
+                return [
+                    one.trajectory.id async for one in store.trajectories() if one.tokens_deleted
+                ]
 
             await write(1, "first", "a1", "a2")
             await write(1, "old", "b1", "greedy")  # `mask`: an old group goes into a later step
@@ -238,7 +301,12 @@ def test_gc_spares_what_a_resumed_trainer_may_ask_for(url: str, make_trajectory:
 
 @pytest.mark.parametrize("moved", ["a step", "a trajectory", "a lease"])
 def test_a_store_in_which_something_moves_is_not_exported(
-    url: str, make_trajectory: Make, make_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: str
+    url: str,
+    make_trajectory: Make,
+    make_task: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moved: str,
 ) -> None:
     whole = Streaming.trajectories
 
@@ -250,14 +318,18 @@ def test_a_store_in_which_something_moves_is_not_exported(
             assert await export_store(store, tmp_path / "all.jsonl") == 2
             before = (tmp_path / "all.jsonl").read_bytes()
 
-            async def goes_on(self: Streaming, **filters: object) -> AsyncIterator[StoredTrajectory]:
+            async def goes_on(
+                self: Streaming, **filters: object
+            ) -> AsyncIterator[StoredTrajectory]:
                 async for stored in whole(self, **filters):  # type: ignore[arg-type]
                     yield stored
                 match moved:
                     case "a step":
                         await store.commit_step(1, {})
                     case "a trajectory":
-                        await store.write_trajectories([make_trajectory("b")], split="train", step=1)
+                        await store.write_trajectories(
+                            [make_trajectory("b")], split="train", step=1
+                        )
                     case _:
                         await store.lease_task("w", lease_s=60)
 
@@ -272,7 +344,9 @@ def test_a_store_in_which_something_moves_is_not_exported(
     asyncio.run(scenario())
 
 
-def test_an_import_reads_the_records_of_its_own_steps_only(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_reads_the_records_of_its_own_steps_only(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else each page would read all that came before it."""
 
     async def scenario() -> None:
@@ -292,16 +366,22 @@ def test_an_import_reads_the_records_of_its_own_steps_only(url: str, monkeypatch
             else:
                 find = Rows.find
 
-                async def noted(self: Rows, collection: Any, where: dict[str, Any], *names: str) -> Any:
+                async def noted(
+                    self: Rows, collection: Any, where: dict[str, Any], *names: str
+                ) -> Any:
                     if collection.name == "steps":
                         read.append(where == {"_id": {"$in": [2, 9]}})
                     return await find(self, collection, where, *names)
 
                 monkeypatch.setattr(Rows, "find", noted)
-            assert await store.put(steps=[stored[1], msgspec.structs.replace(stored[1], step=9)]) == 1
+            assert (
+                await store.put(steps=[stored[1], msgspec.structs.replace(stored[1], step=9)]) == 1
+            )
             assert read == [True]
             assert [step.step for step in await store.steps()] == [1, 2, 3, 4, 5, 9]
             with pytest.raises(StoreError, match="already committed with another record"):
-                await store.put(steps=[msgspec.structs.replace(stored[2], record={"of": "another"})])
+                await store.put(
+                    steps=[msgspec.structs.replace(stored[2], record={"of": "another"})]
+                )
 
     asyncio.run(scenario())

@@ -24,7 +24,12 @@ Make = Callable[..., Trajectory]
 float32 = st.floats(width=32, allow_nan=False)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 int32 = st.integers(-(2**31), 2**31 - 1)
-messages = st.lists(st.builds(Message, role=st.sampled_from(["system", "user", "assistant", "tool"]), content=st.text()), max_size=3)
+messages = st.lists(
+    st.builds(
+        Message, role=st.sampled_from(["system", "user", "assistant", "tool"]), content=st.text()
+    ),
+    max_size=3,
+)
 
 
 @st.composite
@@ -69,7 +74,9 @@ trajectories = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(trajectory=trajectories)
 def test_a_trajectory_comes_back_equal(trajectory: Trajectory, url: str) -> None:
     async def scenario() -> None:
@@ -78,12 +85,19 @@ def test_a_trajectory_comes_back_equal(trajectory: Trajectory, url: str) -> None
             await store.write_trajectories([trajectory], split="train", step=3)
             back = await store.trajectory(trajectory.id)
             assert back == trajectory
-            assert await store.write_trajectories([back], split="train", step=3) == 0, "the copy that was read counts as the same content"
+            assert await store.write_trajectories([back], split="train", step=3) == 0, (
+                "the copy that was read counts as the same content"
+            )
 
     asyncio.run(scenario())
 
 
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-3e38, max_value=3e38), max_size=8))
+@given(
+    st.lists(
+        st.floats(allow_nan=False, allow_infinity=False, min_value=-3e38, max_value=3e38),
+        max_size=8,
+    )
+)
 def test_logprobs_are_rounded_to_float32_and_no_further(values: list[float]) -> None:
     rounded = [struct.unpack("<f", struct.pack("<f", value))[0] for value in values]
     assert unpack("f", pack_floats(values)) == rounded
@@ -97,7 +111,13 @@ def test_non_finite_logprobs_are_kept_as_they_are() -> None:
 
 def test_a_task_comes_back_equal(url: str) -> None:
     task = Task(
-        id="ü", environment="coins", seed=2**63 + 1, query="q\0", answer={"a": [1, None, 2.5]}, scorer="exact", metadata={"k": ["v"]}
+        id="ü",
+        environment="coins",
+        seed=2**63 + 1,
+        query="q\0",
+        answer={"a": [1, None, 2.5]},
+        scorer="exact",
+        metadata={"k": ["v"]},
     )
 
     async def scenario() -> None:
@@ -114,7 +134,9 @@ def test_a_task_comes_back_equal(url: str) -> None:
     asyncio.run(scenario())
 
 
-def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_trajectory: Make) -> None:
+def test_writing_again_is_a_no_op_and_other_content_is_refused(
+    url: str, make_trajectory: Make
+) -> None:
     a, b = make_trajectory("a"), make_trajectory("b")
 
     async def scenario() -> None:
@@ -122,7 +144,9 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_tr
             assert await store.write_trajectories([a, a], split="train", step=1) == 1
             assert await store.write_trajectories([a, b], split="train", step=1) == 1
             later = msgspec.structs.replace(a, started_at=9.0, duration_s=9.0)
-            assert await store.write_trajectories([later], split="train", step=1) == 0, "timings are not content"
+            assert await store.write_trajectories([later], split="train", step=1) == 0, (
+                "timings are not content"
+            )
             assert (await store.trajectory("a")).started_at == a.started_at
             turned = msgspec.structs.replace(a.turns[1], completion_ids=[7, 9])
             for other, split, step in [
@@ -133,7 +157,9 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_tr
                 (a, "train", 2),
             ]:
                 with pytest.raises(StoreError, match="'a' is already there with other content"):
-                    await store.write_trajectories([make_trajectory("c"), other], split=split, step=step)  # type: ignore[arg-type]
+                    await store.write_trajectories(
+                        [make_trajectory("c"), other], split=split, step=step
+                    )  # type: ignore[arg-type]
             assert len(await store.summaries()) == 2, "a refused call writes nothing"
             assert await store.write_trajectories([], split="train", step=1) == 0
 
@@ -146,7 +172,10 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_tr
         ({"reward": math.nan}, "reward is nan"),
         ({"metrics": {"num_actions": math.inf}}, "num_actions is inf"),
         ({"reward_parts": {"format": math.inf}}, "reward_parts/format is inf"),
-        ({"metrics": {"reward_parts/format": 1.0}}, "the metric 'reward_parts/format' has a name that parts of the reward have"),
+        (
+            {"metrics": {"reward_parts/format": 1.0}},
+            "the metric 'reward_parts/format' has a name that parts of the reward have",
+        ),
         ({"status": "lost"}, "status 'lost' is unknown"),
         ({"error": "\ud800"}, "surrogates"),
         ({"turns": [{"index": 1}]}, "position 0 has index 1"),
@@ -159,7 +188,9 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(url: str, make_tr
         ({"turns": [{"reward": math.inf}]}, "both must be finite"),
     ],
 )
-def test_what_could_not_be_read_back_is_refused(url: str, make_trajectory: Make, changes: dict[str, Any], message: str) -> None:
+def test_what_could_not_be_read_back_is_refused(
+    url: str, make_trajectory: Make, changes: dict[str, Any], message: str
+) -> None:
     good = make_trajectory("good")
     if "turns" in changes:
         changes = {"turns": [msgspec.structs.replace(good.turns[0], **changes["turns"][0])]}
@@ -167,7 +198,9 @@ def test_what_could_not_be_read_back_is_refused(url: str, make_trajectory: Make,
     async def scenario() -> None:
         async with await open_store(url) as store:
             with pytest.raises(StoreError, match=f"'bad' can't be stored: .*{message}"):
-                await store.write_trajectories([good, make_trajectory("bad", **changes)], split="train", step=1)
+                await store.write_trajectories(
+                    [good, make_trajectory("bad", **changes)], split="train", step=1
+                )
             assert await store.summaries() == []
 
     asyncio.run(scenario())
@@ -176,10 +209,15 @@ def test_what_could_not_be_read_back_is_refused(url: str, make_trajectory: Make,
 def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:
-            many = [make_trajectory(f"t{i}", task_id=f"task{i % 3}", group_id=f"g{i % 2}", num_turns=1) for i in range(150)]
+            many = [
+                make_trajectory(f"t{i}", task_id=f"task{i % 3}", group_id=f"g{i % 2}", num_turns=1)
+                for i in range(150)
+            ]
             await store.write_trajectories(many, split="train", step=1)
             failed = make_trajectory("f", status="failed", error="the tool hung", num_turns=0)
-            await store.write_trajectories([failed, make_trajectory("e", task_id="task1")], split="eval", step=2)
+            await store.write_trajectories(
+                [failed, make_trajectory("e", task_id="task1")], split="eval", step=2
+            )
             await store.reserve(["t3", "t5"], 7)
 
             async def ids(**filters: Any) -> list[str]:
@@ -205,7 +243,12 @@ def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
                     await ids(**wrong)
 
             summary = (await store.summaries(status="failed"))[0]
-            assert (summary.error, summary.state, summary.step, summary.split) == ("the tool hung", "failed", 2, "eval")
+            assert (summary.error, summary.state, summary.step, summary.split) == (
+                "the tool hung",
+                "failed",
+                2,
+                "eval",
+            )
             assert (await store.summaries(limit=1))[0].num_completion_tokens == 2
             with pytest.raises(StoreError, match="no trajectory 'nobody'"):
                 await store.trajectory("nobody")
@@ -216,7 +259,9 @@ def test_filters_select_and_order(url: str, make_trajectory: Make) -> None:
 def test_a_stream_leaves_out_what_is_written_meanwhile(url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:
-            await store.write_trajectories([make_trajectory(f"a{i}", num_turns=0) for i in range(65)], split="train", step=1)
+            await store.write_trajectories(
+                [make_trajectory(f"a{i}", num_turns=0) for i in range(65)], split="train", step=1
+            )
             seen = []
             async for stored in store.trajectories():
                 if not seen:
@@ -227,14 +272,23 @@ def test_a_stream_leaves_out_what_is_written_meanwhile(url: str, make_trajectory
     asyncio.run(scenario())
 
 
-def test_counts_name_every_state(url: str, make_trajectory: Make, make_task: Callable[..., Task], tmp_path: Path) -> None:
+def test_counts_name_every_state(
+    url: str, make_trajectory: Make, make_task: Callable[..., Task], tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with await open_store(url) as store:
             empty = await store.counts()
-            assert set(empty.values()) == {0} and {"tasks/leased", "trajectories/train/ready", "turns", "steps"} < set(empty)
+            assert set(empty.values()) == {0} and {
+                "tasks/leased",
+                "trajectories/train/ready",
+                "turns",
+                "steps",
+            } < set(empty)
             await store.add_tasks([make_task("x"), make_task("y")])
             await store.lease_task("w", lease_s=60)
-            await store.write_trajectories([make_trajectory(name, num_turns=3) for name in "abc"], split="train", step=1)
+            await store.write_trajectories(
+                [make_trajectory(name, num_turns=3) for name in "abc"], split="train", step=1
+            )
             await store.write_trajectories([make_trajectory("e")], split="eval", step=1)
             await store.drop(["c"], "stale")
             await store.reserve(["a"], 1)

@@ -1,4 +1,5 @@
-"""The ledger against a model of it in a few dictionaries: whatever is done in whatever order, both say the same."""
+"""The ledger against a model of it in a few dictionaries: whatever is done in whatever order, both
+say the same."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from agentevo.errors import StoreError
 from agentevo.store import Lease, RetryPolicy, open_store
@@ -48,11 +55,20 @@ class Ledger(RuleBasedStateMachine):
             return REFUSED
 
     def task(self, **changes: Any) -> dict[str, Any]:
-        return {"state": "queued", "fence": 0, "failures": 0, "expiries": 0, "until": 0.0, "not_before": 0.0} | changes
+        return {
+            "state": "queued",
+            "fence": 0,
+            "failures": 0,
+            "expiries": 0,
+            "until": 0.0,
+            "not_before": 0.0,
+        } | changes
 
     @rule(name=st.sampled_from(TASKS), queue=st.sampled_from([True, True, False]))
     def add(self, name: str, queue: bool) -> None:
-        assert self.ask(self.store.add_tasks([Task(id=name)], queue=queue)) == (name not in self.tasks)
+        assert self.ask(self.store.add_tasks([Task(id=name)], queue=queue)) == (
+            name not in self.tasks
+        )
         if name not in self.tasks:
             self.tasks[name] = self.task()
             self.order.append(name)
@@ -66,7 +82,11 @@ class Ledger(RuleBasedStateMachine):
 
     def next_task(self) -> str | None:
         now = self.clock.steady
-        expired = sorted((t["until"], name) for name, t in self.tasks.items() if t["state"] == "leased" and t["until"] < now)
+        expired = sorted(
+            (t["until"], name)
+            for name, t in self.tasks.items()
+            if t["state"] == "leased" and t["until"] < now
+        )
         for _, name in expired:
             self.tasks[name]["expiries"] += 1
             if self.tasks[name]["expiries"] < RETRIES.max_expiries:
@@ -74,7 +94,9 @@ class Ledger(RuleBasedStateMachine):
             self.tasks[name] |= {"state": "poison", "not_before": 0.0}
         queued = [name for name in self.order if self.tasks[name]["state"] == "queued"]
         due = sorted(
-            (self.tasks[name]["not_before"], self.order.index(name), name) for name in queued if 0 < self.tasks[name]["not_before"] < now
+            (self.tasks[name]["not_before"], self.order.index(name), name)
+            for name in queued
+            if 0 < self.tasks[name]["not_before"] < now
         )
         if due:
             return due[0][2]
@@ -88,7 +110,12 @@ class Ledger(RuleBasedStateMachine):
         assert (lease and lease.task.id) == name
         if name is not None:
             task = self.tasks[name]
-            task |= {"state": "leased", "fence": task["fence"] + 1, "until": self.clock.steady + lease_s, "not_before": 0.0}
+            task |= {
+                "state": "leased",
+                "fence": task["fence"] + 1,
+                "until": self.clock.steady + lease_s,
+                "not_before": 0.0,
+            }
             assert lease.fencing_id == task["fence"]
             self.leases.append(lease)
 
@@ -114,7 +141,11 @@ class Ledger(RuleBasedStateMachine):
     @rule(data=st.data(), end=st.sampled_from(["completed", "failed"]))
     def finish(self, data: st.DataObject, end: str) -> None:
         lease, task, holds = self.any_lease(data)
-        got = self.ask(self.store.complete_task(lease) if end == "completed" else self.store.fail_task(lease, "e"))
+        got = self.ask(
+            self.store.complete_task(lease)
+            if end == "completed"
+            else self.store.fail_task(lease, "e")
+        )
         allowed = holds and task["state"] in ("leased", end)
         assert (got != REFUSED) == allowed
         if allowed:
@@ -146,22 +177,38 @@ class Ledger(RuleBasedStateMachine):
         assert got == task["state"]
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), step=STEPS, group=st.sampled_from("gh"), status=st.sampled_from(["completed", "failed", "cancelled"]))
+    @rule(
+        data=st.data(),
+        step=STEPS,
+        group=st.sampled_from("gh"),
+        status=st.sampled_from(["completed", "failed", "cancelled"]),
+    )
     def write(self, data: st.DataObject, step: int, group: str, status: Any) -> None:
         lease, task, holds = self.any_lease(data)
         name = f"x{self.written}"
         self.written += 1
         trajectory = Trajectory(id=name, task_id=lease.task.id, group_id=group, status=status)
-        got = self.ask(self.store.write_trajectories([trajectory], split="train", step=step, lease=lease))
+        got = self.ask(
+            self.store.write_trajectories([trajectory], split="train", step=step, lease=lease)
+        )
         allowed = holds and task["state"] in ("leased", "completed")
         assert got == (1 if allowed else REFUSED)
         if allowed:
             task["state"] = "completed"
             state = "ready" if status == "completed" else "failed"
-            self.trajectories[name] = {"state": state, "step": step, "trained": None, "task": lease.task.id, "group": group, "reason": None}
+            self.trajectories[name] = {
+                "state": state,
+                "step": step,
+                "trained": None,
+                "task": lease.task.id,
+                "group": group,
+                "reason": None,
+            }
 
     def some(self, data: st.DataObject) -> list[str]:
-        return data.draw(st.lists(st.sampled_from(sorted(self.trajectories)), min_size=1, max_size=3))
+        return data.draw(
+            st.lists(st.sampled_from(sorted(self.trajectories)), min_size=1, max_size=3)
+        )
 
     @precondition(lambda self: self.trajectories)
     @rule(data=st.data(), step=STEPS)
@@ -169,7 +216,10 @@ class Ledger(RuleBasedStateMachine):
         names = self.some(data)
         got = self.ask(self.store.reserve(names, step))
         rows = [self.trajectories[name] for name in names]
-        if step in self.steps or any(row["state"] != "ready" and (row["state"], row["trained"]) != ("reserved", step) for row in rows):
+        if step in self.steps or any(
+            row["state"] != "ready" and (row["state"], row["trained"]) != ("reserved", step)
+            for row in rows
+        ):
             assert got == REFUSED
             return
         assert got == len({name for name in names if self.trajectories[name]["state"] == "ready"})
@@ -188,7 +238,11 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(step=st.none() | STEPS)
     def release(self, step: int | None) -> None:
-        rows = [row for row in self.trajectories.values() if row["state"] == "reserved" and step in (None, row["trained"])]
+        rows = [
+            row
+            for row in self.trajectories.values()
+            if row["state"] == "reserved" and step in (None, row["trained"])
+        ]
         assert self.ask(self.store.release(step)) == len(rows)
         for row in rows:
             row |= {"state": "ready", "trained": None}
@@ -199,10 +253,15 @@ class Ledger(RuleBasedStateMachine):
         names = self.some(data)
         rows = [self.trajectories[name] for name in names]
         got = self.ask(self.store.drop(names, reason))
-        if any(row["state"] == "committed" or (row["state"] == "dropped" and row["reason"] != reason) for row in rows):
+        if any(
+            row["state"] == "committed" or (row["state"] == "dropped" and row["reason"] != reason)
+            for row in rows
+        ):
             assert got == REFUSED
             return
-        moving = {name for name in names if self.trajectories[name]["state"] in ("ready", "reserved")}
+        moving = {
+            name for name in names if self.trajectories[name]["state"] in ("ready", "reserved")
+        }
         assert got == len(moving)
         for name in moving:
             self.trajectories[name] |= {"state": "dropped", "trained": None, "reason": reason}
@@ -216,7 +275,8 @@ class Ledger(RuleBasedStateMachine):
         again = [
             row
             for row in self.trajectories.values()
-            if (row["trained"] is not None and row["trained"] > step) or (row["state"] == "dropped" and row["step"] > step)
+            if (row["trained"] is not None and row["trained"] > step)
+            or (row["state"] == "dropped" and row["step"] > step)
         ]
         assert got == len(again)
         for row in again:
@@ -231,7 +291,9 @@ class Ledger(RuleBasedStateMachine):
             return
         gone = {name: row for name, row in self.trajectories.items() if row["step"] > step}
         assert got == len(gone)
-        self.trajectories = {name: row for name, row in self.trajectories.items() if name not in gone}
+        self.trajectories = {
+            name: row for name, row in self.trajectories.items() if name not in gone
+        }
         for row in self.trajectories.values():
             if row["trained"] is not None and row["trained"] > step:
                 row |= {"state": "ready", "trained": None}
@@ -239,7 +301,9 @@ class Ledger(RuleBasedStateMachine):
         left = {row["task"] for row in self.trajectories.values()}
         lost = {row["task"] for row in gone.values()} - left
         for name, task in self.tasks.items():
-            if task["state"] == "leased" or (task["state"] in ("completed", "failed") and name in lost):
+            if task["state"] == "leased" or (
+                task["state"] in ("completed", "failed") and name in lost
+            ):
                 task |= self.task(fence=task["fence"] + 1)
 
     @invariant()
@@ -248,24 +312,46 @@ class Ledger(RuleBasedStateMachine):
             summaries = {s.id: s for s in await self.store.summaries()}
             stored = {s.task.id: s async for s in self.store.tasks()}
             groups = [await self.store.ready_groups("train", size=size, limit=9) for size in (1, 2)]
-            return summaries, stored, groups, await self.store.steps(), await self.store.counts(), await self.store.outstanding("train")
+            return (
+                summaries,
+                stored,
+                groups,
+                await self.store.steps(),
+                await self.store.counts(),
+                await self.store.outstanding("train"),
+            )
 
         summaries, stored, groups, steps, counts, outstanding = self.loop.run_until_complete(read())
-        assert {name: (s.state, s.trained_step, s.drop_reason) for name, s in summaries.items()} == {
-            name: (row["state"], row["trained"], row["reason"]) for name, row in self.trajectories.items()
+        assert {
+            name: (s.state, s.trained_step, s.drop_reason) for name, s in summaries.items()
+        } == {
+            name: (row["state"], row["trained"], row["reason"])
+            for name, row in self.trajectories.items()
         }
-        assert {name: (s.state, s.fencing_id, s.num_failures, s.num_expiries) for name, s in stored.items()} == {
-            name: (task["state"], task["fence"], task["failures"], task["expiries"]) for name, task in self.tasks.items()
+        assert {
+            name: (s.state, s.fencing_id, s.num_failures, s.num_expiries)
+            for name, s in stored.items()
+        } == {
+            name: (task["state"], task["fence"], task["failures"], task["expiries"])
+            for name, task in self.tasks.items()
         }
         assert {step.step: step.num_trajectories for step in steps} == self.steps
-        assert counts["tasks/queued"] == sum(task["state"] == "queued" for task in self.tasks.values())
+        assert counts["tasks/queued"] == sum(
+            task["state"] == "queued" for task in self.tasks.values()
+        )
         assert counts["trajectories/train/committed"] == sum(self.steps.values())
         waiting = sum(task["state"] in ("queued", "leased") for task in self.tasks.values())
-        assert outstanding == waiting + len({r["task"] for r in self.trajectories.values() if r["state"] in ("ready", "reserved")})
+        assert outstanding == waiting + len(
+            {r["task"] for r in self.trajectories.values() if r["state"] in ("ready", "reserved")}
+        )
         for size, found in zip((1, 2), groups, strict=True):
             whole = []
             for row in self.trajectories.values():
-                states = [other["state"] for other in self.trajectories.values() if other["group"] == row["group"]]
+                states = [
+                    other["state"]
+                    for other in self.trajectories.values()
+                    if other["group"] == row["group"]
+                ]
                 if (
                     row["state"] == "ready"
                     and row["group"] not in whole
@@ -277,7 +363,14 @@ class Ledger(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(600)
-def test_the_ledger_does_what_its_model_does(new_url: Callable[[], str], clock: Any, request: pytest.FixtureRequest) -> None:
+def test_the_ledger_does_what_its_model_does(
+    new_url: Callable[[], str], clock: Any, request: pytest.FixtureRequest
+) -> None:
     fast = "sqlite" in request.node.name
-    checks = settings(max_examples=40 if fast else 15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+    checks = settings(
+        max_examples=40 if fast else 15,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(lambda: Ledger(new_url(), clock), settings=checks)

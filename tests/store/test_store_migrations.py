@@ -18,7 +18,8 @@ DATA = Path(__file__).parent / "data"
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """Made by the last AgentEvo with schema 1: every state of tasks and trajectories. version1.jsonl is what that exported of it."""
+    """Made by the last AgentEvo with schema 1: every state of tasks and trajectories.
+    version1.jsonl is what that exported of it."""
     path = tmp_path / "old.sqlite"
     path.write_bytes(gzip.decompress((DATA / "version1.sqlite.gz").read_bytes()))
     return path
@@ -28,10 +29,13 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
     async def scenario() -> None:
         async with await open_store(f"sqlite:///{old}", create=False) as store:
             await export_jsonl(store, tmp_path / "new.jsonl")
-            assert (tmp_path / "new.jsonl").read_text() == (DATA / "version1.jsonl").read_text().replace(
-                "}\n", ',"tokens_deleted":false,"emptied":null}\n'
-            )
-            states = {stored.task.id: (stored.state, stored.fencing_id, stored.error) async for stored in store.tasks()}
+            assert (tmp_path / "new.jsonl").read_text() == (
+                DATA / "version1.jsonl"
+            ).read_text().replace("}\n", ',"tokens_deleted":false,"emptied":null}\n')
+            states = {
+                stored.task.id: (stored.state, stored.fencing_id, stored.error)
+                async for stored in store.tasks()
+            }
             assert states == {
                 "done": ("completed", 1, None),
                 "failed": ("failed", 1, "the answer is not a number"),
@@ -40,9 +44,18 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
             }
             assert [step.record for step in await store.steps()] == [{"metrics": {"loss": 0.5}}]
             again = [stored async for stored in store.trajectories(split="train", step=1)]
-            assert await store.write_trajectories([stored.trajectory for stored in again], split="train", step=1) == 0, "the same content"
+            assert (
+                await store.write_trajectories(
+                    [stored.trajectory for stored in again], split="train", step=1
+                )
+                == 0
+            ), "the same content"
             leases = [await store.lease_task("w", lease_s=60) for _ in range(3)]
-            assert [lease and (lease.task.id, lease.fencing_id) for lease in leases] == [("held", 2), ("queued", 1), None]
+            assert [lease and (lease.task.id, lease.fencing_id) for lease in leases] == [
+                ("held", 2),
+                ("queued", 1),
+                None,
+            ]
 
     asyncio.run(scenario())
 
@@ -53,13 +66,26 @@ def test_a_migrated_store_has_the_schema_of_a_new_one(old: Path, tmp_path: Path)
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
             assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
-            tables = {table: [row[1:4] for row in connection.execute(f"PRAGMA table_info({table})")] for table in metadata.tables}
-            indexes = connection.execute("SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL").fetchall()
-            names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-            found = {name: [row[1:] for row in connection.execute(f"PRAGMA index_info({name})")] for (name,) in indexes}
+            tables = {
+                table: [row[1:4] for row in connection.execute(f"PRAGMA table_info({table})")]
+                for table in metadata.tables
+            }
+            indexes = connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL"
+            ).fetchall()
+            names = connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = 'table'"
+            ).fetchall()
+            found = {
+                name: [row[1:] for row in connection.execute(f"PRAGMA index_info({name})")]
+                for (name,) in indexes
+            }
             return (
                 {"tables": sorted(names)}
-                | {k: sorted((n, t.split("(")[0].replace("VARCHAR", "TEXT"), x) for n, t, x in v) for k, v in tables.items()}
+                | {
+                    k: sorted((n, t.split("(")[0].replace("VARCHAR", "TEXT"), x) for n, t, x in v)
+                    for k, v in tables.items()
+                }
                 | found
             )
 
@@ -71,7 +97,9 @@ def test_a_migrated_store_has_the_schema_of_a_new_one(old: Path, tmp_path: Path)
     assert shape(old) == shape(tmp_path / "new.sqlite")
 
 
-def test_a_migration_that_breaks_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migration_that_breaks_leaves_the_old_file(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = old.read_bytes()
 
     def breaks(turns: object) -> bytes:

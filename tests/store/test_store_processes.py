@@ -1,4 +1,5 @@
-"""Several processes on one store, killed at random moments: nothing half-written, no task lost or done twice, nothing trained twice."""
+"""Several processes on one store, killed at random moments: nothing half-written, no task lost or
+done twice, nothing trained twice."""
 
 from __future__ import annotations
 
@@ -78,10 +79,15 @@ asyncio.run(main(sys.argv[1]))
 
 
 async def check_whole(store: Store, num_tasks: int) -> None:
-    """Every task done by one lease, its two trajectories whole, each in exactly one step, which says so."""
+    """Every task done by one lease, its two trajectories whole, each in exactly one step, which
+    says so."""
     counts = await store.counts()
     assert counts["tasks/completed"] == num_tasks
-    assert counts["trajectories/train/committed"] == 2 * num_tasks == sum(n for key, n in counts.items() if key.startswith("trajectories/"))
+    assert (
+        counts["trajectories/train/committed"]
+        == 2 * num_tasks
+        == sum(n for key, n in counts.items() if key.startswith("trajectories/"))
+    )
     trained = Counter(name for step in await store.steps() for name in step.record["ids"])
     seen: dict[str, set[str]] = {}
     async for stored in store.trajectories():
@@ -93,7 +99,9 @@ async def check_whole(store: Store, num_tasks: int) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_kills_lose_nothing_and_double_nothing(new_url: Callable[[], str], start_script: Start) -> None:
+def test_kills_lose_nothing_and_double_nothing(
+    new_url: Callable[[], str], start_script: Start
+) -> None:
     """Kills are spread over the work: each waits until its share of the tasks is committed."""
     num_tasks, kills, rng = 100, 20, random.Random(7)
 
@@ -103,12 +111,18 @@ def test_kills_lose_nothing_and_double_nothing(new_url: Callable[[], str], start
             await store.add_tasks([Task(id=f"t{i}") for i in range(num_tasks)])
 
             def start(slot: int) -> Popen[str]:
-                return start_script(TRAINER, url) if slot == 0 else start_script(SAMPLER, url, f"w{slot}-{rng.random()}")
+                return (
+                    start_script(TRAINER, url)
+                    if slot == 0
+                    else start_script(SAMPLER, url, f"w{slot}-{rng.random()}")
+                )
 
             async def until_committed(tasks: int) -> None:
                 deadline = time.monotonic() + 300
                 while (await store.counts())["trajectories/train/committed"] < 2 * tasks:
-                    assert all(process.poll() is None for process in slots), "a process died by itself"
+                    assert all(process.poll() is None for process in slots), (
+                        "a process died by itself"
+                    )
                     assert time.monotonic() < deadline, await store.counts()
                     await asyncio.sleep(0.02)
 
@@ -133,7 +147,9 @@ def test_kills_lose_nothing_and_double_nothing(new_url: Callable[[], str], start
     asyncio.run(scenario())
 
 
-def test_many_processes_lease_different_tasks(new_url: Callable[[], str], start_script: Start) -> None:
+def test_many_processes_lease_different_tasks(
+    new_url: Callable[[], str], start_script: Start
+) -> None:
     program = """
 import asyncio, sys
 from agentevo.store import open_store
@@ -149,7 +165,11 @@ asyncio.run(main(sys.argv[1]))
         async with await open_store(url) as store:
             await store.add_tasks([Task(id=f"t{i}") for i in range(200)])
             processes = [start_script(program, url) for _ in range(3)]
-            outputs = [await asyncio.to_thread(process.stdout.read) for process in processes if process.stdout]
+            outputs = [
+                await asyncio.to_thread(process.stdout.read)
+                for process in processes
+                if process.stdout
+            ]
             assert [process.wait() for process in processes] == [0, 0, 0]
             assert sorted(" ".join(outputs).split()) == sorted(f"t{i}" for i in range(200))
 
@@ -157,7 +177,9 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
-def test_a_postgresql_server_that_restarts_is_waited_for(own_postgresql: PostgreSQL, mode: str) -> None:
+def test_a_postgresql_server_that_restarts_is_waited_for(
+    own_postgresql: PostgreSQL, mode: str
+) -> None:
     server = own_postgresql
 
     async def scenario() -> None:
@@ -166,7 +188,9 @@ def test_a_postgresql_server_that_restarts_is_waited_for(own_postgresql: Postgre
 
             async def worker(name: str) -> None:
                 while (lease := await store.lease_task(name, lease_s=600)) is not None:
-                    trajectory = Trajectory(id=lease.task.id, task_id=lease.task.id, group_id=lease.task.id)
+                    trajectory = Trajectory(
+                        id=lease.task.id, task_id=lease.task.id, group_id=lease.task.id
+                    )
                     await store.write_trajectories([trajectory], split="train", step=1, lease=lease)
                     await asyncio.sleep(0.05)
 
@@ -187,7 +211,9 @@ def test_a_postgresql_server_that_restarts_is_waited_for(own_postgresql: Postgre
     asyncio.run(scenario())
 
 
-def test_a_postgresql_server_that_stays_away_is_called_unavailable(own_postgresql: PostgreSQL) -> None:
+def test_a_postgresql_server_that_stays_away_is_called_unavailable(
+    own_postgresql: PostgreSQL,
+) -> None:
     server = own_postgresql
 
     async def scenario() -> None:
@@ -195,7 +221,9 @@ def test_a_postgresql_server_that_stays_away_is_called_unavailable(own_postgresq
             await store.add_tasks([Task(id="x")])
             server.stop()
             start = time.monotonic()
-            with pytest.raises(StoreUnavailableError, match=r"add_tasks: .+: the database can't be used now"):
+            with pytest.raises(
+                StoreUnavailableError, match=r"add_tasks: .+: the database can't be used now"
+            ):
                 await store.add_tasks([Task(id="y")])
             assert time.monotonic() - start < 30
             server.start()
@@ -244,7 +272,11 @@ def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -
             lease = await store.lease_task("w", lease_s=60)
             assert lease is not None
             server.stop()
-            for call in (store.renew(lease), store.add_tasks([Task(id="y")]), store.lease_tasks("w", lease_s=1, limit=1)):
+            for call in (
+                store.renew(lease),
+                store.add_tasks([Task(id="y")]),
+                store.lease_tasks("w", lease_s=1, limit=1),
+            ):
                 with pytest.raises(StoreUnavailableError, match="can't be used now"):
                     await call
 

@@ -1,4 +1,5 @@
-"""What only a database server can come to: rows that another connection holds, transactions with a lifetime, schemas of other versions."""
+"""What only a database server can come to: rows that another connection holds, transactions with a
+lifetime, schemas of other versions."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
             async with store._engine.connect() as other:
                 await other.execute(text("SELECT 1 FROM tasks WHERE id = 'first' FOR UPDATE"))
 
-                async def lets_go(connection: Any, query: Any, **values: float) -> list[Mapping[Any, Any]]:
+                async def lets_go(
+                    connection: Any, query: Any, **values: float
+                ) -> list[Mapping[Any, Any]]:
                     found = await rows(connection, query, **values)
                     await other.rollback()
                     return found
@@ -44,13 +47,18 @@ def test_a_row_that_another_connection_lets_go_is_no_second_lease(
                 monkeypatch.setattr(leases, "_rows", lets_go)
                 taken = await store.lease_tasks("w", lease_s=10, limit=2)
             assert [lease.task.id for lease in taken] == ["second"]
-            assert [(lease.task.id, lease.fencing_id) for lease in await store.lease_tasks("w", lease_s=10, limit=2)] == [("first", 2)]
+            assert [
+                (lease.task.id, lease.fencing_id)
+                for lease in await store.lease_tasks("w", lease_s=10, limit=2)
+            ] == [("first", 2)]
             await store.complete_task(taken[0])
 
     asyncio.run(scenario())
 
 
-def test_groups_are_found_without_a_walk_over_their_split(postgresql: PostgreSQL, make_trajectory: Make) -> None:
+def test_groups_are_found_without_a_walk_over_their_split(
+    postgresql: PostgreSQL, make_trajectory: Make
+) -> None:
     """A table that PostgreSQL has not analyzed yet, as in the first minutes of a run."""
     seen: list[tuple[str, Any]] = []
 
@@ -58,11 +66,20 @@ def test_groups_are_found_without_a_walk_over_their_split(postgresql: PostgreSQL
         async with await PostgreSQLStore.open(postgresql.url(unused_name())) as store:
             off = text("ALTER TABLE trajectories SET (autovacuum_enabled = false)")
             await store._run("test", lambda connection: connection.execute(off), write=True)
-            many = [make_trajectory(f"{k}", group_id=f"g{k // 8}", num_turns=0) for k in range(2000)]
+            many = [
+                make_trajectory(f"{k}", group_id=f"g{k // 8}", num_turns=0) for k in range(2000)
+            ]
             await store.write_trajectories(many, split="train", step=1)
 
             @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
-            def note(_connection: object, _cursor: object, statement: str, parameters: Any, _context: object, many: bool) -> None:
+            def note(
+                _connection: object,
+                _cursor: object,
+                statement: str,
+                parameters: Any,
+                _context: object,
+                many: bool,
+            ) -> None:
                 if statement.startswith("SELECT trajectories"):
                     seen.append((statement, parameters))
 
@@ -70,8 +87,13 @@ def test_groups_are_found_without_a_walk_over_their_split(postgresql: PostgreSQL
             await store.summaries(group_id="g5", split="train")
             event.remove(store._engine.sync_engine, "before_cursor_execute", note)
             async with store._engine.connect() as connection:
-                await connection.execute(text("SET enable_seqscan = off"))  # as if there were a hundred times as many
-                plans = [await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters) for statement, parameters in seen]
+                await connection.execute(
+                    text("SET enable_seqscan = off")
+                )  # as if there were a hundred times as many
+                plans = [
+                    await connection.exec_driver_sql(f"EXPLAIN {statement}", parameters)
+                    for statement, parameters in seen
+                ]
                 return ["\n".join(row[0] for row in plan) for plan in plans]
 
     plans = asyncio.run(scenario())
@@ -79,32 +101,48 @@ def test_groups_are_found_without_a_walk_over_their_split(postgresql: PostgreSQL
     assert not any("trajectories_by_split" in plan for plan in plans), "\n\n".join(plans)
 
 
-@pytest.mark.parametrize(("version", "advice"), [(1, "agentevo store export"), (99, "pip install -U agentevo")])
-def test_a_postgresql_schema_of_another_version_is_refused(postgresql: PostgreSQL, version: int, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "advice"), [(1, "agentevo store export"), (99, "pip install -U agentevo")]
+)
+def test_a_postgresql_schema_of_another_version_is_refused(
+    postgresql: PostgreSQL, version: int, advice: str
+) -> None:
     async def scenario() -> None:
         url = postgresql.url(unused_name())
         async with await PostgreSQLStore.open(url) as store:
             change = text(f"UPDATE agentevo_store SET version = {version}")
             await store._run("test", lambda connection: connection.execute(change), write=True)
-        with pytest.raises(StoreError, match=f"has version {version}, this AgentEvo knows {tables.SCHEMA_VERSION}: .*{advice}"):
+        with pytest.raises(
+            StoreError,
+            match=f"has version {version}, this AgentEvo knows {tables.SCHEMA_VERSION}: .*{advice}",
+        ):
             await open_store(url)
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("version", "advice"), [(0, "older AgentEvo's.*agentevo store export"), (99, "newer AgentEvo's.*pip install -U")])
-def test_a_mongodb_schema_of_another_version_is_refused(mongodb: MongoDB, version: int, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(0, "older AgentEvo's.*agentevo store export"), (99, "newer AgentEvo's.*pip install -U")],
+)
+def test_a_mongodb_schema_of_another_version_is_refused(
+    mongodb: MongoDB, version: int, advice: str
+) -> None:
     async def scenario() -> None:
         url = mongodb.url(unused_name())
         async with await MongoDBStore.open(url) as store:
-            await store._database["meta"].update_one({"_id": "schema"}, {"$set": {"version": version}})
+            await store._database["meta"].update_one(
+                {"_id": "schema"}, {"$set": {"version": version}}
+            )
         with pytest.raises(StoreError, match=f"its schema {version} is an? {advice}"):
             await open_store(url)
 
     asyncio.run(scenario())
 
 
-def test_gc_on_mongodb_is_many_transactions(mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gc_on_mongodb_is_many_transactions(
+    mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that breaks off has done a part, and again does the rest."""
     monkeypatch.setattr(mongo_rows, "CHUNK", 2)
     delete = mongo_rows.Rows._delete_tokens
@@ -119,28 +157,40 @@ def test_gc_on_mongodb_is_many_transactions(mongodb: MongoDB, make_trajectory: M
     async def scenario() -> None:
         async with await MongoDBStore.open(mongodb.url(unused_name())) as store:
             names = [f"t{i}" for i in range(5)]
-            await store.write_trajectories([make_trajectory(name, task_id=name) for name in names], split="train", step=1)
+            await store.write_trajectories(
+                [make_trajectory(name, task_id=name) for name in names], split="train", step=1
+            )
             await store.drop(names, "stale")
             await store.commit_step(1, {})
-            await store._database["tokens"].insert_many([{"_id": f"{name}+", "data": b""} for name in names])
+            await store._database["tokens"].insert_many(
+                [{"_id": f"{name}+", "data": b""} for name in names]
+            )
             monkeypatch.setattr(mongo_rows.Rows, "_delete_tokens", breaks)
             with pytest.raises(StoreError, match="the connection is gone"):
                 await store.gc(dropped=True)
             assert calls == [["t0+"], ["t1+"]]
-            assert (await store.gc(dropped=True)).items() >= {"leases": 0, "orphans": 4, "tokens": 5}.items()
+            assert (await store.gc(dropped=True)).items() >= {
+                "leases": 0,
+                "orphans": 4,
+                "tokens": 5,
+            }.items()
             assert [one.tokens_deleted async for one in store.trajectories()] == [True] * 5
             assert await store._database["tokens"].count_documents({}) == 0
 
     asyncio.run(scenario())
 
 
-def test_clear_on_mongodb_is_no_transaction(mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_on_mongodb_is_no_transaction(
+    mongodb: MongoDB, make_trajectory: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuses(*_: object, **__: object) -> None:
         raise AssertionError("a transaction")
 
     async def scenario() -> None:
         async with await MongoDBStore.open(mongodb.url(unused_name())) as store:
-            await store.write_trajectories([make_trajectory("a"), make_trajectory("b")], split="train", step=1)
+            await store.write_trajectories(
+                [make_trajectory("a"), make_trajectory("b")], split="train", step=1
+            )
             with monkeypatch.context() as patch:
                 patch.setattr(store, "_run", refuses)
                 assert await store.clear() == 2
@@ -150,7 +200,9 @@ def test_clear_on_mongodb_is_no_transaction(mongodb: MongoDB, make_trajectory: M
     asyncio.run(scenario())
 
 
-def test_closing_a_mongodb_store_has_a_deadline(mongodb: MongoDB, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_mongodb_store_has_a_deadline(
+    mongodb: MongoDB, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def hangs() -> None:
         await asyncio.sleep(600)
 

@@ -17,7 +17,12 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError, UnknownNameError
+from agentevo.errors import (
+    DeadlineExceededError,
+    StoreError,
+    StoreUnavailableError,
+    UnknownNameError,
+)
 from agentevo.store import open_store, stores
 from agentevo.store.sqlite import APPLICATION_ID, SQLiteStore
 from agentevo.types import Task, Trajectory
@@ -51,20 +56,26 @@ def program(body: str) -> str:
     return PROGRAM.replace("BODY", body.strip().replace("\n", "\n    "))
 
 
-def test_open_makes_the_folder_and_finds_everything_again(tmp_path: Path, make_trajectory: Make) -> None:
+def test_open_makes_the_folder_and_finds_everything_again(
+    tmp_path: Path, make_trajectory: Make
+) -> None:
     path = tmp_path / "deep" / "er" / "store.sqlite"
 
     async def scenario() -> None:
         async with await open_store(f"sqlite:///{path}") as store:
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)
-        assert path.is_file() and not path.with_name("store.sqlite-wal").exists(), "closing leaves one file"
+        assert path.is_file() and not path.with_name("store.sqlite-wal").exists(), (
+            "closing leaves one file"
+        )
         async with await open_store(f"sqlite:///{path}", create=False) as store:
             assert await store.trajectory("a") == make_trajectory("a")
 
     asyncio.run(scenario())
 
 
-def test_relative_urls_start_at_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_urls_start_at_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     async def scenario() -> None:
@@ -74,7 +85,9 @@ def test_relative_urls_start_at_the_working_folder(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "runs" / "a?b%20#.sqlite").is_file()
 
 
-def refuses(url: str, message: str, error: type[Exception] = StoreError, *, create: bool = True) -> None:
+def refuses(
+    url: str, message: str, error: type[Exception] = StoreError, *, create: bool = True
+) -> None:
     with pytest.raises(error, match=message):
         asyncio.run(open_store(url, create=create))
 
@@ -133,9 +146,15 @@ def test_the_settings_hold_on_every_connection(sqlite_url: str) -> None:
             async def settings(connection: AsyncConnection) -> list[object]:
                 together.wait(60)  # so that each call has a connection of its own
                 names = ("journal_mode", "synchronous", "foreign_keys")
-                return [(await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one() for name in names]
+                return [
+                    (await connection.exec_driver_sql(f"PRAGMA {name}")).scalar_one()
+                    for name in names
+                ]
 
-            assert await asyncio.gather(*(store._run("test", settings) for _ in range(3))) == [["wal", 1, 1]] * 3
+            assert (
+                await asyncio.gather(*(store._run("test", settings) for _ in range(3)))
+                == [["wal", 1, 1]] * 3
+            )
 
     asyncio.run(scenario())
 
@@ -165,7 +184,9 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         await store.add_tasks([Task(id=name) for name in "abcd"])
         done, failed, again = await store.lease_tasks("w", lease_s=0.0, limit=3)
         await store.renew(done)
-        await store.write_trajectories([make_trajectory("d", task_id="a")], split="train", step=2, lease=done)
+        await store.write_trajectories(
+            [make_trajectory("d", task_id="a")], split="train", step=2, lease=done
+        )
         await store.fail_task(failed, "e")
         await store.retry_task(again, "e")
         await store.lease_task("w", lease_s=0.0)
@@ -189,10 +210,19 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
 
     async def scenario() -> list[str]:
         async with await SQLiteStore.open(sqlite_url) as store:
-            await store.write_trajectories([make_trajectory(name) for name in "abc"], split="train", step=1)
+            await store.write_trajectories(
+                [make_trajectory(name) for name in "abc"], split="train", step=1
+            )
 
             @event.listens_for(store._engine, "before_cursor_execute")
-            def note(_connection: object, _cursor: object, statement: str, parameters: object, _context: object, many: bool) -> None:
+            def note(
+                _connection: object,
+                _cursor: object,
+                statement: str,
+                parameters: object,
+                _context: object,
+                many: bool,
+            ) -> None:
                 seen.append((statement, parameters[0] if many else parameters))  # type: ignore[index]
 
             await call_everything(store)
@@ -201,7 +231,11 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
                 plans = []
                 for statement, parameters in list(seen):
                     if statement.startswith(("SELECT", "UPDATE", "DELETE")):
-                        plan = (await connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)).all()  # type: ignore[arg-type]
+                        plan = (
+                            await connection.exec_driver_sql(
+                                f"EXPLAIN QUERY PLAN {statement}", parameters
+                            )
+                        ).all()  # type: ignore[arg-type]
                         plans += [f"{row.detail} <- {statement}" for row in plan]
                 return plans
 
@@ -217,20 +251,38 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
         "trajectories_by_group",
     ):
         assert any(f"INDEX {name}" in plan for plan in plans), name
-    for words, name in (("group_id = ?", "group"), ("group_id IN", "group"), ("task_id = ?", "task"), ("step = ? AND", "step")):
-        chosen = [plan for plan in plans if f"trajectories.{words}" in plan and plan.startswith("SEARCH trajectories")]
-        assert chosen and all(f"INDEX trajectories_by_{name} " in plan for plan in chosen), "\n".join(chosen)
+    for words, name in (
+        ("group_id = ?", "group"),
+        ("group_id IN", "group"),
+        ("task_id = ?", "task"),
+        ("step = ? AND", "step"),
+    ):
+        chosen = [
+            plan
+            for plan in plans
+            if f"trajectories.{words}" in plan and plan.startswith("SEARCH trajectories")
+        ]
+        assert chosen and all(f"INDEX trajectories_by_{name} " in plan for plan in chosen), (
+            "\n".join(chosen)
+        )
     allowed = (
         "SCAN trajectories <- ",  # without a filter, in the order of the primary key
         "SCAN steps <- ",  # all steps, in their order
     )
-    bad = [plan for plan in plans if ("TEMP B-TREE" in plan or plan.startswith("SCAN")) and not plan.startswith(allowed)]
+    bad = [
+        plan
+        for plan in plans
+        if ("TEMP B-TREE" in plan or plan.startswith("SCAN")) and not plan.startswith(allowed)
+    ]
     bad += [plan for plan in plans if plan.startswith("SCAN") and "WHERE" in plan]
     assert not bad, "\n".join(bad)
 
 
 def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_script: Start) -> None:
-    body = "await store.write_trajectories([trajectory(sys.argv[2])], split='train', step=1)\nawait store.close()"
+    body = (
+        "await store.write_trajectories([trajectory(sys.argv[2])], split='train', "
+        "step=1)\nawait store.close()"
+    )
     processes = [start_script(program(body), sqlite_url, f"p{i}") for i in range(4)]
     assert [process.wait(200) for process in processes] == [0] * 4
 
@@ -241,7 +293,9 @@ def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_scri
     asyncio.run(scenario())
 
 
-def test_readers_in_another_process_see_whole_batches_while_one_writes(sqlite_url: str, start_script: Start) -> None:
+def test_readers_in_another_process_see_whole_batches_while_one_writes(
+    sqlite_url: str, start_script: Start
+) -> None:
     body = """
 print("open", flush=True)
 for batch in range(20):
@@ -256,10 +310,17 @@ sys.stdin.read()
         sizes = set()
         async with await open_store(sqlite_url, timeout_s=20) as store:
             while (count := (await store.counts())["trajectories/train/ready"]) < 1000:
-                assert count == len(await store.summaries(limit=count)), "what was counted can be read"
+                assert count == len(await store.summaries(limit=count)), (
+                    "what was counted can be read"
+                )
                 sizes.add(count)
-                assert writer.poll() is None or (await store.counts())["trajectories/train/ready"] == 1000
-            assert [stored.trajectory.id async for stored in store.trajectories(step=7)] == [f"7-{i}" for i in range(50)]
+                assert (
+                    writer.poll() is None
+                    or (await store.counts())["trajectories/train/ready"] == 1000
+                )
+            assert [stored.trajectory.id async for stored in store.trajectories(step=7)] == [
+                f"7-{i}" for i in range(50)
+            ]
         assert all(size % 50 == 0 for size in sizes), "a transaction is seen whole or not at all"
         writer.kill()
         writer.wait()
@@ -267,7 +328,9 @@ sys.stdin.read()
     asyncio.run(scenario())
 
 
-def test_a_crash_between_reserve_and_commit_can_be_released(sqlite_url: str, start_script: Start) -> None:
+def test_a_crash_between_reserve_and_commit_can_be_released(
+    sqlite_url: str, start_script: Start
+) -> None:
     body = """
 await store.write_trajectories([trajectory(name) for name in "abc"], split="train", step=1)
 await store.reserve(["a"], 1)
@@ -279,7 +342,11 @@ die()
 
     async def scenario() -> None:
         async with await open_store(sqlite_url, create=False) as store:
-            assert [(s.state, s.trained_step) for s in await store.summaries()] == [("committed", 1), ("reserved", 2), ("reserved", 2)]
+            assert [(s.state, s.trained_step) for s in await store.summaries()] == [
+                ("committed", 1),
+                ("reserved", 2),
+                ("reserved", 2),
+            ]
             assert await store.release() == 2
             await store.reserve(["b", "c"], 2)
             assert await store.commit_step(2, {"loss": 0.5}, ids=["b", "c"]) == 2
@@ -288,7 +355,9 @@ die()
     asyncio.run(scenario())
 
 
-def test_a_crash_inside_the_commit_leaves_no_half_step(sqlite_url: str, start_script: Start) -> None:
+def test_a_crash_inside_the_commit_leaves_no_half_step(
+    sqlite_url: str, start_script: Start
+) -> None:
     body = """
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -310,7 +379,9 @@ await store.commit_step(1, {})
     asyncio.run(scenario())
 
 
-def test_kills_at_random_moments_never_tear_the_ledger(sqlite_url: str, start_script: Start) -> None:
+def test_kills_at_random_moments_never_tear_the_ledger(
+    sqlite_url: str, start_script: Start
+) -> None:
     body = """
 last = await store.last_step()
 first = last.step + 1 if last else 1
@@ -339,21 +410,30 @@ for step in range(first, 100000):
             assert [step.step for step in steps] == list(range(1, len(steps) + 1))
             for step in steps:
                 trained = await store.summaries(trained_step=step.step)
-                assert [(s.id, s.state) for s in trained] == [(f"{step.step}-{i}", "committed") for i in range(20)]
+                assert [(s.id, s.state) for s in trained] == [
+                    (f"{step.step}-{i}", "committed") for i in range(20)
+                ]
             assert (await store.counts())["trajectories/train/committed"] == 20 * len(steps) > 0
-            check = await store._run("check", lambda connection: connection.scalar(text("PRAGMA integrity_check")))
+            check = await store._run(
+                "check", lambda connection: connection.scalar(text("PRAGMA integrity_check"))
+            )
             assert check == "ok"
 
     asyncio.run(scenario())
 
 
-def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(sqlite_url: str, make_trajectory: Make) -> None:
+def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(
+    sqlite_url: str, make_trajectory: Make
+) -> None:
     async def scenario() -> None:
         async with await open_store(sqlite_url, timeout_s=3) as store:
             holder = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
             holder.execute("BEGIN IMMEDIATE")
             start = time.monotonic()
-            writes = [store.write_trajectories([make_trajectory(name)], split="train", step=1) for name in "abc"]
+            writes = [
+                store.write_trajectories([make_trajectory(name)], split="train", step=1)
+                for name in "abc"
+            ]
             results = await asyncio.gather(*writes, return_exceptions=True)
             assert time.monotonic() - start < 30
             assert [type(result) for result in results] == [DeadlineExceededError] * 3
@@ -361,12 +441,16 @@ def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(sqlite_url: 
             assert await store.summaries() == [], "readers don't wait for the writer"
             holder.execute("ROLLBACK")
             holder.close()
-            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            assert (
+                await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            )
 
     asyncio.run(scenario())
 
 
-def test_a_file_that_can_not_be_opened_is_unavailable_and_then_back(sqlite_url: str, make_trajectory: Make) -> None:
+def test_a_file_that_can_not_be_opened_is_unavailable_and_then_back(
+    sqlite_url: str, make_trajectory: Make
+) -> None:
     path = Path(sqlite_url.removeprefix("sqlite:///"))
 
     def take_away() -> None:
@@ -384,7 +468,9 @@ def test_a_file_that_can_not_be_opened_is_unavailable_and_then_back(sqlite_url: 
             with pytest.raises(StoreUnavailableError, match="counts: unable to open database file"):
                 await store.counts()
             bring_back()
-            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            assert (
+                await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            )
 
     asyncio.run(scenario())
 
@@ -394,9 +480,13 @@ def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory
         async with await SQLiteStore.open(sqlite_url, timeout_s=3) as store:
             start = time.monotonic()
             with pytest.raises(DeadlineExceededError, match="endless: no answer"):
-                await store._run("endless", lambda connection: connection.exec_driver_sql(ENDLESS), write=True)
+                await store._run(
+                    "endless", lambda connection: connection.exec_driver_sql(ENDLESS), write=True
+                )
             assert time.monotonic() - start < 30
-            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            assert (
+                await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            )
 
     asyncio.run(scenario())
 
@@ -417,14 +507,20 @@ def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
-            assert time.monotonic() - start < 20, "nobody waits for the deadline of a call that was cancelled"
+            assert (
+                await store.write_trajectories([make_trajectory("a")], split="train", step=1) == 1
+            )
+            assert time.monotonic() - start < 20, (
+                "nobody waits for the deadline of a call that was cancelled"
+            )
             assert await store.steps() == []
 
     asyncio.run(scenario())
 
 
-def test_a_full_disk_refuses_the_write_and_keeps_the_rest(sqlite_url: str, make_trajectory: Make) -> None:
+def test_a_full_disk_refuses_the_write_and_keeps_the_rest(
+    sqlite_url: str, make_trajectory: Make
+) -> None:
     async def scenario() -> None:
         async with await SQLiteStore.open(sqlite_url) as store:
             await store.write_trajectories([make_trajectory("a")], split="train", step=1)

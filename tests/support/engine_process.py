@@ -1,4 +1,5 @@
-"""Engines of a run as real processes, for tests that kill them. They are forked from a process that has imported torch already."""
+"""Engines of a run as real processes, for tests that kill them. They are forked from a process that
+has imported torch already."""
 
 from __future__ import annotations
 
@@ -12,17 +13,18 @@ from types import TracebackType
 from typing import Self
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["agentevo.orchestration.serve"])
+CONTEXT.set_forkserver_preload(["agentevo.processes.serve"])
 
 
 def serve_run(folder: str, name: str, step_s: float, parent: int | None) -> None:
-    """`agentevo serve FOLDER/config.yaml` whose every step takes `step_s` longer, so that something is always under way."""
+    """`agentevo serve FOLDER/config.yaml` whose every step takes `step_s` longer, so that something
+    is always under way."""
     import torch
 
     torch.set_num_threads(1)
     from agentevo.config import load_config
     from agentevo.inference.torch_engine import TorchEngine
-    from agentevo.orchestration.serve import serve
+    from agentevo.processes.serve import serve
 
     real = TorchEngine._step
 
@@ -37,7 +39,12 @@ def serve_run(folder: str, name: str, step_s: float, parent: int | None) -> None
         with log.open("a") as file:
             file.write(line + "\n")
 
-    serve(load_config(Path(folder) / "config.yaml", [f"run.dir={folder}"]), name=name, parent=parent, note=note)
+    serve(
+        load_config(Path(folder) / "config.yaml", [f"run.dir={folder}"]),
+        name=name,
+        parent=parent,
+        note=note,
+    )
 
 
 class EngineProcesses:
@@ -48,7 +55,9 @@ class EngineProcesses:
         self.processes: dict[str, BaseProcess] = {}
 
     def start(self, name: str, *, step_s: float = 0.0, parent: int | None = None) -> BaseProcess:
-        process = CONTEXT.Process(target=serve_run, args=(str(self.folder), name, step_s, parent), daemon=True)
+        process = CONTEXT.Process(
+            target=serve_run, args=(str(self.folder), name, step_s, parent), daemon=True
+        )
         process.start()
         self.processes[name] = process
         return process
@@ -65,7 +74,12 @@ class EngineProcesses:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for process in self.processes.values():
             process.kill()
             process.join(30)

@@ -1,5 +1,6 @@
-"""What must be true of a run however often its processes were killed. Read from the store and the files, not from what the run says of
-itself: its metrics, and the audit (which is asked too), could be wrong in the same way."""
+"""What must be true of a run however often its processes were killed. Read from the store and the
+files, not from what the run says of itself: its metrics, and the audit (which is asked too), could
+be wrong in the same way."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from safetensors.torch import load_file
 
+from agentevo.audit.audit import Audit, audit
 from agentevo.config import RunConfig
-from agentevo.orchestration.audit import Audit, audit
 from agentevo.store.store import StepRecord, StoredTask, StoredTrajectory, open_store
 from agentevo.training.checkpoint import Checkpoints
 
@@ -43,7 +44,9 @@ def account(config: RunConfig) -> Account:
             return Account(
                 steps=await store.steps(),
                 tasks={one.task.id: one async for one in store.tasks()},
-                trajectories={one.trajectory.id: one async for one in store.trajectories(split="train")},
+                trajectories={
+                    one.trajectory.id: one async for one in store.trajectories(split="train")
+                },
                 evaluated={one.task_id for one in await store.summaries(split="eval")},
                 audit=await audit(store, config.run_dir),
             )
@@ -52,7 +55,8 @@ def account(config: RunConfig) -> Account:
 
 
 def check(config: RunConfig, *, complete: bool = True) -> Account:
-    """Every invariant that holds under every policy. `complete`: of a run that came to its last step. Raises AssertionError."""
+    """Every invariant that holds under every policy. `complete`: of a run that came to its last
+    step. Raises AssertionError."""
     found = account(config)
     last = config.trainer.steps if complete else len(found.steps)
     assert [one.step for one in found.steps] == list(range(1, last + 1)), "steps are missing"
@@ -72,13 +76,18 @@ def _check_once(found: Account) -> None:
     """Plans and ledger agree; nothing is in two steps, or twice in one."""
     twice = {name: count for name, count in found.trained.items() if count > 1}
     assert not twice, f"trained on more than once: {twice}"
-    committed = {name: one.trained_step for name, one in found.trajectories.items() if one.state == "committed"}
+    committed = {
+        name: one.trained_step
+        for name, one in found.trajectories.items()
+        if one.state == "committed"
+    }
     planned = {name: step.step for step in found.steps for name in step.record["plan"]["ids"]}
     assert committed == planned
 
 
 def _check_ages(found: Account, config: RunConfig) -> None:
-    """No token of a step s is older than s - 1 - staleness, but for those that mask and correct left out; none is of the future."""
+    """No token of a step s is older than s - 1 - staleness, but for those that mask and correct
+    left out; none is of the future."""
     bound = config.rollout.staleness
     for step in found.steps:
         masked = 0
@@ -89,25 +98,34 @@ def _check_ages(found: Account, config: RunConfig) -> None:
                 for version in turn.versions:
                     age = step.step - 1 - version
                     assert age >= 0, f"step {step.step}: {name} has a token of version {version}"
-                    assert age <= bound or config.rollout.policy in ("mask", "correct"), f"step {step.step}: {name}: age {age}"
+                    assert age <= bound or config.rollout.policy in ("mask", "correct"), (
+                        f"step {step.step}: {name}: age {age}"
+                    )
                     masked += age > bound
                     found.ages[age] += 1
         assert masked == step.record["plan"]["masked_tokens"], f"step {step.step}"
 
 
 def _check_groups(found: Account, config: RunConfig, *, complete: bool) -> None:
-    """No attempt is lost: each group has all its members once, each of which was trained on, left out for a stated reason, failed for one,
-    or can still be trained on. Of a run that is not complete the next step may be reserved: a trainer was killed over it."""
+    """No attempt is lost: each group has all its members once, each of which was trained on, left
+    out for a stated reason, failed for one, or can still be trained on. Of a run that is not
+    complete the next step may be reserved: a trainer was killed over it."""
     begun = None if complete else len(found.steps) + 1
     groups: defaultdict[str, list[StoredTrajectory]] = defaultdict(list)
     for one in found.trajectories.values():
         groups[one.trajectory.group_id].append(one)
     size = config.trainer.group_size + config.rollout.extra_attempts
     for name, members in groups.items():
-        assert sorted(one.trajectory.attempt for one in members) == list(range(size)), f"{name} is not whole"
-        assert len({one.trained_step for one in members if one.state == "committed"}) <= 1, f"{name} is in several steps"
+        assert sorted(one.trajectory.attempt for one in members) == list(range(size)), (
+            f"{name} is not whole"
+        )
+        assert len({one.trained_step for one in members if one.state == "committed"}) <= 1, (
+            f"{name} is in several steps"
+        )
         for one in members:
-            assert one.state != "reserved" or one.trained_step == begun, f"{one.trajectory.id} is still reserved"
+            assert one.state != "reserved" or one.trained_step == begun, (
+                f"{one.trajectory.id} is still reserved"
+            )
             assert one.state != "dropped" or one.drop_reason, one.trajectory.id
             assert one.state != "failed" or one.trajectory.error, one.trajectory.id
     sampled = {members[0].trajectory.task_id for members in groups.values()}
@@ -124,7 +142,8 @@ def final_weights(config: RunConfig, *, complete: bool = True) -> dict[str, torc
 
 
 def expected_ids(config: RunConfig) -> Counter[str]:
-    """What `rollout.policy: wait` trains on, by the seed alone: the tasks of every step, each attempted group_size times."""
+    """What `rollout.policy: wait` trains on, by the seed alone: the tasks of every step, each
+    attempted group_size times."""
     section = config.trainer
     return Counter(
         f"train-{index}/train@{index // section.groups_per_step + 1}#{attempt}"

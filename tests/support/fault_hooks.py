@@ -1,5 +1,5 @@
-"""Faults that are put into a life before it begins (`Birth.before`). What they need beside the birth is in the environment of no one: files
-beside the life's log, written by the test."""
+"""Faults that are put into a life before it begins (`Birth.before`). What they need beside the
+birth is in the environment of no one: files beside the life's log, written by the test."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def wall_clock_jumps(birth: Birth) -> None:
 
 
 def steady_clock_jumps(birth: Birth) -> None:
-    """The clock of leases is off by what the file `clock` says, for all processes alike: a server whose clock was set, or a reboot."""
+    """The clock of leases is off by what the file `clock` says, for all processes alike: a server
+    whose clock was set, or a reboot."""
     from agentevo.store import clock, sqlite
 
     place = birth.log.parent / "clock"

@@ -1,8 +1,10 @@
-"""Processes that live, are killed with SIGKILL and live again: the harness of tests/faults and of `make soak`.
+"""Processes that live, are killed with SIGKILL and live again: the harness of tests/faults and of
+`make soak`.
 
-A life is a real process, forked from one that has everything imported, so that it costs tens of milliseconds and not seconds. It leaves
-marks in a shared page: which phases it is in (PHASES), how long each took last. Who is to die gets a moment: from outside after a random
-time, or from inside a random way into the n-th call of a phase. Both are SIGKILL; nothing is cleaned up, flushed or told.
+A life is a real process, forked from one that has everything imported, so that it costs tens of
+milliseconds and not seconds. It leaves marks in a shared page: which phases it is in (PHASES), how
+long each took last. Who is to die gets a moment: from outside after a random time, or from inside a
+random way into the n-th call of a phase. Both are SIGKILL; nothing is cleaned up, flushed or told.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from typing import Any
 from agentevo.config import RunConfig
 
 PRELOADED = [
-    "agentevo.cli",
-    "agentevo.orchestration.learn",
+    "agentevo.cli.main",
+    "agentevo.processes.learn",
     "agentevo.orchestration.run",
-    "agentevo.orchestration.sample",
-    "agentevo.orchestration.serve",
+    "agentevo.processes.sample",
+    "agentevo.processes.serve",
     "agentevo.store.mongodb",
     "agentevo.store.postgresql",
     "agentevo.store.sqlite",
@@ -47,8 +49,8 @@ PRELOADED = [
 _LOOP = "agentevo.orchestration.loop:Loop."
 _SQL, _MONGODB = "agentevo.store.sql:SQLStore.", "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
-    "begin": ["agentevo.orchestration.training_run:beginning"],
-    "redo": ["agentevo.orchestration.redo:_redo_step"],
+    "begin": ["agentevo.orchestration.training_run:find_resume_point"],
+    "redo": ["agentevo.orchestration.resume:_replay_step"],
     "collect": ["agentevo.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
     "reserve": [_LOOP + "_reserve"],
@@ -60,15 +62,29 @@ PHASES = {
     "weights written": ["agentevo.inference.weights:WeightsFolder.write"],
     "weights read": ["agentevo.inference.weights:WeightsFolder.read"],
     "publish": ["agentevo.inference.torch_engine:TorchEngine.publish"],
-    "generate": ["agentevo.inference.torch_engine:TorchEngine.generate", "agentevo.inference.remote:RemoteEngine.generate"],
+    "generate": [
+        "agentevo.inference.torch_engine:TorchEngine.generate",
+        "agentevo.inference.remote:RemoteEngine.generate",
+    ],
     "tasks added": [_SQL + "add_tasks", _MONGODB + "add_tasks"],
     "lease": [_SQL + "lease_tasks", _MONGODB + "lease_tasks"],
     "renew": [_SQL + "renew", _MONGODB + "renew"],
     "attempts written": [_SQL + "write_trajectories", _MONGODB + "write_trajectories"],
 }
-"""Phase -> functions that are it while they run. (`sampling` is generate; a life that is in none starts, waits or ends.)"""
+"""Phase -> functions that are it while they run. (`sampling` is generate; a life that is in none
+starts, waits or ends.)"""
 NAMES = list(PHASES)
-TRAINER_PHASES = ("begin", "redo", "collect", "prepare", "reserve", "train", "checkpoint", "commit", "prune")
+TRAINER_PHASES = (
+    "begin",
+    "redo",
+    "collect",
+    "prepare",
+    "reserve",
+    "train",
+    "checkpoint",
+    "commit",
+    "prune",
+)
 SAMPLER_PHASES = ("generate", "tasks added", "lease", "attempts written")
 PHASES_OF = {
     "sample": SAMPLER_PHASES,
@@ -84,7 +100,8 @@ SELDOM = ("begin", "redo", "checkpoint", "prune", "weights written")
 INSIDE = 0.65
 """Share of deaths that wait in a phase; the others come from outside at any time."""
 FRUITLESS = 6
-"""Lives in a row that may come to nothing. A task whose workers die 20 times is set aside as poison, as it should be."""
+"""Lives in a row that may come to nothing. A task whose workers die 20 times is set aside as
+poison, as it should be."""
 FRUITFUL_S = 10.0
 """So long a life may then take to come to something."""
 SPARE = 1.25
@@ -99,7 +116,10 @@ class Marks(ctypes.Structure):
         ("entered", ctypes.c_int32 * len(NAMES)),
         ("took_s", ctypes.c_double * len(NAMES)),
         ("progress_s", ctypes.c_double),
-        ("hold_at", ctypes.c_int64),  # set by who attacks: no step is begun after that many; 0: all are
+        (
+            "hold_at",
+            ctypes.c_int64,
+        ),  # set by who attacks: no step is begun after that many; 0: all are
     )
 
     @classmethod
@@ -115,7 +135,8 @@ class Marks(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Death:
-    """From inside: `share` of a call's usual duration into the `number`-th call of a phase, and never later than its end."""
+    """From inside: `share` of a call's usual duration into the `number`-th call of a phase, and
+    never later than its end."""
 
     phase: str
     number: int
@@ -163,19 +184,19 @@ def run_component(birth: Birth) -> None:
     config = birth.config
     view = LiveView(birth.name, stream=sys.stdout, plain=True)
     if birth.component == "train":
-        from agentevo.orchestration.run import train
+        from agentevo.api.run import train
 
         train(config, resume=(config.run_dir / "config.yaml").is_file(), view=view)
     elif birth.component == "learn":
-        from agentevo.orchestration.learn import learn
+        from agentevo.processes.learn import learn
 
         learn(config, view=view)
     elif birth.component == "serve":
-        from agentevo.orchestration.serve import serve
+        from agentevo.processes.serve import serve
 
         serve(config, host="127.0.0.1", port=0, name=birth.name)
     else:
-        from agentevo.orchestration.sample import sample
+        from agentevo.processes.sample import sample
 
         sample(config, name=birth.name)
 
@@ -236,7 +257,8 @@ def _watch(place: str, index: int, marks: Marks, birth: Birth, started: float) -
 
 
 def _hold(marks: Marks) -> None:
-    """No run is over before all its kills were, however quick the machine: steps wait while as many are committed as `hold_at` says."""
+    """No run is over before all its kills were, however quick the machine: steps wait while as many
+    are committed as `hold_at` says."""
     owner, name, step = _find(_LOOP + "step")
 
     @wraps(step)
@@ -300,7 +322,16 @@ def _nothing() -> None:
 class Component:
     """One member of a run, through all its lives."""
 
-    def __init__(self, nursery: Nursery, kind: str, name: str, config: RunConfig, folder: Path, *, before: str | None = None) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        kind: str,
+        name: str,
+        config: RunConfig,
+        folder: Path,
+        *,
+        before: str | None = None,
+    ) -> None:
         self.kind, self.name, self.before = kind, name, before
         self.log = folder / f"{name}.log"
         self._nursery, self.config, self._marks_file = nursery, config, folder / f"{name}.marks"
@@ -312,7 +343,9 @@ class Component:
         self.process: Any = None
 
     def start(self, death: Death | None = None) -> None:
-        birth = Birth(self.kind, self.name, self.config, self.log, self._marks_file, death, self.before)
+        birth = Birth(
+            self.kind, self.name, self.config, self.log, self._marks_file, death, self.before
+        )
         self.process = self._nursery.bear(birth)
         self.started = time.monotonic()
         self.lives += 1
@@ -338,7 +371,9 @@ class Component:
         self.process.join(within_s)
         if self.process.exitcode is None:
             self.kill()
-            raise AssertionError(f"{self.name} did not end within {within_s:g} s of SIGTERM:\n{self.tail()}")
+            raise AssertionError(
+                f"{self.name} did not end within {within_s:g} s of SIGTERM:\n{self.tail()}"
+            )
         return int(self.process.exitcode)
 
     def tail(self, lines: int = 40) -> str:
@@ -347,7 +382,8 @@ class Component:
 
 
 def finish(parts: Sequence[Component], *, within_s: float = 150.0) -> None:
-    """Starts them, and waits until the last one has ended the run; then ends the others. Raises AssertionError if one fails."""
+    """Starts them, and waits until the last one has ended the run; then ends the others. Raises
+    AssertionError if one fails."""
     ends = time.monotonic() + within_s
     for part in parts:
         part.start()
@@ -376,10 +412,18 @@ class Tally:
         )
 
 
-def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: random.Random, within_s: float) -> Tally:
-    """Kills the victim `kills` times, and a few times more if some phase was not hit, starting it again each time at once; then lets the
-    run end, which its last member does by ending itself. Raises AssertionError if anybody ends in another way, or the run takes longer
-    than `within_s`."""
+def attack(
+    members: Sequence[Component],
+    victim: Component,
+    *,
+    kills: int,
+    rng: random.Random,
+    within_s: float,
+) -> Tally:
+    """Kills the victim `kills` times, and a few times more if some phase was not hit, starting it
+    again each time at once; then lets the run end, which its last member does by ending itself.
+    Raises AssertionError if anybody ends in another way, or the run takes longer than
+    `within_s`."""
     began, tally, last = time.monotonic(), Tally(), members[-1]
     steps = last.config.trainer.steps
     assert steps > SPARE * kills, "each kill needs a step"
@@ -389,7 +433,9 @@ def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: 
         for member in members:
             if member is not victim:
                 member.start()
-        while tally.kills < kills or (tally.kills < SPARE * kills and not set(phases) <= set(tally.phases)):
+        while tally.kills < kills or (
+            tally.kills < SPARE * kills and not set(phases) <= set(tally.phases)
+        ):
             _one_life(members, victim, phases, rng, tally)
             last.marks.hold_at = min(steps - 1, int(steps * (tally.kills + 1) / (SPARE * kills)))
             assert time.monotonic() < began + within_s, _stuck(members, tally)
@@ -412,7 +458,13 @@ def attack(members: Sequence[Component], victim: Component, *, kills: int, rng: 
     return tally
 
 
-def _one_life(members: Sequence[Component], victim: Component, phases: deque[str], rng: random.Random, tally: Tally) -> None:
+def _one_life(
+    members: Sequence[Component],
+    victim: Component,
+    phases: deque[str],
+    rng: random.Random,
+    tally: Tally,
+) -> None:
     """From the victim's birth to its violent end. The first of `phases` goes to the end once it was
     hit, or often enough not come to."""
     last = members[-1]
@@ -423,15 +475,25 @@ def _one_life(members: Sequence[Component], victim: Component, phases: deque[str
     elif rng.random() < INSIDE:
         phase = phases[0]
         number = 1 if phase in SELDOM else rng.randint(1, 2)
-        death, limit_s = Death(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase])), 0.5 + 2.0 * victim.progress_s
+        death = Death(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase]))
+        limit_s = 0.5 + 2.0 * victim.progress_s
     victim.start(death)
     ends = time.monotonic() + limit_s
-    while victim.process.is_alive() and last.process.is_alive() and (left := ends - time.monotonic()) > 0:
+    while (
+        victim.process.is_alive()
+        and last.process.is_alive()
+        and (left := ends - time.monotonic()) > 0
+    ):
         if patient and victim.marks.progress_s:
             break
-        wait([member.process.sentinel for member in members], timeout=min(left, 0.05) if patient else left)
+        wait(
+            [member.process.sentinel for member in members],
+            timeout=min(left, 0.05) if patient else left,
+        )
         _check_others(members, victim)
-    assert victim is last or last.process.is_alive(), f"{last.name} ended by itself with {last.process.exitcode}:\n{last.tail()}"
+    assert victim is last or last.process.is_alive(), (
+        f"{last.name} ended by itself with {last.process.exitcode}:\n{last.tail()}"
+    )
     if victim.process.is_alive():
         victim.process.kill()
     code = victim.bury()
@@ -447,9 +509,20 @@ def _one_life(members: Sequence[Component], victim: Component, phases: deque[str
 
 def _check_others(members: Sequence[Component], victim: Component | None) -> None:
     for member in members[:-1]:
-        if member is not victim and not member.process.is_alive() and (member.kind != "sample" or member.process.exitcode):
-            raise AssertionError(f"{member.name} ended by itself with {member.process.exitcode}:\n{member.tail()}")
+        if (
+            member is not victim
+            and not member.process.is_alive()
+            and (member.kind != "sample" or member.process.exitcode)
+        ):
+            raise AssertionError(
+                f"{member.name} ended by itself with {member.process.exitcode}:\n{member.tail()}"
+            )
 
 
 def _stuck(members: Sequence[Component], tally: Tally) -> str:
-    return "\n".join([f"the run does not end ({tally}):", *(f"--- {one.name}: in {one.marks.where()}\n{one.tail(15)}" for one in members)])
+    return "\n".join(
+        [
+            f"the run does not end ({tally}):",
+            *(f"--- {one.name}: in {one.marks.where()}\n{one.tail(15)}" for one in members),
+        ]
+    )

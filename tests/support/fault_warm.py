@@ -1,4 +1,5 @@
-"""Imported by the nursery: everything a life needs, used once, so that caches are full. No gradients: autograd may not be forked."""
+"""Imported by the nursery: everything a life needs, used once, so that caches are full. No
+gradients: autograd may not be forked."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from pathlib import Path
 import fault_world  # noqa: F401 (registers its environment)
 import torch
 
+from agentevo.api.run import evaluate_model
 from agentevo.config import build_config
 from agentevo.models.device_peak import device_peak
 from agentevo.models.load import write_model
 from agentevo.orchestration.components import load_policy
-from agentevo.orchestration.run import check_parts, evaluate_model
+from agentevo.orchestration.run import check_parts
 
 torch.set_num_threads(1)
 SHAPE = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256}

@@ -1,4 +1,5 @@
-"""A world and a recipe for runs that are killed: two quick turns, and every answer pays something else, so every step has a gradient."""
+"""A world and a recipe for runs that are killed: two quick turns, and every answer pays something
+else, so every step has a gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ WORDS = ("red", "green", "blue", "black", "white", "brown", "left", "right", "up
 
 SMALL: dict[str, Any] = {
     "environment": {"type": "lottery"},
-    "model": {"name": "tiny", "device": "cpu", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256}},
+    "model": {
+        "name": "tiny",
+        "device": "cpu",
+        "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "context_length": 256},
+    },
     "agent": {"format": "plain", "max_turns": 2},
     "sampling": {"max_new_tokens": 4},
     "algorithm": {"drop_zero_variance": False},
@@ -33,7 +38,11 @@ SMALL: dict[str, Any] = {
 
 def under(policy: str) -> list[str]:
     """What makes SMALL a recipe with that `rollout.policy`."""
-    weights = ["algorithm.importance=token_tis", "algorithm.old_logprobs=recomputed"] if policy == "correct" else []
+    weights = (
+        ["algorithm.importance=token_tis", "algorithm.old_logprobs=recomputed"]
+        if policy == "correct"
+        else []
+    )
     return [f"rollout.policy={policy}", *weights]
 
 

@@ -1,5 +1,5 @@
-"""Database servers as fixtures, for all tests: one of each kind for those that leave it running, and own ones for those that do not. Where
-a server can't be had the test is skipped."""
+"""Database servers as fixtures, for all tests: one of each kind for those that leave it running,
+and own ones for those that do not. Where a server can't be had the test is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Throw-away database servers for the store's tests: started in a temporary folder, reachable by nobody else, gone with the session."""
+"""Throw-away database servers for the store's tests: started in a temporary folder, reachable by
+nobody else, gone with the session."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import psutil
 MONGODB_PROGRAM = """
 import sys, time
 from secantus import SecantusDBServer
-# A transaction whose client was killed is in everybody's way until it is given up: after 2 seconds, and not 60, that tests need not wait.
+# A transaction whose client was killed is in everybody's way until it is given up: after 2 seconds,
+# and not 60, that tests need not wait.
 server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None, transaction_lifetime_seconds=2.0)
 server.start()
 print(server.uri, flush=True)
@@ -27,11 +29,14 @@ server.stop()
 
 
 class PostgreSQL:
-    """A cluster on a unix socket. Its programs refuse to run as root, so as root they run as the user `postgres`."""
+    """A cluster on a unix socket. Its programs refuse to run as root, so as root they run as the
+    user `postgres`."""
 
     def __init__(self) -> None:
         self.programs = Path(sorted(glob.glob("/usr/lib/postgresql/*/bin"))[-1])
-        self.folder = Path(tempfile.mkdtemp(prefix="agentevo-pg-"))  # not pytest's: only its owner may enter that
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="agentevo-pg-")
+        )  # not pytest's: only its owner may enter that
         self.folder.chmod(0o755)
         self.data = self.folder / "data"
         self._as = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
@@ -39,7 +44,14 @@ class PostgreSQL:
         if self._as:
             shutil.chown(self.folder, "postgres")
             shutil.chown(self.data, "postgres")
-        self._call("initdb", "--auth=trust", "--username=agentevo", "--no-sync", "--encoding=UTF8", "--locale=C")
+        self._call(
+            "initdb",
+            "--auth=trust",
+            "--username=agentevo",
+            "--no-sync",
+            "--encoding=UTF8",
+            "--locale=C",
+        )
 
     @staticmethod
     def why_not() -> str | None:
@@ -50,15 +62,26 @@ class PostgreSQL:
 
     def start(self, *, durable: bool = False) -> None:
         """`durable` as a server is by default; tests need not wait for the disk."""
-        options = f"-k {self.folder} -c listen_addresses='' -c max_connections=100" + ("" if durable else " -c fsync=off")
-        self._call("pg_ctl", "start", "--wait", "--silent", f"--options={options}", f"--log={self.folder / 'log'}")
+        options = f"-k {self.folder} -c listen_addresses='' -c max_connections=100" + (
+            "" if durable else " -c fsync=off"
+        )
+        self._call(
+            "pg_ctl",
+            "start",
+            "--wait",
+            "--silent",
+            f"--options={options}",
+            f"--log={self.folder / 'log'}",
+        )
 
     def kill(self) -> None:
         """SIGKILL to its first process; the others see that it is gone, and end."""
         first = int((self.data / "postmaster.pid").read_text().split()[0])
         others = [child.pid for child in psutil.Process(first).children()]
         os.kill(first, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(pid) for pid in [first, *others] if psutil.pid_exists(pid)], timeout=30)
+        psutil.wait_procs(
+            [psutil.Process(pid) for pid in [first, *others] if psutil.pid_exists(pid)], timeout=30
+        )
 
     def delete(self) -> None:
         self.stop()
@@ -72,14 +95,23 @@ class PostgreSQL:
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [*self._as, str(self.programs / program), f"--pgdata={self.data}", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr or done.stdout}")
 
 
 class MongoDB:
-    """The server that AGENTEVO_TEST_MONGODB names (a replica set), else SecantusDB: a Python package that speaks MongoDB's protocol,
-    transactions included, on WiredTiger, MongoDB's storage engine."""
+    """The server that AGENTEVO_TEST_MONGODB names (a replica set), else SecantusDB: a Python
+    package that speaks MongoDB's protocol, transactions included, on WiredTiger, MongoDB's storage
+    engine."""
 
     def __init__(self, folder: Path, *, replica_set: str = "rs0") -> None:
         self.given = os.environ.get("AGENTEVO_TEST_MONGODB") if replica_set else None
@@ -87,7 +119,9 @@ class MongoDB:
         if self.given is None:
             command = [sys.executable, "-c", MONGODB_PROGRAM, str(folder), replica_set]
             log = (folder.parent / "mongodb.log").open("w")
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
             assert self._process.stdout is not None
             self.given = self._process.stdout.readline().strip()
         if not self.given:
@@ -100,7 +134,10 @@ class MongoDB:
         try:
             import secantus  # noqa: F401
         except ImportError:
-            return "no MongoDB server: give one by AGENTEVO_TEST_MONGODB=mongodb://..., or pip install secantusdb"
+            return (
+                "no MongoDB server: give one by AGENTEVO_TEST_MONGODB=mongodb://..., or pip "
+                "install secantusdb"
+            )
         return None
 
     def url(self, database: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def write_and_die(folder: str, version: int, die_at: int) -> None:
-    """Writes a version and kills itself when something has reached the disk for the `die_at`-th time."""
+    """Writes a version and kills itself when something has reached the disk for the `die_at`-th
+    time."""
     import torch
 
     from agentevo.inference import weights

@@ -1,4 +1,5 @@
-"""Samples to train on, and the loss of a batch the slow way: one whole sequence at a time through transformers' own attention."""
+"""Samples to train on, and the loss of a batch the slow way: one whole sequence at a time through
+transformers' own attention."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import AlgorithmSection
-from agentevo.training.passes import token_tables
+from agentevo.training.batching.passes import token_tables
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
 
 
-def _samples_of(sequences: Sequence[Sequence[int]], seed: int = 0, temperature: float = 1.0, group_size: int = 3) -> list[Sample]:
-    """Samples over these tokens, about half of them trained, with made-up log-probs and advantages. Each has a trained token if it can."""
+def _samples_of(
+    sequences: Sequence[Sequence[int]], seed: int = 0, temperature: float = 1.0, group_size: int = 3
+) -> list[Sample]:
+    """Samples over these tokens, about half of them trained, with made-up log-probs and advantages.
+    Each has a trained token if it can."""
     rng = random.Random(seed)
     found = []
     for index, ids in enumerate(sequences):
@@ -41,18 +45,24 @@ def _samples_of(sequences: Sequence[Sequence[int]], seed: int = 0, temperature: 
 
 
 def _slow_loss(
-    model: PreTrainedModel, samples: Sequence[Sample], section: AlgorithmSection, reference: PreTrainedModel | None = None
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    section: AlgorithmSection,
+    reference: PreTrainedModel | None = None,
 ) -> torch.Tensor:
-    """The objective of docs/design.md written token by token: nothing is packed, shared or weighted in advance."""
+    """The objective of docs/design.md written token by token: nothing is packed, shared or weighted
+    in advance."""
     per_sequence = []
-    algorithm = section.settled()
+    algorithm = section.resolved()
     bounds = algorithm.loss_hyper
     for sample in samples:
         ids = torch.tensor([sample.ids])
         places = [i for i, m in enumerate(sample.loss_mask) if m]
         if not places:
             continue
-        rows = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0] / sample.temperature, -1)
+        rows = torch.log_softmax(
+            model(input_ids=ids, use_cache=False).logits[0] / sample.temperature, -1
+        )
         losses = []
         for place in places:
             logp = rows[place - 1, sample.ids[place]]
@@ -61,7 +71,9 @@ def _slow_loss(
             loss = -torch.minimum(ratio * advantage, bounded * advantage)
             if reference is not None:
                 with torch.no_grad():
-                    other = torch.log_softmax(reference(input_ids=ids, use_cache=False).logits[0] / sample.temperature, -1)
+                    other = torch.log_softmax(
+                        reference(input_ids=ids, use_cache=False).logits[0] / sample.temperature, -1
+                    )
                 distance = other[place - 1, sample.ids[place]] - logp
                 loss = loss + section.kl_coef * (torch.exp(distance) - distance - 1)
             entropy = -(rows[place - 1].exp() * rows[place - 1]).sum()
@@ -75,16 +87,25 @@ def _slow_loss(
 
 
 def _gradient(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).detach().flatten() for p in model.parameters()])
+    return torch.cat(
+        [
+            (p.grad if p.grad is not None else torch.zeros_like(p)).detach().flatten()
+            for p in model.parameters()
+        ]
+    )
 
 
 def _referred(trainer: Trainer, samples: Sequence[Sample]) -> list[Sample]:
     """The samples with the reference's log-probs, as `Trainer.prepare` would give them."""
     reference = trainer.roles.reference
     assert reference is not None
-    (table,) = token_tables(samples, 10**9, torch.device("cpu"), lambda batch: {"ref_logp": reference.logprobs(batch)}).values()
+    (table,) = token_tables(
+        samples, 10**9, torch.device("cpu"), lambda batch: {"ref_logp": reference.logprobs(batch)}
+    ).values()
     return [
-        msgspec.structs.replace(s, columns={**s.columns, "ref_logp": row[: sum(s.loss_mask)].tolist()})
+        msgspec.structs.replace(
+            s, columns={**s.columns, "ref_logp": row[: sum(s.loss_mask)].tolist()}
+        )
         for s, row in zip(samples, table, strict=True)
     ]
 

@@ -1,4 +1,5 @@
-"""Updates of a small model in every way that it is trained. As a program, one rank of several: NUM_RANKS RANK MEETING_FILE OUT_FILE."""
+"""Updates of a small model in every way that it is trained. As a program, one rank of several:
+NUM_RANKS RANK MEETING_FILE OUT_FILE."""
 
 from __future__ import annotations
 
@@ -13,21 +14,33 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import AlgorithmSection, CriticSection, SFTSection, TrainerSection
 from agentevo.models.attention import prepare
+from agentevo.training.batching.passes import backward_through_sums, micro_batches, token_tables
+from agentevo.training.batching.staleness import mask_stale
 from agentevo.training.optimization import Optimization
-from agentevo.training.passes import backward_through_sums, micro_batches, token_tables
-from agentevo.training.staleness import mask_stale
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample
 
 CPU = torch.device("cpu")
-SECTION = TrainerSection(learning_rate=1e-3, warmup_steps=0, micro_batch_tokens=64, minibatches=2, epochs=2)
+SECTION = TrainerSection(
+    learning_rate=1e-3, warmup_steps=0, micro_batch_tokens=64, minibatches=2, epochs=2
+)
 
 
 def model_of(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **shape, initializer_range=0.2, bos_token_id=None, eos_token_id=None))
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97, **shape, initializer_range=0.2, bos_token_id=None, eos_token_id=None
+        )
+    )
     prepare(model.eval())
     return model
 
@@ -58,20 +71,33 @@ def samples_of(num_groups: int, size: int = 4) -> list[Sample]:
 
 
 def reinforced(
-    algorithm: AlgorithmSection, num_groups: int = 4, size: int = 4, critic: CriticSection | None = None, bound: int | None = None
+    algorithm: AlgorithmSection,
+    num_groups: int = 4,
+    size: int = 4,
+    critic: CriticSection | None = None,
+    bound: int | None = None,
 ):
     """bound: tokens are of versions 0 to 4, the trainer is at 4."""
     model, samples = model_of(1), samples_of(num_groups, size)
     if bound is not None:
-        aged = [msgspec.structs.replace(s, versions=[place % 5 if m else -1 for place, m in enumerate(s.loss_mask)]) for s in samples]
+        aged = [
+            msgspec.structs.replace(
+                s, versions=[place % 5 if m else -1 for place, m in enumerate(s.loss_mask)]
+            )
+            for s in samples
+        ]
         samples, _ = mask_stale(aged, trainer_version=4, bound=bound)
     trainer = Trainer(model, SECTION, algorithm, critic=critic)
     trainer.begin()
     reference = trainer.roles.reference
     if reference is not None:
-        tables = token_tables(samples, 64, CPU, lambda batch: {"ref_logp": reference.logprobs(batch)})
+        tables = token_tables(
+            samples, 64, CPU, lambda batch: {"ref_logp": reference.logprobs(batch)}
+        )
         samples = [
-            msgspec.structs.replace(s, columns={**s.columns, "ref_logp": row[: sum(s.loss_mask)].tolist()})
+            msgspec.structs.replace(
+                s, columns={**s.columns, "ref_logp": row[: sum(s.loss_mask)].tolist()}
+            )
             for s, row in zip(samples, tables["ref_logp"], strict=True)
         ]
     metrics = [trainer.step(samples) for _ in range(2)]
@@ -81,8 +107,14 @@ def reinforced(
 
 def supervised():
     model, samples = model_of(2), samples_of(3)
-    trainer = SupervisedTrainer(model, SFTSection(learning_rate=1e-3, micro_batch_tokens=64), total_steps=2)
-    return list(model.parameters()), [trainer.step(samples), trainer.step(samples), held_out_metrics(model, samples[:5], 64)]
+    trainer = SupervisedTrainer(
+        model, SFTSection(learning_rate=1e-3, micro_batch_tokens=64), total_steps=2
+    )
+    return list(model.parameters()), [
+        trainer.step(samples),
+        trainer.step(samples),
+        held_out_metrics(model, samples[:5], 64),
+    ]
 
 
 def compared():
@@ -92,16 +124,26 @@ def compared():
     optimization.begin()
     owners = [index // 2 for index in range(len(samples))]
     loss, sums = backward_through_sums(
-        model, micro_batches(samples, 64, CPU), owners, lambda sums: (0.1 * sums).logsumexp(0), optimization.backward
+        model,
+        micro_batches(samples, 64, CPU),
+        owners,
+        lambda sums: (0.1 * sums).logsumexp(0),
+        optimization.backward,
     )
     norm = optimization.finish()
-    return list(model.parameters()), [{"loss": float(loss), "norm": norm, **{str(i): float(x) for i, x in enumerate(sums)}}]
+    return list(model.parameters()), [
+        {"loss": float(loss), "norm": norm, **{str(i): float(x) for i, x in enumerate(sums)}}
+    ]
 
 
 RUNS = {
     "grpo": lambda: reinforced(AlgorithmSection(kl_coef=0.2, entropy_coef=0.01)),
-    "ppo": lambda: reinforced(AlgorithmSection(name="ppo"), critic=CriticSection(learning_rate=1e-3)),
-    "ppo-shared": lambda: reinforced(AlgorithmSection(name="ppo"), critic=CriticSection(trunk="shared", learning_rate=1e-3)),
+    "ppo": lambda: reinforced(
+        AlgorithmSection(name="ppo"), critic=CriticSection(learning_rate=1e-3)
+    ),
+    "ppo-shared": lambda: reinforced(
+        AlgorithmSection(name="ppo"), critic=CriticSection(trunk="shared", learning_rate=1e-3)
+    ),
     "stale tokens": lambda: reinforced(AlgorithmSection(), bound=2),
     "clip-cov": lambda: reinforced(AlgorithmSection(policy_loss="clip_cov")),
     "more ranks than samples": lambda: reinforced(AlgorithmSection(), num_groups=1, size=1),
@@ -127,7 +169,11 @@ def all_runs() -> dict[str, tuple[torch.Tensor, list[dict[str, float]]]]:
 if __name__ == "__main__":
     num_ranks, rank, meeting, out = sys.argv[1:]
     distributed.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(num_ranks), timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=int(rank),
+        world_size=int(num_ranks),
+        timeout=timedelta(seconds=120),
     )
     torch.save((parts(), all_runs()), out)
     distributed.destroy_process_group()

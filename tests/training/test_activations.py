@@ -10,15 +10,21 @@ import msgspec
 import pytest
 import torch
 
-from agentevo.config import AlgorithmSection, CriticSection, LoraSection, MemorySection, TrainerSection
+from agentevo.config import (
+    AlgorithmSection,
+    CriticSection,
+    LoraSection,
+    MemorySection,
+    TrainerSection,
+)
 from agentevo.errors import ModelError
 from agentevo.models import activations
 from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import add_adapter, dropping_out
 from agentevo.models.attention import prepare
-from agentevo.training.packing import pack
+from agentevo.training.batching.packing import pack
+from agentevo.training.roles.model_copy import copy_policy
 from agentevo.training.trainer import Trainer
-from agentevo.training.twin import twin_of
 
 SECTIONS = {
     "selective": MemorySection(checkpointing="selective"),
@@ -30,7 +36,12 @@ SECTIONS = {
 
 def batch_of(samples_of, length: int = 60):
     prompt = [3 + k % 50 for k in range(length // 2)]
-    return pack(samples_of([[*prompt, *(5 + (7 * k + n) % 80 for k in range(length // 2))] for n in range(3)]), torch.device("cpu"))
+    return pack(
+        samples_of(
+            [[*prompt, *(5 + (7 * k + n) % 80 for k in range(length // 2))] for n in range(3)]
+        ),
+        torch.device("cpu"),
+    )
 
 
 def run(model, batch, gradient) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +83,9 @@ def everything_leaves(monkeypatch):
 
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "mistral"])
-def test_log_probs_and_gradient_stay_the_same(name, kind, random_model, samples_of, gradient, everything_leaves):
+def test_log_probs_and_gradient_stay_the_same(
+    name, kind, random_model, samples_of, gradient, everything_leaves
+):
     plain = copy.deepcopy(random_model(name).model)
     model = keep_activations(copy.deepcopy(plain), SECTIONS[kind])
     batch = batch_of(samples_of)
@@ -81,7 +94,9 @@ def test_log_probs_and_gradient_stay_the_same(name, kind, random_model, samples_
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert bool(everything_leaves) == SECTIONS[kind].offload_activations
     parameters = {p.data_ptr() for p in model.parameters()}
-    assert not any(tensor.data_ptr() in parameters for tensor in everything_leaves), "weights stay where they are"
+    assert not any(tensor.data_ptr() in parameters for tensor in everything_leaves), (
+        "weights stay where they are"
+    )
     assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
 
 
@@ -113,7 +128,9 @@ def test_less_is_kept(random_model, samples_of):
         kept[kind] = sizes[0], calls
         logp.sum().backward()
     assert kept["full"][0] < kept["none"][0] / 4
-    assert kept["full"][1] > kept["selective"][1] == kept["none"][1], "selective makes no product twice, full makes those of layers twice"
+    assert kept["full"][1] > kept["selective"][1] == kept["none"][1], (
+        "selective makes no product twice, full makes those of layers twice"
+    )
 
 
 def count_products(model, batch) -> int:
@@ -134,7 +151,9 @@ def count_products(model, batch) -> int:
     return Counter.count
 
 
-def test_passes_without_gradient_stay_fused_and_twins_keep_what_they_were_given(random_model, samples_of, gradient):
+def test_passes_without_gradient_stay_fused_and_twins_keep_what_they_were_given(
+    random_model, samples_of, gradient
+):
     plain = copy.deepcopy(random_model("llama").model)
     model = keep_activations(copy.deepcopy(plain), SECTIONS["full"])
     batch = batch_of(samples_of)
@@ -143,8 +162,10 @@ def test_passes_without_gradient_stay_fused_and_twins_keep_what_they_were_given(
         forward = vars(model.model.layers[0])["forward"]
         packed = getattr(forward.inner, "packed", None)
         forward.drop()
-        assert packed is None or forward.inner.packed is None, "what publishing drops is found behind it"
-    twin = twin_of(model)
+        assert packed is None or forward.inner.packed is None, (
+            "what publishing drops is found behind it"
+        )
+    twin = copy_policy(model)
     assert vars(twin.model.layers[0])["forward"].layer is twin.model.layers[0]
     with torch.no_grad():
         next(iter(twin.model.layers[0].parameters())).mul_(1.5)
@@ -163,11 +184,20 @@ def test_policy_and_critic_learn_the_same(trunk, random_model, samples_of):
     samples = []
     for one in samples_of([[3 + (5 * n + k) % 90 for k in range(20)] for n in range(6)]):
         values = [0.1 * k for k in range(sum(one.loss_mask))]
-        samples.append(msgspec.structs.replace(one, columns={"returns": values, "values": [0.0] * len(values)}))
+        samples.append(
+            msgspec.structs.replace(one, columns={"returns": values, "values": [0.0] * len(values)})
+        )
     found = []
     for kind in ("none", "selective", "full"):
-        model = keep_activations(copy.deepcopy(random_model("qwen2").model), MemorySection(checkpointing=kind))
-        trainer = Trainer(model, TrainerSection(warmup_steps=0), AlgorithmSection(name="ppo"), critic=CriticSection(trunk=trunk))
+        model = keep_activations(
+            copy.deepcopy(random_model("qwen2").model), MemorySection(checkpointing=kind)
+        )
+        trainer = Trainer(
+            model,
+            TrainerSection(warmup_steps=0),
+            AlgorithmSection(name="ppo"),
+            critic=CriticSection(trunk=trunk),
+        )
         trainer.begin()
         found.append(trainer.step(samples))
     assert found[0]["critic/grad_norm"] > 0

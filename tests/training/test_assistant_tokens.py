@@ -1,4 +1,5 @@
-"""Masks against expectations written by hand: a conversation as pieces of text, each of which is trained or not."""
+"""Masks against expectations written by hand: a conversation as pieces of text, each of which is
+trained or not."""
 
 from __future__ import annotations
 
@@ -16,32 +17,46 @@ from agentevo.models.tiny import byte_tokenizer
 from agentevo.training.assistant_tokens import AssistantTokens
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
-    "{{ '<|begin|>' }}{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
+    "{{ '<|begin|>' }}{% for m in messages %}{{ '<|header|>' + m.role + '<|/header|>\n\n' + "
+    "m.content | trim + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|header|>assistant<|/header|>\n\n' }}{% endif %}"
 )
 THINKING = (
-    "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}"
+    "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- "
+    "set ns.last = loop.index0 -%}{%- endif -%}"
     "{%- endfor -%}{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
-    "{%- if m.role == 'assistant' and m.reasoning_content and loop.index0 > ns.last -%}{{- '<think>' + m.reasoning_content + '</think>' -}}"
+    "{%- if m.role == 'assistant' and m.reasoning_content and loop.index0 > ns.last -%}{{- "
+    "'<think>' + m.reasoning_content + '</think>' -}}"
     "{%- endif -%}{{- m.content + '<|im_end|>\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
 MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% "
+    "generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% "
+    "endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CALLING = (
     "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}"
-    "{{ '<call>' + call.function.name + (call.function.arguments | tojson) + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in "
+    "m.tool_calls or [] %}"
+    "{{ '<call>' + call.function.name + (call.function.arguments | tojson) + '</call>' }}{% "
+    "endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TALK = [("system", "S"), ("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "TWO")]
+TALK = [
+    ("system", "S"),
+    ("user", "one"),
+    ("assistant", "ONE"),
+    ("user", "two"),
+    ("assistant", "TWO"),
+]
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerBase:
@@ -59,25 +74,41 @@ def talk(*pairs: tuple[str, str], tools: Any = None, **last: Any) -> Conversatio
     return Conversation("rows.jsonl:7", messages, tools)
 
 
-def found(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any) -> list[list[tuple[str, bool]]]:
+def found(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any
+) -> list[list[tuple[str, bool]]]:
     """Each sample as (text, trained) pieces."""
     rows, _ = AssistantTokens(tokenizer, **{"max_tokens": 512, **options}).encode(conversation)
     samples = []
     for row in rows:
         assert row.name == "rows.jsonl:7" and len(row.ids) == len(row.mask) and not row.mask[0]
-        starts = [0, *(at for at in range(1, len(row.ids)) if row.mask[at] != row.mask[at - 1]), len(row.ids)]
-        samples.append([(tokenizer.decode(row.ids[a:b].tolist()), bool(row.mask[a])) for a, b in pairwise(starts)])
+        starts = [
+            0,
+            *(at for at in range(1, len(row.ids)) if row.mask[at] != row.mask[at - 1]),
+            len(row.ids),
+        ]
+        samples.append(
+            [
+                (tokenizer.decode(row.ids[a:b].tolist()), bool(row.mask[a]))
+                for a, b in pairwise(starts)
+            ]
+        )
     return samples
 
 
-def refused(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any) -> RowError:
+def refused(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, **options: Any
+) -> RowError:
     with pytest.raises(RowError) as caught:
         AssistantTokens(tokenizer, **{"max_tokens": 512, **options}).encode(conversation)
     return caught.value
 
 
 CHATML_PIECES = [
-    ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n", False),
+    (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n",
+        False,
+    ),
     ("ONE<|im_end|>", True),
     ("\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n", False),
     ("TWO<|im_end|>", True),
@@ -87,7 +118,9 @@ CHATML_PIECES = [
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_chatml_trains_the_answers_and_their_ends(template):
     """Found by rendering prompts, and by the template's own marks: the same."""
-    assert found(tokenizer_with(template), talk(*TALK)) == [CHATML_PIECES if template == CHATML else [*CHATML_PIECES, ("\n", False)]]
+    assert found(tokenizer_with(template), talk(*TALK)) == [
+        CHATML_PIECES if template == CHATML else [*CHATML_PIECES, ("\n", False)]
+    ]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -104,7 +137,15 @@ def test_a_llama_3_like_template():
     header = "<|header|>{}<|/header|>\n\n"
     assert found(tokenizer_with(LLAMA3), talk(*TALK)) == [
         [
-            ("<|begin|>" + header.format("system") + "S<|eot|>" + header.format("user") + "one<|eot|>" + header.format("assistant"), False),
+            (
+                "<|begin|>"
+                + header.format("system")
+                + "S<|eot|>"
+                + header.format("user")
+                + "one<|eot|>"
+                + header.format("assistant"),
+                False,
+            ),
             ("ONE<|eot|>", True),
             (header.format("user") + "two<|eot|>" + header.format("assistant"), False),
             ("TWO<|eot|>", True),
@@ -115,16 +156,23 @@ def test_a_llama_3_like_template():
 def test_a_template_that_strips_old_thinking_gives_each_turn_its_own_context():
     conversation = talk(*TALK, reasoning_content="so two")
     conversation.messages[2]["reasoning_content"] = "so one"
-    first = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    first = (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert found(tokenizer_with(THINKING), conversation) == [
         [(first, False), ("<think>so one</think>ONE<|im_end|>", True)],
         [
-            (first + "ONE<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n", False),
+            (
+                first + "ONE<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n",
+                False,
+            ),
             ("<think>so two</think>TWO<|im_end|>", True),
         ],
     ]
     last = found(tokenizer_with(THINKING), conversation, train_on="last")
-    assert [text for sample in last for text, trained in sample if trained] == ["<think>so two</think>TWO<|im_end|>"]
+    assert [text for sample in last for text, trained in sample if trained] == [
+        "<think>so two</think>TWO<|im_end|>"
+    ]
     assert len(found(tokenizer_with(THINKING), talk(*TALK))) == 1  # nothing to strip: one sample
 
 
@@ -134,7 +182,13 @@ def test_tools_and_calls():
         "rows.jsonl:7",
         [
             {"role": "user", "content": "1+1"},
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+                ],
+            },
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "two"},
         ],
@@ -154,26 +208,41 @@ def test_tools_and_calls():
     assert "leaves out tools" in refused(tokenizer_with(CHATML), conversation).detail
     without = Conversation("rows.jsonl:7", conversation.messages, None)
     assert "leaves out tool_calls" in refused(tokenizer_with(CHATML), without).detail
-    assert "leaves out reasoning_content" in refused(tokenizer_with(CHATML), talk(*TALK, reasoning_content="so")).detail
+    assert (
+        "leaves out reasoning_content"
+        in refused(tokenizer_with(CHATML), talk(*TALK, reasoning_content="so")).detail
+    )
 
 
 def test_what_a_template_can_not_say():
     prompted = CHATML.replace("assistant\n'", "assistant\n<think>'")
-    assert "otherwise than its own generation prompt" in refused(tokenizer_with(prompted), talk(*TALK)).detail
+    assert (
+        "otherwise than its own generation prompt"
+        in refused(tokenizer_with(prompted), talk(*TALK)).detail
+    )
     endless = CHATML.replace("<|im_end|>\n", "\n")
     assert "no special token behind it" in refused(tokenizer_with(endless), talk(*TALK)).detail
     strict = "{{ raise_exception('roles must alternate') }}"
     assert "roles must alternate" in refused(tokenizer_with(strict), talk(*TALK)).detail
     broken = "{{ messages[0].content + 1 }}"
     assert refused(tokenizer_with(broken), talk(*TALK)).reason == "template"
-    begins = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
-    assert "nothing predicts" in refused(tokenizer_with(begins), talk(("user", "q"), ("assistant", "a"))).detail
+    begins = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + '<|im_end|>' "
+        "}}{% endif %}{% endfor %}"
+    )
+    assert (
+        "nothing predicts"
+        in refused(tokenizer_with(begins), talk(("user", "q"), ("assistant", "a"))).detail
+    )
 
 
 def test_a_template_whose_marks_do_not_match_the_answers():
     only_last = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     error = refused(tokenizer_with(only_last), talk(*TALK))
-    assert (error.reason, error.detail) == ("no_assistant_mask", "the template marks 1 passages for 2 messages of the assistant")
+    assert (error.reason, error.detail) == (
+        "no_assistant_mask",
+        "the template marks 1 passages for 2 messages of the assistant",
+    )
     never = MARKED.replace("m.role == 'assistant'", "m.role == 'nobody'")
     assert refused(tokenizer_with(never), talk(*TALK)).reason == "no_assistant_mask"
 
@@ -193,8 +262,12 @@ def test_too_long_rows_are_refused_or_shortened_by_whole_turns():
     whole = sum(len(tokenizer.encode(text)) for text, _ in CHATML_PIECES)
     assert found(tokenizer, talk(*TALK), max_tokens=whole) == [CHATML_PIECES]
     error = refused(tokenizer, talk(*TALK), max_tokens=whole - 1)
-    assert error.reason == "too_long" and f"{whole} tokens, the limit is {whole - 1}" in error.detail
-    rows, shortened = AssistantTokens(tokenizer, max_tokens=whole - 1, too_long="shorten").encode(talk(*TALK))
+    assert (
+        error.reason == "too_long" and f"{whole} tokens, the limit is {whole - 1}" in error.detail
+    )
+    rows, shortened = AssistantTokens(tokenizer, max_tokens=whole - 1, too_long="shorten").encode(
+        talk(*TALK)
+    )
     assert shortened
     assert tokenizer.decode(rows[0].ids.tolist()) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\nTWO<|im_end|>"
@@ -203,20 +276,27 @@ def test_too_long_rows_are_refused_or_shortened_by_whole_turns():
 
 
 def test_pieces_are_encoded_as_the_whole_is():
-    """Ids of a long conversation, of which only new text is encoded, equal those of the whole text at once."""
+    """Ids of a long conversation, of which only new text is encoded, equal those of the whole text
+    at once."""
     tokenizer = tokenizer_with(CHATML)
     pairs = [("user", "one 12\n\n"), ("assistant", "\n two")] * 6
     (row,), _ = AssistantTokens(tokenizer, max_tokens=512).encode(talk(*pairs))
-    whole = tokenizer.apply_chat_template(talk(*pairs).messages, tokenize=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template(talk(*pairs).messages, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     assert whole[:-1] == row.ids.tolist()  # all but the newline behind the last message
 
 
 def test_a_token_that_takes_up_what_stands_behind_it_is_encoded_with_it():
     """Here `<|im_end|>` swallows the newline: what follows it must not be encoded on its own."""
     tokenizer = tokenizer_with(CHATML)
-    tokenizer.add_tokens([AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken("<|im_end|>", rstrip=True, special=True, normalized=False)], special_tokens=True
+    )
     assert tokenizer.encode("<|im_end|>\nx") == tokenizer.encode("<|im_end|>x")
-    whole = tokenizer.apply_chat_template(talk(*TALK).messages, tokenize=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template(talk(*TALK).messages, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     (row,), _ = AssistantTokens(tokenizer, max_tokens=512).encode(talk(*TALK))
     assert row.ids.tolist() == whole
 
@@ -235,14 +315,21 @@ def test_smollm2(smollm2_tokenizer):
 
 @pytest.mark.smollm2
 def test_smollm2_keeps_the_border_of_the_prompt(smollm2_tokenizer):
-    """An answer that begins with a newline would melt into the prompt's last token; the policy's tokens begin after it."""
-    (row,), _ = AssistantTokens(smollm2_tokenizer, max_tokens=512).encode(talk(("user", "q"), ("assistant", "\n\nyes")))
-    prompt = smollm2_tokenizer.apply_chat_template([{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=True)
+    """An answer that begins with a newline would melt into the prompt's last token; the policy's
+    tokens begin after it."""
+    (row,), _ = AssistantTokens(smollm2_tokenizer, max_tokens=512).encode(
+        talk(("user", "q"), ("assistant", "\n\nyes"))
+    )
+    prompt = smollm2_tokenizer.apply_chat_template(
+        [{"role": "user", "content": "q"}], add_generation_prompt=True, return_dict=True
+    )
     size = len(prompt["input_ids"])
     assert row.ids[:size].tolist() == prompt["input_ids"]
     assert row.mask.tolist() == [False] * size + [True] * (len(row.ids) - size)
     assert smollm2_tokenizer.decode(row.ids[size:].tolist()) == "\n\nyes<|im_end|>"
     pairs = [("user", "one 12\n\n"), ("assistant", "two 3")] * 3
     (long,), _ = AssistantTokens(smollm2_tokenizer, max_tokens=512).encode(talk(*pairs))
-    whole = smollm2_tokenizer.apply_chat_template(talk(*pairs).messages, tokenize=True, return_dict=True)["input_ids"]
+    whole = smollm2_tokenizer.apply_chat_template(
+        talk(*pairs).messages, tokenize=True, return_dict=True
+    )["input_ids"]
     assert whole[:-1] == long.ids.tolist()

@@ -1,4 +1,5 @@
-"""Checkpoints: whole or not there, the newest and the best kept, and read by any tool that reads Hugging Face folders."""
+"""Checkpoints: whole or not there, the newest and the best kept, and read by any tool that reads
+Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -21,11 +22,19 @@ def loaded(tiny_policy):
 
 @pytest.fixture
 def save(loaded, tmp_path):
-    """`save(step, value)` into a folder that keeps two; a new `Checkpoints` each time, as after a restart."""
+    """`save(step, value)` into a folder that keeps two; a new `Checkpoints` each time, as after a
+    restart."""
 
     def work(step: int, value: float | None = None, keep_last: int = 2) -> Checkpoints:
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last)
-        checkpoints.save(step, loaded.model, loaded.tokenizer, {"optimizer_steps": step}, {"progress": {"step": step}}, value)
+        checkpoints.save(
+            step,
+            loaded.model,
+            loaded.tokenizer,
+            {"optimizer_steps": step},
+            {"progress": {"step": step}},
+            value,
+        )
         return checkpoints
 
     return work
@@ -36,9 +45,12 @@ def test_what_was_saved_comes_back(loaded, save):
     path = checkpoints.find("last")
     assert path == checkpoints.path(7)
     assert checkpoints.load(path) == ({"optimizer_steps": 7}, {"progress": {"step": 7}})
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     again = dict(model.named_parameters())
-    assert all(torch.equal(parameter, again[name]) for name, parameter in loaded.model.named_parameters())
+    assert all(
+        torch.equal(parameter, again[name]) for name, parameter in loaded.model.named_parameters()
+    )
     assert tokenizer.encode("Take the left coin") == loaded.tokenizer.encode("Take the left coin")
 
 
@@ -51,7 +63,10 @@ def test_the_newest_stay_and_the_best_besides(save):
     assert (checkpoints.best_step, checkpoints.best_value) == (6, 0.95)
     assert checkpoints.find("best") == checkpoints.path(6)
     assert checkpoints.find("last") == checkpoints.path(7)
-    assert json.loads((checkpoints.folder / "index.json").read_text()) == {"steps": [6, 7], "best": {"step": 6, "value": 0.95}}
+    assert json.loads((checkpoints.folder / "index.json").read_text()) == {
+        "steps": [6, 7],
+        "best": {"step": 6, "value": 0.95},
+    }
 
 
 def test_of_equal_values_the_newer_is_best(save):
@@ -86,10 +101,16 @@ def test_a_checkpoint_that_fails_half_way_is_not_there(where, save, monkeypatch,
         raise OSError("no space left on device")
 
     monkeypatch.setattr(*((module, where) if where == "write_model" else (torch, "save")), fail)
-    with pytest.raises(CheckpointError, match=r"step-000002 could not be written \(no space.*make room.*of steps: 1\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-000002 could not be written \(no space.*make room.*of steps: 1\)",
+    ):
         save(2, 0.9)
     monkeypatch.undo()
-    assert sorted(path.name for path in tmp_path.joinpath("checkpoints").iterdir()) == ["index.json", "step-000001"]
+    assert sorted(path.name for path in tmp_path.joinpath("checkpoints").iterdir()) == [
+        "index.json",
+        "step-000001",
+    ]
     checkpoints = save(3)
     assert checkpoints.steps() == [1, 3]
     assert checkpoints.best_step == 1
@@ -129,7 +150,9 @@ def test_a_torn_file_is_a_checkpoint_error(name, content, save):
         (path / name).unlink()
     else:
         (path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"can't be read as a checkpoint.*resume from an older one"):
+    with pytest.raises(
+        CheckpointError, match=r"can't be read as a checkpoint.*resume from an older one"
+    ):
         checkpoints.load(path)
 
 
@@ -138,7 +161,9 @@ def test_a_resumed_run_forgets_what_came_after(save):
         checkpoints = save(step, value, keep_last=9)
     checkpoints.forget_after(2)
     assert checkpoints.steps() == [1, 2]
-    assert (checkpoints.best_step, checkpoints.best_value) == (2, 0.2), "the best of what is left, as in a run that came no further"
+    assert (checkpoints.best_step, checkpoints.best_value) == (2, 0.2), (
+        "the best of what is left, as in a run that came no further"
+    )
     assert Checkpoints(checkpoints.folder, 9).best_step == 2, "on disk too"
 
 

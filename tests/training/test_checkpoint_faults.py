@@ -1,4 +1,5 @@
-"""Checkpoints that were damaged, or whose disk is full: every change shows, the newest whole one is found, older ones are never harmed."""
+"""Checkpoints that were damaged, or whose disk is full: every change shows, the newest whole one is
+found, older ones are never harmed."""
 
 from __future__ import annotations
 
@@ -32,17 +33,23 @@ def saved(loaded, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", 9)
     sums = {}
     for step, value in ((1, 0.9), (2, 0.1)):
-        path, sums[step] = checkpoints.save(step, loaded.model, loaded.tokenizer, STATE, {"progress": {"step": step}}, value)
+        path, sums[step] = checkpoints.save(
+            step, loaded.model, loaded.tokenizer, STATE, {"progress": {"step": step}}, value
+        )
         assert path == checkpoints.path(step)
     return checkpoints, sums
 
 
 def files_of(path: Path) -> list[str]:
-    return sorted(found.relative_to(path).as_posix() for found in path.rglob("*") if found.is_file())
+    return sorted(
+        found.relative_to(path).as_posix() for found in path.rglob("*") if found.is_file()
+    )
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files_of(folder)}
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files_of(folder)
+    }
 
 
 def test_the_manifest_names_every_file_with_its_checksum(saved):
@@ -72,7 +79,11 @@ def flip(place: float):
     return damage
 
 
-DAMAGES = {"truncated": truncate, "deleted": Path.unlink, "emptied": lambda path: path.write_bytes(b"")}
+DAMAGES = {
+    "truncated": truncate,
+    "deleted": Path.unlink,
+    "emptied": lambda path: path.write_bytes(b""),
+}
 DAMAGES |= {f"byte flipped at {place}": flip(place) for place in (0.0, 0.37, 1.0)}
 
 
@@ -94,7 +105,9 @@ def test_damage_to_any_file_shows_and_the_one_before_is_taken(damage, saved, tmp
         assert checkpoints.newest_whole() == 2, "mended, so nothing else had changed"
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code", [errno.EACCES, errno.EMFILE, errno.ESTALE, errno.EIO], ids=errno.errorcode.get
+)
 @pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
 def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
     checkpoints, _ = saved
@@ -108,7 +121,9 @@ def test_what_cannot_be_read_now_may_be_whole(name, code, saved, monkeypatch):
     monkeypatch.setattr(Path, "open", refused)
     reason = re.escape(f"step-000002/{name} can't be read now ({os.strerror(code)})")
     with pytest.raises(CheckpointError, match=f"{reason}.*mend that and try again"):
-        Checkpoints(checkpoints.folder, 9).newest_whole(torn=lambda step, error: pytest.fail(f"{step}: {error}"))
+        Checkpoints(checkpoints.folder, 9).newest_whole(
+            torn=lambda step, error: pytest.fail(f"{step}: {error}")
+        )
     monkeypatch.undo()
     assert Checkpoints(checkpoints.folder, 9).newest_whole() == 2
 
@@ -133,7 +148,10 @@ def test_a_damaged_index_is_in_nobodys_way(saved):
         again = Checkpoints(checkpoints.folder, 9)
         assert (again.best_step, again.best_value, again.steps()) == (1, 0.9, [1, 2])
         again.forget_after(2)
-        assert json.loads((checkpoints.folder / "index.json").read_text()) == {"steps": [1, 2], "best": {"step": 1, "value": 0.9}}
+        assert json.loads((checkpoints.folder / "index.json").read_text()) == {
+            "steps": [1, 2],
+            "best": {"step": 1, "value": 0.9},
+        }
 
 
 def test_the_newest_up_to_a_limit_that_is_the_one_committed(saved, loaded):
@@ -153,7 +171,9 @@ def test_a_renamed_checkpoint_is_not_of_that_step(saved):
     assert "is of step 2" in str(told[7])
     elsewhere = checkpoints.folder.parent / "moved"
     checkpoints.path(7).rename(elsewhere)
-    assert checkpoints.verify(elsewhere).sha256 == sums[2], "a copy outside of a run may be called anything"
+    assert checkpoints.verify(elsewhere).sha256 == sums[2], (
+        "a copy outside of a run may be called anything"
+    )
 
 
 def test_older_ones_stay_until_the_step_is_committed(saved, loaded):
@@ -161,7 +181,10 @@ def test_older_ones_stay_until_the_step_is_committed(saved, loaded):
     one = Checkpoints(checkpoints.folder, 1)
     one.save(3, loaded.model, loaded.tokenizer, STATE, {}, 0.95, prune=False)
     assert one.steps() == [1, 2, 3]
-    assert json.loads((one.folder / "index.json").read_text()) == {"steps": [1, 2, 3], "best": {"step": 3, "value": 0.95}}
+    assert json.loads((one.folder / "index.json").read_text()) == {
+        "steps": [1, 2, 3],
+        "best": {"step": 3, "value": 0.95},
+    }
     one.prune()
     assert one.steps() == [3]
     assert sorted(path.name for path in one.folder.iterdir()) == ["index.json", "step-000003"]
@@ -208,7 +231,9 @@ def test_all_is_on_the_disk_before_it_gets_its_name(saved, loaded, monkeypatch):
     checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, None)
     named = events.index("rename to step-000003")
     before = [Path(event) for event in events[:named]]
-    assert {path.name for path in before if path.suffix != ".partial"} == set(files_of(checkpoints.path(3)))
+    assert {path.name for path in before if path.suffix != ".partial"} == set(
+        files_of(checkpoints.path(3))
+    )
     assert before[-1].suffix == ".partial", "the folder's own names come last"
     assert before[-2].name == "checkpoint.json"
     assert events[named + 1] == str(checkpoints.folder)
@@ -225,11 +250,17 @@ def test_a_disk_that_fills_up_while_files_are_synced(after, saved, loaded, monke
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"step-000003 could not be written.*No space left.*make room.*of steps: 1, 2"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-000003 could not be written.*No space left.*make room.*of steps: 1, 2",
+    ):
         checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, 1.0)
     monkeypatch.undo()
     assert snapshot(checkpoints.folder) == before
-    assert (checkpoints.newest_whole(), checkpoints.verify(checkpoints.path(2)).sha256) == (2, sums[2])
+    assert (checkpoints.newest_whole(), checkpoints.verify(checkpoints.path(2)).sha256) == (
+        2,
+        sums[2],
+    )
     assert (checkpoints.best_step, Checkpoints(checkpoints.folder, 9).best_step) == (1, 1)
 
 
@@ -255,7 +286,9 @@ def small_disk(tmp_path):
     mount = shutil.which("mount")
     if mount is None or os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
-    if subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    ).returncode:
         pytest.skip("this machine does not allow mounting a tmpfs")
     try:
         yield folder
@@ -268,12 +301,21 @@ def test_a_disk_that_is_really_full(what, loaded, small_disk, tiny_policy):
     checkpoints = Checkpoints(small_disk / "checkpoints", 9)
     _, digest = checkpoints.save(1, loaded.model, loaded.tokenizer, STATE, {}, None)
     before = snapshot(checkpoints.folder)
-    model = loaded.model if what == "optimizer" else tiny_policy(hidden_size=256, num_layers=2, num_heads=1).model
+    model = (
+        loaded.model
+        if what == "optimizer"
+        else tiny_policy(hidden_size=256, num_layers=2, num_heads=1).model
+    )
     state = {"moments": torch.zeros(300_000)} if what == "optimizer" else STATE
-    with pytest.raises(CheckpointError, match=r"step-000002 could not be written.*No space left.*of steps: 1\)"):
+    with pytest.raises(
+        CheckpointError, match=r"step-000002 could not be written.*No space left.*of steps: 1\)"
+    ):
         checkpoints.save(2, model, loaded.tokenizer, state, {}, None)
     assert snapshot(checkpoints.folder) == before
-    assert (checkpoints.newest_whole(), checkpoints.verify(checkpoints.path(1)).sha256) == (1, digest)
+    assert (checkpoints.newest_whole(), checkpoints.verify(checkpoints.path(1)).sha256) == (
+        1,
+        digest,
+    )
     assert [path.name for path in checkpoints.folder.iterdir() if path.name.startswith(".")] == []
     checkpoints.save(2, loaded.model, loaded.tokenizer, STATE, {}, None)
     assert checkpoints.newest_whole() == 2, "there is room again"

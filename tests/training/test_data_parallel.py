@@ -22,8 +22,13 @@ def of_ranks(tmp_path_factory):
     """What each of two processes finds."""
     folder = tmp_path_factory.mktemp("ranks")
     outs = [folder / f"{rank}.pt" for rank in range(2)]
-    commands = [[sys.executable, str(PROGRAM), "2", str(rank), str(folder / "meeting"), str(out)] for rank, out in enumerate(outs)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    commands = [
+        [sys.executable, str(PROGRAM), "2", str(rank), str(folder / "meeting"), str(out)]
+        for rank, out in enumerate(outs)
+    ]
+    processes = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
     for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
@@ -42,7 +47,10 @@ def test_two_ranks_equal_one(name, of_ranks):
         for one, other in zip(told, metrics, strict=True):
             assert one.keys() == other.keys()
             for key, value in other.items():
-                if key not in ("trainer/distinct_tokens", "trainer/distinct_flops"):  # a group that is cut is computed on both
+                if key not in (
+                    "trainer/distinct_tokens",
+                    "trainer/distinct_flops",
+                ):  # a group that is cut is computed on both
                     assert one[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
     assert torch.equal(*(found[name][0] for _, found in of_ranks)), "ranks never drift apart"
 

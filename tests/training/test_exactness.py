@@ -1,8 +1,9 @@
-"""Three ways to compute one update agree to 1e-5 in float32: everything merged into one token tree, sequences packed side by side, and one
-sequence at a time through the unpatched transformers model with its own eager attention.
+"""Three ways to compute one update agree to 1e-5 in float32: everything merged into one token tree,
+sequences packed side by side, and one sequence at a time through the unpatched transformers model
+with its own eager attention.
 
-Tries are random: branches at any depth of branches, duplicates, sequences that begin others, single tokens, tokens trained by several
-branches; a window of 24 tokens is passed by the longer ones.
+Tries are random: branches at any depth of branches, duplicates, sequences that begin others, single
+tokens, tokens trained by several branches; a window of 24 tokens is passed by the longer ones.
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ from hypothesis import strategies as st
 from agentevo.config import AlgorithmSection, CriticSection, LoraSection, TrainerSection
 from agentevo.models.adapters import add_adapter
 from agentevo.models.attention import prepare
-from agentevo.training.critic import Critic
-from agentevo.training.packing import pack
-from agentevo.training.passes import micro_batches, token_tables
-from agentevo.training.reference import Reference
+from agentevo.training.batching.packing import pack
+from agentevo.training.batching.passes import micro_batches, token_tables
+from agentevo.training.batching.tree import build_tree
+from agentevo.training.roles.critic import Critic
+from agentevo.training.roles.reference import Reference
 from agentevo.training.trainer import Trainer
-from agentevo.training.tree import build_tree
 
 CPU = torch.device("cpu")
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "mixtral", "qwen3-moe"]
+ARCHITECTURES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "mixtral",
+    "qwen3-moe",
+]
 GRPO = AlgorithmSection(aggregation="token-mean", entropy_coef=0.02, clip_high=0.28)
 TOLERANCE = 1e-5
 
@@ -34,7 +45,8 @@ branch = st.tuples(st.integers(0, 8), st.integers(0, 40), st.lists(letter, max_s
 
 
 def grown(stem: list[int], branches) -> list[list[int]]:
-    """Each branch leaves an earlier sequence at some place and goes on in its own way, or stops there."""
+    """Each branch leaves an earlier sequence at some place and goes on in its own way, or stops
+    there."""
     sequences = [stem]
     for parent, depth, tail in branches:
         one = sequences[parent % len(sequences)]
@@ -42,10 +54,21 @@ def grown(stem: list[int], branches) -> list[list[int]]:
     return sequences
 
 
-tries = st.builds(grown, st.lists(st.integers(2, 96), min_size=27, max_size=32), st.lists(branch, min_size=1, max_size=6))
+tries = st.builds(
+    grown,
+    st.lists(st.integers(2, 96), min_size=27, max_size=32),
+    st.lists(branch, min_size=1, max_size=6),
+)
 STEM = list(range(40, 68))
 DEEP = [
-    *([*STEM, 5, 5, 5], [*STEM, 5, 5, 6, 6], [*STEM, 5, 5, 6, 7, 7], [*STEM, 5, 5, 6, 7, 5, 5], [*STEM, 5, 7], [*STEM[:9], 6, 6]),
+    *(
+        [*STEM, 5, 5, 5],
+        [*STEM, 5, 5, 6, 6],
+        [*STEM, 5, 5, 6, 7, 7],
+        [*STEM, 5, 5, 6, 7, 5, 5],
+        [*STEM, 5, 7],
+        [*STEM[:9], 6, 6],
+    ),
     *([*STEM, 5, 5, 6, 6], STEM, [40], [40], [8], [8, 9]),
 ]
 """Branches three deep, duplicates, beginnings of others, single tokens."""
@@ -53,7 +76,12 @@ DEEP = [
 
 def few(examples: int):
     """Settings for costly examples, the same ones each time; a failing one is shown as found."""
-    return settings(max_examples=examples, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+    )
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -65,7 +93,11 @@ def alone_logprobs(model, samples) -> list[torch.Tensor]:
     """Of each sample's trained tokens, [T] float32."""
     found = []
     for sample in samples:
-        rows = torch.log_softmax(model(input_ids=torch.tensor([sample.ids]), use_cache=False).logits[0] / sample.temperature, -1)
+        rows = torch.log_softmax(
+            model(input_ids=torch.tensor([sample.ids]), use_cache=False).logits[0]
+            / sample.temperature,
+            -1,
+        )
         places = torch.tensor(sample.loss_mask).nonzero()[:, 0]
         found.append(rows[places - 1, torch.tensor(sample.ids)[places]].detach())
     return found
@@ -79,15 +111,20 @@ def logprobs_agree(table: torch.Tensor, wanted: list[torch.Tensor]) -> None:
 
 
 def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> None:
-    """Log-probs, loss and gradient, merged and packed. The rate is too small to change a weight, so the model serves many examples."""
+    """Log-probs, loss and gradient, merged and packed. The rate is too small to change a weight, so
+    the model serves many examples."""
     alone.zero_grad()
     loss = slow_loss(alone, samples, GRPO)
     loss.backward()
     wanted, logprobs = gradient(alone), alone_logprobs(alone, samples)
     for merge in (True, False):
-        tables = token_tables(samples, tokens, CPU, lambda batch: {"logp": batch.forward(model)[0]}, merge=merge)
+        tables = token_tables(
+            samples, tokens, CPU, lambda batch: {"logp": batch.forward(model)[0]}, merge=merge
+        )
         logprobs_agree(tables["logp"], logprobs)
-        section = TrainerSection(max_grad_norm=1e9, learning_rate=1e-30, micro_batch_tokens=tokens, prefix_merging=merge)
+        section = TrainerSection(
+            max_grad_norm=1e9, learning_rate=1e-30, micro_batch_tokens=tokens, prefix_merging=merge
+        )
         metrics = Trainer(model, section, GRPO).step(samples)
         assert distance(gradient(model), wanted) < TOLERANCE
         found = metrics["actor/pg_loss"] - GRPO.entropy_coef * metrics["actor/entropy"]
@@ -107,7 +144,14 @@ def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, grad
     @example(DEEP, 16384, 1.0)
     @example(DEEP, 64, 0.7)
     def any_trie(sequences, tokens, temperature):
-        check_update(one.model, one.alone, samples_of(sequences, len(sequences), temperature), tokens, slow_loss, gradient)
+        check_update(
+            one.model,
+            one.alone,
+            samples_of(sequences, len(sequences), temperature),
+            tokens,
+            slow_loss,
+            gradient,
+        )
 
     any_trie()
     gates = [p.grad for key, p in one.model.named_parameters() if "gate.weight" in key]
@@ -121,7 +165,9 @@ def test_output_layers_tied_to_the_embeddings_and_not(random_model):
     assert tied["llama"] and tied["gemma2"] and not tied["qwen2"] and not tied["mistral"]
     for name, is_tied in tied.items():
         model = random_model(name).model
-        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_tied
+        assert (
+            model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        ) == is_tied
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3-moe"])
@@ -145,7 +191,9 @@ def test_updates_of_adapters(name, random_model, samples_of, slow_loss, gradient
         samples = samples_of(sequences, len(sequences))
         check_update(model, alone, samples, tokens, slow_loss, gradient)
         for merge in (True, False):
-            tables = token_tables(samples, tokens, CPU, lambda batch: {"ref": reference.logprobs(batch)}, merge=merge)
+            tables = token_tables(
+                samples, tokens, CPU, lambda batch: {"ref": reference.logprobs(batch)}, merge=merge
+            )
             logprobs_agree(tables["ref"], alone_logprobs(bare, samples))
 
     any_trie()
@@ -172,20 +220,33 @@ def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of)
         samples = samples_of(sequences, len(sequences))
         for sample in samples:
             places = torch.tensor(sample.loss_mask).nonzero()[:, 0]
-            values = head(trunks[0](input_ids=torch.tensor([sample.ids]), use_cache=False).last_hidden_state[0])[places - 1, 0]
+            values = head(
+                trunks[0](input_ids=torch.tensor([sample.ids]), use_cache=False).last_hidden_state[
+                    0
+                ]
+            )[places - 1, 0]
             (values - torch.tensor(sample.advantages)[places]).square().sum().backward()
         batches = micro_batches(samples, tokens, CPU, merge=merge)
         for _, batch in batches:
             (critic.values(batch) - batch.advantages).square().sum().backward()
-        wanted, found = ([p.grad for module in side for p in module.parameters()] for side in (modules[::2], modules[1::2]))
-        together = [torch.cat([grad.flatten() for grad in side if grad is not None]) for side in (found, wanted)]
+        wanted, found = (
+            [p.grad for module in side for p in module.parameters()]
+            for side in (modules[::2], modules[1::2])
+        )
+        together = [
+            torch.cat([grad.flatten() for grad in side if grad is not None])
+            for side in (found, wanted)
+        ]
         assert distance(*together) < TOLERANCE
 
     any_trie()
 
 
-def test_a_token_trained_by_several_branches_has_their_summed_weight(random_model, samples_of, gradient):
-    """The same sequence with weights 2 and -1/2 is the sequence with weight 3/2, at the cost of one."""
+def test_a_token_trained_by_several_branches_has_their_summed_weight(
+    random_model, samples_of, gradient
+):
+    """The same sequence with weights 2 and -1/2 is the sequence with weight 3/2, at the cost of
+    one."""
     model = copy.deepcopy(random_model("qwen3").model)
     (sample,) = samples_of([STEM])
 

@@ -1,4 +1,5 @@
-"""Training adapters: the same loss and gradient as one sequence at a time, nothing else trained, twins that share the base."""
+"""Training adapters: the same loss and gradient as one sequence at a time, nothing else trained,
+twins that share the base."""
 
 from __future__ import annotations
 
@@ -9,11 +10,17 @@ import random
 import pytest
 import torch
 
-from agentevo.config import AlgorithmSection, CriticSection, LoraSection, ProcessRewardSection, TrainerSection
+from agentevo.config import (
+    AlgorithmSection,
+    CriticSection,
+    LoraSection,
+    ProcessRewardSection,
+    TrainerSection,
+)
 from agentevo.models.adapters import add_adapter
 from agentevo.models.attention import prepare
+from agentevo.training.roles.model_copy import copy_policy
 from agentevo.training.trainer import Trainer
-from agentevo.training.twin import twin_of
 from agentevo.types import Trajectory, Turn
 
 WHOLE_GRADIENT = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
@@ -42,7 +49,14 @@ def tree(samples_of, seed: int = 0):
     sequences = []
     for _ in range(3):
         prompt, common = ([rng.randrange(2, 97) for _ in range(n)] for n in (9, 4))
-        sequences += [[*prompt, *common[: rng.randrange(5)], *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 8)))] for _ in range(4)]
+        sequences += [
+            [
+                *prompt,
+                *common[: rng.randrange(5)],
+                *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 8))),
+            ]
+            for _ in range(4)
+        ]
     return samples_of(sequences, group_size=4)
 
 
@@ -53,10 +67,24 @@ def attempts(num: int = 6) -> list[Trajectory]:
         prompt = [rng.randrange(2, 97) for _ in range(5)]
         done = [rng.randrange(2, 97) for _ in range(rng.randrange(2, 6))]
         turn = Turn(
-            index=0, prompt_ids=prompt, completion_ids=done, logprobs=[-4.0] * len(done), versions=[0] * len(done), finish_reason="stop"
+            index=0,
+            prompt_ids=prompt,
+            completion_ids=done,
+            logprobs=[-4.0] * len(done),
+            versions=[0] * len(done),
+            finish_reason="stop",
         )
         group, reward = f"g{index // 3}", float(index % 2)
-        found.append(Trajectory(id=f"t{index}", task_id=group, group_id=group, turns=[turn], reward=reward, success=reward > 0))
+        found.append(
+            Trajectory(
+                id=f"t{index}",
+                task_id=group,
+                group_id=group,
+                turns=[turn],
+                reward=reward,
+                success=reward > 0,
+            )
+        )
     return found
 
 
@@ -66,13 +94,19 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", SECTIONS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
-def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(name, kind, random_model, samples_of, slow_loss, gradient):
+def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
+    name, kind, random_model, samples_of, slow_loss, gradient
+):
     alone = adapted(random_model(name).alone, SECTIONS[kind])
     model = prepare(copy.deepcopy(alone))
     samples = tree(samples_of)
     found = []
     for tokens in (16384, 64):
-        trainer = Trainer(copy.deepcopy(model), WHOLE_GRADIENT.model_copy(update={"micro_batch_tokens": tokens}), GRPO)
+        trainer = Trainer(
+            copy.deepcopy(model),
+            WHOLE_GRADIENT.model_copy(update={"micro_batch_tokens": tokens}),
+            GRPO,
+        )
         metrics = trainer.step(samples)
         assert metrics["trainer/distinct_tokens"] < metrics["trainer/logical_tokens"]
         found.append((metrics, gradient(trainer.model)))
@@ -82,7 +116,9 @@ def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(name, kind, rando
     assert expected.norm() > 0.01
     for metrics, one in found:
         torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
-        assert metrics["actor/pg_loss"] - GRPO.entropy_coef * metrics["actor/entropy"] == pytest.approx(float(loss.detach()), abs=1e-5)
+        assert metrics["actor/pg_loss"] - GRPO.entropy_coef * metrics[
+            "actor/entropy"
+        ] == pytest.approx(float(loss.detach()), abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
@@ -94,15 +130,17 @@ def test_an_update_changes_adapters_and_nothing_else(kind, random_model, samples
     trainer.step(tree(samples_of))
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed == names
-    assert sum(p.numel() for group in trainer.optimization.optimizer.param_groups for p in group["params"]) == sum(
-        p.numel() for p in trained(model).values()
-    )
+    assert sum(
+        p.numel() for group in trainer.optimization.optimizer.param_groups for p in group["params"]
+    ) == sum(p.numel() for p in trained(model).values())
 
 
 def test_a_twin_shares_the_base_and_has_adapters_of_its_own(random_model):
     policy = prepare(adapted(random_model("llama").alone))
-    twin = twin_of(policy)
-    for (name, ours), (_, theirs) in zip(twin.named_parameters(), policy.named_parameters(), strict=True):
+    twin = copy_policy(policy)
+    for (name, ours), (_, theirs) in zip(
+        twin.named_parameters(), policy.named_parameters(), strict=True
+    ):
         assert (ours is theirs) == (not theirs.requires_grad), name
         assert torch.equal(ours, theirs)
 
@@ -125,16 +163,21 @@ def test_a_reference_that_follows_keeps_no_second_base(kind, random_model, sampl
         assert found.keys() == expected.keys()
         for name, weights in found.items():
             torch.testing.assert_close(weights, expected[name])
-    own = {id(p) for p in trainer.roles.reference.model.parameters()} - {id(p) for p in policy.parameters()}
+    own = {id(p) for p in trainer.roles.reference.model.parameters()} - {
+        id(p) for p in policy.parameters()
+    }
     assert len(own) == len(expected)
 
 
 @pytest.mark.parametrize(
-    ("preset", "role", "trunk"), [("ppo", "critic", "own"), ("ppo", "critic", "shared"), ("prime", "process_reward", "own")]
+    ("preset", "role", "trunk"),
+    [("ppo", "critic", "own"), ("ppo", "critic", "shared"), ("prime", "process_reward", "own")],
 )
 def test_models_beside_the_policy_train_adapters_of_their_own(preset, role, trunk, random_model):
     policy = prepare(adapted(random_model("llama").alone))
-    base = {name: p.detach().clone() for name, p in policy.named_parameters() if not p.requires_grad}
+    base = {
+        name: p.detach().clone() for name, p in policy.named_parameters() if not p.requires_grad
+    }
     trainer = Trainer(
         policy,
         TrainerSection(learning_rate=1e-2, warmup_steps=0),
@@ -144,22 +187,39 @@ def test_models_beside_the_policy_train_adapters_of_their_own(preset, role, trun
     )
     trainer.begin()
     beside = getattr(trainer.roles, role)
-    metrics = [{**(made := trainer.prepare(attempts())).metrics, **trainer.step(made.samples)} for _ in range(12)]
+    metrics = [
+        {**(made := trainer.prepare(attempts())).metrics, **trainer.step(made.samples)}
+        for _ in range(12)
+    ]
     key = "critic/vf_loss" if role == "critic" else "process_reward/loss"
     assert metrics[-1][key] < 0.7 * metrics[0][key]
     assert all(torch.equal(p, base[name]) for name, p in policy.named_parameters() if name in base)
     saved = trainer.state_dict()["roles"][role]["weights"]
     if trunk == "own":
         shared = {id(p) for p in beside.model.parameters()} & {id(p) for p in policy.parameters()}
-        assert len(shared) >= len(base) - 1, "the base is the policy's, but for the output layer that the critic has none of"
+        assert len(shared) >= len(base) - 1, (
+            "the base is the policy's, but for the output layer that the critic has none of"
+        )
     heads = {name for name in saved if "lora_" not in name}
     assert len(heads) == (2 if role == "critic" else 0)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, AlgorithmSection(kl_coef=0.1), AlgorithmSection(name="ppo"), AlgorithmSection(name="prime")])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GRPO,
+        AlgorithmSection(kl_coef=0.1),
+        AlgorithmSection(name="ppo"),
+        AlgorithmSection(name="prime"),
+    ],
+)
 def test_a_saved_trainer_goes_on_bit_for_bit(algorithm, random_model):
     def fresh() -> Trainer:
-        trainer = Trainer(prepare(adapted(random_model("llama").alone)), TrainerSection(learning_rate=1e-2), algorithm)
+        trainer = Trainer(
+            prepare(adapted(random_model("llama").alone)),
+            TrainerSection(learning_rate=1e-2),
+            algorithm,
+        )
         trainer.begin()
         return trainer
 
@@ -169,7 +229,9 @@ def test_a_saved_trainer_goes_on_bit_for_bit(algorithm, random_model):
     whole = fresh()
     step(whole)
     file = io.BytesIO()
-    torch.save((whole.state_dict(), {name: p.detach() for name, p in trained(whole.model).items()}), file)
+    torch.save(
+        (whole.state_dict(), {name: p.detach() for name, p in trained(whole.model).items()}), file
+    )
     step(whole)
     file.seek(0)
     state, weights = torch.load(file, weights_only=True)
@@ -179,5 +241,7 @@ def test_a_saved_trainer_goes_on_bit_for_bit(algorithm, random_model):
             p.copy_(weights[name])
     resumed.load_state_dict(state)
     step(resumed)
-    for (name, one), (_, other) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        whole.model.named_parameters(), resumed.model.named_parameters(), strict=True
+    ):
         assert torch.equal(one, other), name

@@ -1,4 +1,5 @@
-"""Every algorithm through the trainer: the update does not depend on how the minibatch is split, and the reference moves as it is told."""
+"""Every algorithm through the trainer: the update does not depend on how the minibatch is split,
+and the reference moves as it is told."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
-from agentevo.catalogue.presets import PRESETS, settle
+from agentevo.catalogue.presets import PRESETS, resolve_preset
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.training.trainer import Trainer
 
@@ -26,10 +27,15 @@ def model(random_model):
 
 @pytest.fixture
 def batch(samples_of):
-    """Four groups of four; advantages of their own, the rollout's log-probs are others than the recomputed ones."""
+    """Four groups of four; advantages of their own, the rollout's log-probs are others than the
+    recomputed ones."""
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randrange(5, 30))] for _ in range(4)]
-    sequences = [[*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))] for prompt in prompts for _ in range(4)]
+    sequences = [
+        [*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))]
+        for prompt in prompts
+        for _ in range(4)
+    ]
     return [
         msgspec.structs.replace(
             s,
@@ -43,7 +49,9 @@ def batch(samples_of):
 def section_for(loss: str) -> AlgorithmSection:
     hyper = MUST_BE_GIVEN.get(loss, {})
     defaults = {one.name: one.default for one in POLICY_LOSSES[loss].hyper} | hyper
-    return AlgorithmSection(policy_loss=loss, aggregation=required_aggregation(loss, defaults) or "token-mean", **hyper)
+    return AlgorithmSection(
+        policy_loss=loss, aggregation=required_aggregation(loss, defaults) or "token-mean", **hyper
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -51,11 +59,15 @@ def test_the_size_of_micro_batches_does_not_change_the_update(loss, model, batch
     """Also for losses that choose tokens by statistics of the whole minibatch."""
     whole, parts = copy.deepcopy(model), copy.deepcopy(model)
     one = Trainer(whole, WHOLE_GRADIENT, section_for(loss)).step(batch)
-    other = Trainer(parts, WHOLE_GRADIENT.model_copy(update={"micro_batch_tokens": 64}), section_for(loss)).step(batch)
+    other = Trainer(
+        parts, WHOLE_GRADIENT.model_copy(update={"micro_batch_tokens": 64}), section_for(loss)
+    ).step(batch)
     assert float(gradient(whole).norm()) > 0
     assert float((gradient(whole) - gradient(parts)).norm() / gradient(whole).norm()) < 1e-4
     assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], rel=1e-4, abs=1e-6)
-    assert other["trainer/distinct_tokens"] > one["trainer/distinct_tokens"], "several micro-batches were made"
+    assert other["trainer/distinct_tokens"] > one["trainer/distinct_tokens"], (
+        "several micro-batches were made"
+    )
 
 
 def test_losses_differ(model, batch, gradient):
@@ -65,22 +77,35 @@ def test_losses_differ(model, batch, gradient):
         policy = copy.deepcopy(model)
         Trainer(policy, WHOLE_GRADIENT, section_for(loss)).step(batch)
         found[loss] = gradient(policy)
-    same = {(a, b) for a in LOSSES for b in LOSSES if a < b and torch.allclose(found[a], found[b], rtol=1e-4, atol=1e-7)}
+    same = {
+        (a, b)
+        for a in LOSSES
+        for b in LOSSES
+        if a < b and torch.allclose(found[a], found[b], rtol=1e-4, atol=1e-7)
+    }
     assert same == {("gpg", "reinforce")}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_makes_an_update(name, model, batch):
     before = [p.detach().clone() for p in model.parameters()]
-    metrics = Trainer(model, TrainerSection(learning_rate=1e-3, warmup_steps=0), AlgorithmSection(name=name)).step(batch)
-    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    metrics = Trainer(
+        model, TrainerSection(learning_rate=1e-3, warmup_steps=0), AlgorithmSection(name=name)
+    ).step(batch)
+    assert any(
+        not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    )
     assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
-    assert settle(name, {}).policy_loss in LOSSES
+    assert resolve_preset(name, {}).policy_loss in LOSSES
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("frozen", [0, 0, 0, 0]), ("synced", [0, 2, 2, 4]), ("ema", None)])
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("frozen", [0, 0, 0, 0]), ("synced", [0, 2, 2, 4]), ("ema", None)]
+)
 def test_the_reference_moves_as_it_is_told(mode, expected, model, batch, referred):
-    section = AlgorithmSection(kl_coef=0.01, reference=mode, reference_every=2, reference_decay=0.75)
+    section = AlgorithmSection(
+        kl_coef=0.01, reference=mode, reference_every=2, reference_decay=0.75
+    )
     trainer = Trainer(model, TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
     trainer.begin()
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -90,16 +115,27 @@ def test_the_reference_moves_as_it_is_told(mode, expected, model, batch, referre
         seen.append(weight.detach().clone())
         average = 0.75 * average + 0.25 * weight.detach()
         wanted = average if expected is None else seen[expected[step]]
-        torch.testing.assert_close(trainer.roles.reference.model.model.layers[0].mlp.up_proj.weight, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            trainer.roles.reference.model.model.layers[0].mlp.up_proj.weight,
+            wanted,
+            rtol=1e-5,
+            atol=1e-6,
+        )
 
 
-def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(model, batch, referred):
+def test_the_weight_of_the_kl_steers_towards_its_target_and_survives_a_restart(
+    model, batch, referred
+):
     section = AlgorithmSection(kl_coef=0.01, kl_target=1e-6, kl_horizon=len(batch))
     trainer = Trainer(model, TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
     trainer.begin()
     used = [trainer.step(referred(trainer, batch))["actor/kl_coef"] for _ in range(3)]
-    assert used == pytest.approx([0.01, 0.01 * 0.8, 0.01 * 0.8 * 1.2]), "no KL at first, then more than the target"
-    again = Trainer(copy.deepcopy(model), TrainerSection(learning_rate=1e-2, warmup_steps=0), section)
+    assert used == pytest.approx([0.01, 0.01 * 0.8, 0.01 * 0.8 * 1.2]), (
+        "no KL at first, then more than the target"
+    )
+    again = Trainer(
+        copy.deepcopy(model), TrainerSection(learning_rate=1e-2, warmup_steps=0), section
+    )
     again.load_state_dict(trainer.state_dict())
     found = [one.step(referred(one, batch))["actor/kl_coef"] for one in (again, trainer)]
     assert found == pytest.approx([used[-1] * 1.2] * 2)

@@ -1,4 +1,5 @@
-"""Master weights, optimizers in 8 bits or on the CPU, and gradients that add up over micro-batches."""
+"""Master weights, optimizers in 8 bits or on the CPU, and gradients that add up over
+micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from agentevo.config import AlgorithmSection, CriticSection, MemorySection, SFTSection, TrainerSection
+from agentevo.config import (
+    AlgorithmSection,
+    CriticSection,
+    MemorySection,
+    SFTSection,
+    TrainerSection,
+)
 from agentevo.errors import CheckpointError
 from agentevo.training.optimization import Optimization
 from agentevo.training.supervised import SupervisedTrainer
@@ -27,8 +34,14 @@ def batch_of(samples_of, num_groups: int = 4):
     sequences = []
     for _ in range(num_groups):
         prompt = [rng.randrange(2, 97) for _ in range(rng.randrange(5, 40))]
-        sequences += [[*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))] for _ in range(4)]
-    return [msgspec.structs.replace(s, logprobs=[-4.5 if m else 0.0 for m in s.loss_mask]) for s in samples_of(sequences, group_size=4)]
+        sequences += [
+            [*prompt, *(rng.randrange(2, 97) for _ in range(rng.randrange(2, 20)))]
+            for _ in range(4)
+        ]
+    return [
+        msgspec.structs.replace(s, logprobs=[-4.5 if m else 0.0 for m in s.loss_mask])
+        for s in samples_of(sequences, group_size=4)
+    ]
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -47,14 +60,17 @@ def test_micro_batches_add_up_to_the_large_batch(tokens, model, samples_of, grad
     for size in (tokens, 16384):
         rl, supervised = copy.deepcopy(model), copy.deepcopy(model)
         Trainer(rl, SECTION.model_copy(update={"micro_batch_tokens": size}), GRPO).step(samples)
-        SupervisedTrainer(supervised, SFTSection(max_grad_norm=1e9, micro_batch_tokens=size), 1).step(samples)
+        SupervisedTrainer(
+            supervised, SFTSection(max_grad_norm=1e9, micro_batch_tokens=size), 1
+        ).step(samples)
         found[size] = gradient(rl), gradient(supervised)
     for parts, whole in zip(found[tokens], found[16384], strict=True):
         assert relative(parts, whole) < 1e-6
 
 
 def updates(parameter: torch.nn.Parameter, num: int, lr: float) -> torch.Tensor:
-    """That many steps against a constant gradient by this package's optimizer; the weights that come of it."""
+    """That many steps against a constant gradient by this package's optimizer; the weights that
+    come of it."""
     optimization = Optimization([parameter], SECTION.model_copy(update={"learning_rate": lr}))
     for _ in range(num):
         optimization.begin(lr)
@@ -64,7 +80,8 @@ def updates(parameter: torch.nn.Parameter, num: int, lr: float) -> torch.Tensor:
 
 
 def test_small_updates_vanish_without_masters_and_not_with_them():
-    """AdamW moves a weight of 1 by lr = 1e-4 a step; bfloat16's neighbours of 1 are 0.0039 below and 0.0078 above."""
+    """AdamW moves a weight of 1 by lr = 1e-4 a step; bfloat16's neighbours of 1 are 0.0039 below
+    and 0.0078 above."""
     start, lr, num = torch.ones(8, 8), 1e-4, 100
     alone = torch.nn.Parameter(start.bfloat16())
     plain = torch.optim.AdamW([alone], lr=lr, weight_decay=0.0, betas=SECTION.betas)
@@ -72,7 +89,9 @@ def test_small_updates_vanish_without_masters_and_not_with_them():
         plain.zero_grad()
         (alone.float() * 3.0).sum().backward()
         plain.step()
-    assert torch.equal(alone.detach(), start.bfloat16()), "a hundred steps, and nothing has happened"
+    assert torch.equal(alone.detach(), start.bfloat16()), (
+        "a hundred steps, and nothing has happened"
+    )
     exact = updates(torch.nn.Parameter(start.clone()), num, lr)
     assert float(exact[0, 0]) == pytest.approx(1.0 - num * lr, rel=1e-4)
     assert torch.equal(updates(torch.nn.Parameter(start.bfloat16()), num, lr), exact.bfloat16())
@@ -111,19 +130,32 @@ def test_a_checkpoint_goes_on_bit_for_bit(dtype, memory, model, samples_of, tmp_
     with torch.no_grad():
         model.lm_head.weight.add_(0)
     model = copy.deepcopy(model).to(dtype)
-    samples = [msgspec.structs.replace(s, columns={"returns": s.advantages, "values": s.advantages}) for s in batch_of(samples_of, 2)]
+    samples = [
+        msgspec.structs.replace(s, columns={"returns": s.advantages, "values": s.advantages})
+        for s in batch_of(samples_of, 2)
+    ]
     samples = [
         msgspec.structs.replace(
-            s, columns={name: [v for v, m in zip(values, s.loss_mask, strict=True) if m] for name, values in s.columns.items()}
+            s,
+            columns={
+                name: [v for v, m in zip(values, s.loss_mask, strict=True) if m]
+                for name, values in s.columns.items()
+            },
         )
         for s in samples
     ]
-    make = lambda policy: Trainer(policy, SECTION, AlgorithmSection(name="ppo"), critic=CriticSection(), memory=memory)  # noqa: E731
+
+    def make(policy):
+        algorithm = AlgorithmSection(name="ppo")
+        return Trainer(policy, SECTION, algorithm, critic=CriticSection(), memory=memory)
+
     whole = make(copy.deepcopy(model))
     whole.begin()
     for _ in range(2):
         whole.step(samples)
-    torch.save({"trainer": whole.state_dict(), "model": whole.model.state_dict()}, tmp_path / "state.pt")
+    torch.save(
+        {"trainer": whole.state_dict(), "model": whole.model.state_dict()}, tmp_path / "state.pt"
+    )
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     resumed = make(copy.deepcopy(model))
     resumed.model.load_state_dict(saved["model"])
@@ -154,7 +186,9 @@ def test_stepping_on_the_cpu_changes_nothing(model, samples_of):
     for memory in (MemorySection(), OFFLOADED):
         trainer = Trainer(copy.deepcopy(model), SECTION, GRPO, memory=memory)
         metrics = [trainer.step(samples) for _ in range(3)]
-        found.append((metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])))
+        found.append(
+            (metrics, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        )
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 
@@ -195,4 +229,7 @@ def test_a_checkpoint_from_before_there_was_a_choice_of_optimizer_is_resumed(mod
     after.load_state_dict(state)
     for trainer in (before, after):
         trainer.step(batch_of(samples_of))
-    assert all(torch.equal(one, other) for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True)
+    )

@@ -19,24 +19,35 @@ SINGLE = {"prompt": ASK, "completion": "left", "label": False}
 def written(tmp_path):
     def write(*lines) -> object:
         path = tmp_path / "pairs.jsonl"
-        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+        path.write_text(
+            "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines),
+            encoding="utf-8",
+        )
         return path
 
     return write
 
 
 def test_only_the_answer_is_trained(written, chat, loaded):
-    talk = [*ASK, {"role": "assistant", "content": "left"}, {"role": "user", "content": "You win. Go on."}]
+    talk = [
+        *ASK,
+        {"role": "assistant", "content": "left"},
+        {"role": "user", "content": "You win. Go on."},
+    ]
     answer = [
         {"role": "assistant", "content": "Up"},
         {"role": "user", "content": "Go on."},
         {"role": "assistant", "content": "Down"},
     ]
-    lines = read_pair_file(written({"prompt": talk, "chosen": answer, "rejected": "right", "score": 3}), "dpo")
+    lines = read_pair_file(
+        written({"prompt": talk, "chosen": answer, "rejected": "right", "score": 3}), "dpo"
+    )
     ((pair,),) = pairs_of_lines(lines, chat, "dpo")
 
     def said(row) -> str:
-        return loaded.tokenizer.decode([token for token, m in zip(row.ids, row.loss_mask, strict=True) if m])
+        return loaded.tokenizer.decode(
+            [token for token, m in zip(row.ids, row.loss_mask, strict=True) if m]
+        )
 
     (chosen,), (rejected,) = pair.chosen.rows, pair.rejected.rows
     assert said(chosen) == "Up<|end|>Down<|end|>", "not the `left` of the prompt"
@@ -50,13 +61,19 @@ def test_only_the_answer_is_trained(written, chat, loaded):
 def test_single_answers_and_pairs_taken_apart(written, chat):
     lines = read_pair_file(written(SINGLE, "", SINGLE | {"label": True}, PAIR), "kto")
     groups = pairs_of_lines(lines, chat, "kto")
-    assert [[(p.chosen is not None, p.rejected is not None) for p in group] for group in groups] == [
+    assert [
+        [(p.chosen is not None, p.rejected is not None) for p in group] for group in groups
+    ] == [
         [(False, True)],
         [(True, False)],
         [(True, False), (False, True)],
     ]
-    assert [group[0].group_id.rpartition(":")[2] for group in groups] == ["1", "3", "4"], "empty lines count"
-    imitated = pairs_of_lines(read_pair_file(written(SINGLE, SINGLE | {"label": True}, PAIR), "rft"), chat, "rft")
+    assert [group[0].group_id.rpartition(":")[2] for group in groups] == ["1", "3", "4"], (
+        "empty lines count"
+    )
+    imitated = pairs_of_lines(
+        read_pair_file(written(SINGLE, SINGLE | {"label": True}, PAIR), "rft"), chat, "rft"
+    )
     assert [len(group) for group in imitated] == [1, 1]
     assert all(pair.rejected is None for group in imitated for pair in group)
 
@@ -66,18 +83,51 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
     [
         ("{not json", "dpo", r":2: is not JSON \(.*write one object a line"),
         ("[1]", "dpo", ":2: is no JSON object"),
-        ({"chosen": "a", "rejected": "b"}, "dpo", ":2: prompt is missing: a line has prompt, chosen and rejected, or"),
-        (PAIR | {"prompt": "hello"}, "dpo", r":2: prompt is no list of messages: give \[{.role.: .user."),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "dpo",
+            ":2: prompt is missing: a line has prompt, chosen and rejected, or",
+        ),
+        (
+            PAIR | {"prompt": "hello"},
+            "dpo",
+            r":2: prompt is no list of messages: give \[{.role.: .user.",
+        ),
         (PAIR | {"prompt": []}, "dpo", ":2: prompt must end with what the assistant answers to"),
-        (PAIR | {"prompt": [*ASK, {"role": "assistant", "content": "x"}]}, "dpo", ":2: prompt must end with"),
-        (PAIR | {"prompt": [{"role": "robot", "content": "x"}]}, "dpo", ":2: prompt: Invalid enum value 'robot'"),
-        (PAIR | {"prompt": [{"role": "user"}]}, "dpo", ":2: prompt: .*missing required field `content`"),
+        (
+            PAIR | {"prompt": [*ASK, {"role": "assistant", "content": "x"}]},
+            "dpo",
+            ":2: prompt must end with",
+        ),
+        (
+            PAIR | {"prompt": [{"role": "robot", "content": "x"}]},
+            "dpo",
+            ":2: prompt: Invalid enum value 'robot'",
+        ),
+        (
+            PAIR | {"prompt": [{"role": "user"}]},
+            "dpo",
+            ":2: prompt: .*missing required field `content`",
+        ),
         (PAIR | {"chosen": 3}, "dpo", ":2: chosen is no list of messages: give .* or a text"),
-        (PAIR | {"chosen": []}, "dpo", ":2: chosen must begin and end with a message of role assistant"),
-        (PAIR | {"rejected": ASK}, "dpo", ":2: rejected must begin and end with a message of role assistant"),
+        (
+            PAIR | {"chosen": []},
+            "dpo",
+            ":2: chosen must begin and end with a message of role assistant",
+        ),
+        (
+            PAIR | {"rejected": ASK},
+            "dpo",
+            ":2: rejected must begin and end with a message of role assistant",
+        ),
         (PAIR | {"rejected": "left"}, "dpo", ":2: chosen and rejected are the same answer"),
         ({"prompt": ASK, "chosen": "left"}, "orpo", ":2: rejected is missing"),
-        (SINGLE, "dpo", ":2: a single completion, but dpo compares two answers: give chosen and rejected, or train by kto"),
+        (
+            SINGLE,
+            "dpo",
+            ":2: a single completion, but dpo compares two answers: give chosen and rejected, or "
+            "train by kto",
+        ),
         (SINGLE | {"label": "yes"}, "kto", ":2: label is 'yes': give true"),
         ({"prompt": ASK, "completion": "left"}, "kto", ":2: label is 'missing'"),
     ],
@@ -90,7 +140,9 @@ def test_a_wrong_line_is_named(line, loss, said, written):
 
 
 def test_no_file_no_lines_no_good_answers(tmp_path, written):
-    with pytest.raises(ConfigError, match=r"data\.pairs: .*none\.jsonl can't be read \(FileNotFoundError"):
+    with pytest.raises(
+        ConfigError, match=r"data\.pairs: .*none\.jsonl can't be read \(FileNotFoundError"
+    ):
         read_pair_file(tmp_path / "none.jsonl", "dpo")
     with pytest.raises(ConfigError, match="has no lines"):
         read_pair_file(written("", " "), "dpo")

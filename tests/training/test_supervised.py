@@ -37,7 +37,9 @@ def no_progress(done: int, total: int, loss: float) -> None:
     pass
 
 
-def train(loaded, samples, section: ColdStartSection, trainer: TrainerSection | None = None, **options):
+def train(
+    loaded, samples, section: ColdStartSection, trainer: TrainerSection | None = None, **options
+):
     options = {"seed": 0, "progress": no_progress} | options
     return train_supervised(loaded.model, samples, section, trainer or TrainerSection(), **options)
 
@@ -48,8 +50,14 @@ def test_only_the_assistants_tokens_are_trained(loaded, chat):
     trained = [token for token, m in zip(sample.ids, sample.loss_mask, strict=True) if m]
     assert len(runs) == 2
     assert loaded.tokenizer.decode(trained) == "left<|end|>Up Down<|end|>"
-    whole = "<|system|>Go on.<|end|><|user|>Take the left coin or the right one.<|end|><|assistant|>left<|end|>"
-    assert loaded.tokenizer.decode(sample.ids) == f"{whole}<|user|>You win. Go on.<|end|><|assistant|>Up Down<|end|>"
+    whole = (
+        "<|system|>Go on.<|end|><|user|>Take the left coin or the right "
+        "one.<|end|><|assistant|>left<|end|>"
+    )
+    assert (
+        loaded.tokenizer.decode(sample.ids)
+        == f"{whole}<|user|>You win. Go on.<|end|><|assistant|>Up Down<|end|>"
+    )
     assert len(sample.ids) == len(sample.logprobs) == len(sample.versions) == len(sample.advantages)
 
 
@@ -66,28 +74,42 @@ def test_a_sample_is_what_the_policy_would_have_seen(chat):
 
 
 def test_an_update_has_the_gradient_of_the_mean_loss_per_token(loaded, chat, gradient):
-    """Against transformers' own attention, one conversation at a time; micro-batches don't change it."""
+    """Against transformers' own attention, one conversation at a time; micro-batches don't change
+    it."""
     alone = copy.deepcopy(loaded.model)
     alone.set_attn_implementation("eager")
-    samples = [conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER, TALK[1:3]))]
+    samples = [
+        conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER, TALK[1:3]))
+    ]
     losses = []
     for sample in samples:
         ids = torch.tensor([sample.ids])
         logp = torch.log_softmax(alone(input_ids=ids).logits[0], -1)
-        losses += [-logp[place - 1, sample.ids[place]] for place, m in enumerate(sample.loss_mask) if m]
+        losses += [
+            -logp[place - 1, sample.ids[place]] for place, m in enumerate(sample.loss_mask) if m
+        ]
     expected = torch.stack(losses).mean()
     expected.backward()
     for micro_batch_tokens in (16384, 64):
         model = copy.deepcopy(loaded.model)
         section = TrainerSection(max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens)
-        (found,) = train_supervised(model, samples, ColdStartSection(batch_episodes=3), section, seed=0, progress=no_progress)
+        (found,) = train_supervised(
+            model,
+            samples,
+            ColdStartSection(batch_episodes=3),
+            section,
+            seed=0,
+            progress=no_progress,
+        )
         assert found == pytest.approx(float(expected), rel=1e-5)
         assert float((gradient(model) - gradient(alone)).norm() / gradient(alone).norm()) < 1e-5
 
 
 def test_what_is_demonstrated_is_learned(loaded, chat):
     samples = [conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER))]
-    losses = train(loaded, samples, ColdStartSection(epochs=60, batch_episodes=2, learning_rate=3e-3))
+    losses = train(
+        loaded, samples, ColdStartSection(epochs=60, batch_episodes=2, learning_rate=3e-3)
+    )
     assert len(losses) == 60
     assert losses[0] > 3.0
     assert losses[-1] < 0.1
@@ -96,21 +118,31 @@ def test_what_is_demonstrated_is_learned(loaded, chat):
 def test_epochs_batches_and_progress(loaded, chat):
     samples = [conversation_sample(OTHER, chat, str(n)) for n in range(5)]
     seen = []
-    losses = train(loaded, samples, ColdStartSection(epochs=2, batch_episodes=2), progress=lambda *told: seen.append(told))
+    losses = train(
+        loaded,
+        samples,
+        ColdStartSection(epochs=2, batch_episodes=2),
+        progress=lambda *told: seen.append(told),
+    )
     assert [(done, total) for done, total, _ in seen] == [(n, 6) for n in range(1, 7)]
     assert [loss for *_, loss in seen] == losses
 
 
 def test_samples_of_one_episode_stay_in_one_batch(loaded, chat):
-    """An agent without memory has a conversation for every turn; `batch_episodes` counts episodes all the same."""
+    """An agent without memory has a conversation for every turn; `batch_episodes` counts episodes
+    all the same."""
     samples = [conversation_sample(OTHER, chat, f"episode-{n // 3}") for n in range(12)]
     assert len(train(loaded, samples, ColdStartSection(batch_episodes=2))) == 2
 
 
 def test_order_follows_the_seed(tiny_policy, chat):
-    samples = [conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER, TALK[:3]))]
+    samples = [
+        conversation_sample(talk, chat, str(n)) for n, talk in enumerate((TALK, OTHER, TALK[:3]))
+    ]
     section = ColdStartSection(epochs=2, batch_episodes=1)
-    same, again, other = (train(tiny_policy(seed=3), samples, section, seed=seed) for seed in (1, 1, 2))
+    same, again, other = (
+        train(tiny_policy(seed=3), samples, section, seed=seed) for seed in (1, 1, 2)
+    )
     assert same == again
     assert same != other
 
@@ -142,14 +174,23 @@ def _mixed_samples(num: int = 7):
     """Samples of mixed length, of which some begin alike and one is there twice."""
     rng = random.Random(3)
     stem = [rng.randrange(90) for _ in range(20)]
-    ids = [stem[: rng.randrange(5, 20)] + [rng.randrange(90) for _ in range(rng.randrange(3, 40))] for _ in range(num - 1)]
+    ids = [
+        stem[: rng.randrange(5, 20)] + [rng.randrange(90) for _ in range(rng.randrange(3, 40))]
+        for _ in range(num - 1)
+    ]
     ids.append(ids[0])
-    return [token_row(str(n), row, [False, *(rng.random() < 0.4 for _ in row[2:]), True]).sample() for n, row in enumerate(ids)]
+    return [
+        token_row(str(n), row, [False, *(rng.random() < 0.4 for _ in row[2:]), True]).sample()
+        for n, row in enumerate(ids)
+    ]
 
 
-@pytest.mark.parametrize(("micro_batch_tokens", "merge"), [(64, True), (16384, True), (16384, False)])
+@pytest.mark.parametrize(
+    ("micro_batch_tokens", "merge"), [(64, True), (16384, True), (16384, False)]
+)
 def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens, merge):
-    """Loss, gradient, and the held-out loss and accuracy, against whole sequences through transformers' own attention."""
+    """Loss, gradient, and the held-out loss and accuracy, against whole sequences through
+    transformers' own attention."""
     samples = _mixed_samples()
     alone = copy.deepcopy(loaded.model)
     alone.set_attn_implementation("eager")
@@ -165,7 +206,9 @@ def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens, merg
     assert found["sft/eval/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert found["sft/eval/perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-4)
     assert found["sft/eval/token_accuracy"] == pytest.approx(sum(right) / len(right))
-    section = SFTSection(max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens, prefix_merging=merge)
+    section = SFTSection(
+        max_grad_norm=1e9, micro_batch_tokens=micro_batch_tokens, prefix_merging=merge
+    )
     metrics = SupervisedTrainer(loaded.model, section, total_steps=1).step(samples)
     assert metrics["sft/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["trainer/trained_tokens"] == len(losses)
@@ -176,12 +219,19 @@ def test_packing_equals_one_at_a_time(loaded, gradient, micro_batch_tokens, merg
 
 def test_batches_by_tokens_and_by_conversations():
     sizes = {"a": 50, "b": 60, "c": 10, "d": 200, "e": 30}
-    for section in (SFTSection(epochs=3, batch_tokens=100), SFTSection(epochs=3, batch_conversations=2)):
+    for section in (
+        SFTSection(epochs=3, batch_tokens=100),
+        SFTSection(epochs=3, batch_conversations=2),
+    ):
         batches = plan_batches(sizes, section, seed=1)
-        assert batches == plan_batches(sizes, section, seed=1) != plan_batches(sizes, section, seed=2)
+        assert (
+            batches == plan_batches(sizes, section, seed=1) != plan_batches(sizes, section, seed=2)
+        )
         assert sorted(name for batch in batches for name in batch) == sorted([*sizes] * 3)
         if section.batch_tokens:
-            assert all(sum(sizes[name] for name in batch) <= 100 or batch == ["d"] for batch in batches)
+            assert all(
+                sum(sizes[name] for name in batch) <= 100 or batch == ["d"] for batch in batches
+            )
         else:
             assert [len(batch) for batch in batches] == [2, 2, 1] * 3
 

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from agentevo.config import AlgorithmSection, CriticSection, SFTSection, TrainerSection
 from agentevo.models.attention import prepare
 from agentevo.observability.profile_table import PREFIX
-from agentevo.training.packing import pack
+from agentevo.training.batching.packing import pack
+from agentevo.training.batching.passes import micro_batches
 from agentevo.training.pairs import Answer, Pair
-from agentevo.training.passes import micro_batches
 from agentevo.training.phases import phase
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
@@ -31,7 +31,12 @@ SEQUENCES = [[*SHARED, 1, 2], [*SHARED, 7, 7, 7], [4, 4]]
 def _model() -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return LlamaForCausalLM(config)
 
@@ -42,13 +47,16 @@ def samples(samples_of: Callable[..., list[Sample]]) -> list[Sample]:
 
 
 def test_logical_work_is_that_of_each_sample_alone(samples: list[Sample]):
-    """By PyTorch's count of passes of one sequence each; what eager attention computes of the masked half is taken off."""
+    """By PyTorch's count of passes of one sequence each; what eager attention computes of the
+    masked half is taken off."""
     model = LlamaForCausalLM._from_config(_model().config, attn_implementation="eager")
     counted = 0
     for sample in samples:
         places = torch.tensor([i - 1 for i, m in enumerate(sample.loss_mask) if m])
         with FlopCounterMode(display=False) as mode:
-            model(input_ids=torch.tensor([sample.ids]), use_cache=False, logits_to_keep=places).logits.sum().backward()
+            model(
+                input_ids=torch.tensor([sample.ids]), use_cache=False, logits_to_keep=places
+            ).logits.sum().backward()
         size = len(sample.ids)
         counted += mode.get_total_flops() - 2 * 3 * 4 * 32 * (size * (size - 1) // 2)
     counter = FlopCounter(model)
@@ -62,9 +70,14 @@ def test_distinct_work_counts_what_is_shared_once(samples: list[Sample]):
     found = counter.take()
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     nodes, pairs = 6 + 2 + 3 + 2, (6 * 7 // 2) + (7 + 8) + (7 + 8 + 9) + (1 + 2)
-    assert found["trainer/distinct_flops"] == 6 * (weights * nodes + 64 * 32 * len(batch.logit_nodes)) + 3 * 2 * 4 * 32 * pairs
+    assert (
+        found["trainer/distinct_flops"]
+        == 6 * (weights * nodes + 64 * 32 * len(batch.logit_nodes)) + 3 * 2 * 4 * 32 * pairs
+    )
     assert found["trainer/distinct_flops"] < found["trainer/logical_flops"]
-    assert counter.take() == {"trainer/distinct_flops": 0.0, "trainer/logical_flops": 0.0}, "it begins anew"
+    assert counter.take() == {"trainer/distinct_flops": 0.0, "trainer/logical_flops": 0.0}, (
+        "it begins anew"
+    )
 
 
 def test_one_sample_is_the_same_either_way(samples: list[Sample]):
@@ -87,7 +100,9 @@ def test_passes_without_gradient_are_a_third(samples: list[Sample]):
 def test_updates_say_what_they_needed(samples: list[Sample], micro_batch_tokens: int):
     section = TrainerSection(steps=1, epochs=2, micro_batch_tokens=micro_batch_tokens)
     rl = Trainer(prepare(_model()), section, AlgorithmSection()).step(samples)
-    supervised = SupervisedTrainer(prepare(_model()), SFTSection(micro_batch_tokens=micro_batch_tokens), 1).step(samples)
+    supervised = SupervisedTrainer(
+        prepare(_model()), SFTSection(micro_batch_tokens=micro_batch_tokens), 1
+    ).step(samples)
     counter = FlopCounter(_model())
     counter.trained(samples, pack(samples, CPU))
     once = counter.take()
@@ -97,7 +112,12 @@ def test_updates_say_what_they_needed(samples: list[Sample], micro_batch_tokens:
 
 
 def test_speeds():
-    trained = {"trainer/distinct_tokens": 10.0, "trainer/logical_tokens": 40.0, "trainer/distinct_flops": 3e6, "trainer/logical_flops": 9e6}
+    trained = {
+        "trainer/distinct_tokens": 10.0,
+        "trainer/logical_tokens": 40.0,
+        "trainer/distinct_flops": 3e6,
+        "trainer/logical_flops": 9e6,
+    }
     assert speed_metrics(trained, 2.0, 1e7) == {
         "perf/tokens_per_s_distinct": 5.0,
         "perf/tokens_per_s_logical": 20.0,
@@ -113,8 +133,17 @@ def test_phases_are_marked_where_they_happen(samples: list[Sample]):
     trainer.step(samples)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         trainer.step(samples)
-    spans = [(event.name.removeprefix(PREFIX), event.time_range) for event in profiler.events() if event.name.startswith(PREFIX)]
-    assert [name for name, _ in sorted(spans, key=lambda span: span[1].start)] == ["plan", "forward", "backward", "optimizer"]
+    spans = [
+        (event.name.removeprefix(PREFIX), event.time_range)
+        for event in profiler.events()
+        if event.name.startswith(PREFIX)
+    ]
+    assert [name for name, _ in sorted(spans, key=lambda span: span[1].start)] == [
+        "plan",
+        "forward",
+        "backward",
+        "optimizer",
+    ]
 
 
 def test_without_a_profiler_a_phase_leaves_no_mark(monkeypatch: pytest.MonkeyPatch):
@@ -124,25 +153,46 @@ def test_without_a_profiler_a_phase_leaves_no_mark(monkeypatch: pytest.MonkeyPat
 
 
 def _with_columns(samples: list[Sample]) -> list[Sample]:
-    return [msgspec.structs.replace(s, columns={name: [0.5] * sum(s.loss_mask) for name in ("values", "returns")}) for s in samples]
+    return [
+        msgspec.structs.replace(
+            s, columns={name: [0.5] * sum(s.loss_mask) for name in ("values", "returns")}
+        )
+        for s in samples
+    ]
 
 
 def test_a_critic_of_its_own_is_as_much_again(samples: list[Sample]):
     found = {}
     for trunk in ("own", "shared"):
-        trainer = Trainer(prepare(_model()), TrainerSection(steps=1), AlgorithmSection(name="ppo"), critic=CriticSection(trunk=trunk))
+        trainer = Trainer(
+            prepare(_model()),
+            TrainerSection(steps=1),
+            AlgorithmSection(name="ppo"),
+            critic=CriticSection(trunk=trunk),
+        )
         trainer.begin()
         found[trunk] = trainer.step(_with_columns(samples))
     for key in ("trainer/distinct_flops", "trainer/logical_flops"):
         assert found["own"][key] == 2 * found["shared"][key]
-    pretrained = Trainer(prepare(_model()), TrainerSection(steps=2), AlgorithmSection(name="ppo"), critic=CriticSection(pretrain_steps=1))
+    pretrained = Trainer(
+        prepare(_model()),
+        TrainerSection(steps=2),
+        AlgorithmSection(name="ppo"),
+        critic=CriticSection(pretrain_steps=1),
+    )
     pretrained.begin()
-    assert pretrained.step(_with_columns(samples))["trainer/distinct_flops"] == found["shared"]["trainer/distinct_flops"]
+    assert (
+        pretrained.step(_with_columns(samples))["trainer/distinct_flops"]
+        == found["shared"]["trainer/distinct_flops"]
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [64, 4096])
-def test_preferences_are_a_training_pass_and_one_of_the_reference(samples_of: Callable[..., list[Sample]], micro_batch_tokens: int):
-    """Whatever is computed twice because the answers don't fit in one micro-batch does not count."""
+def test_preferences_are_a_training_pass_and_one_of_the_reference(
+    samples_of: Callable[..., list[Sample]], micro_batch_tokens: int
+):
+    """Whatever is computed twice because the answers don't fit in one micro-batch does not
+    count."""
     rows = samples_of([[*range(2, 40), *range(20)], [*range(2, 40), *range(30, 55)]], group_size=2)
     pair = Pair("g0", Answer("a", (rows[0],)), Answer("b", (rows[1],)))
     counter, found = FlopCounter(_model()), {}

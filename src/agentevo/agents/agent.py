@@ -19,7 +19,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole attempt, penalties included."""
     success: bool
     reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the sum is another."""
+    """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the
+    sum is another."""
     turn_rewards: dict[int, float] = {}
     """Turn index -> what that turn earned."""
     truncated: bool = False
@@ -30,13 +31,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         total = sum(self.reward_parts.values())
         if self.reward_parts and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(
-                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is {self.reward:g}: "
+                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is "
+                f"{self.reward:g}: "
                 "give parts that sum to the reward, or none"
             )
 
 
 class Agent(Protocol):
-    """Anything that plays. It may raise: the attempt is then recorded as failed and the run goes on."""
+    """Anything that plays. It may raise: the attempt is then recorded as failed and the run goes
+    on."""
 
     async def run(self, task: Task, policy: Policy) -> Outcome: ...
 

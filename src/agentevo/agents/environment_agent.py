@@ -1,16 +1,18 @@
-"""The environment loop: observe, answer, act, until the world or a limit ends the episode.
+"""The environment loop: observe, answer, act, until the environment or a limit ends the episode.
 
-The first user message holds the rules, how to answer, and the first observation; each later one the observation that the actions
-led to. The format says where the action stands in an answer:
+The first user message holds the rules, how to answer, and the first observation; each later one the
+observation that the actions led to. The format says where the action stands in an answer:
 
     plain         Up
     answer        <answer>Up</answer>
     think_answer  <think>...</think><answer>Up</answer>
 
-A world plays on a thread of its own (world_thread.py): one that hangs fails its attempt when `agent.timeout_s` is over.
+An environment plays on a thread of its own (environment_thread.py): one that hangs fails its
+attempt when `agent.timeout_s` is over.
 
-Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks the format takes no action; it, and a
-turn with an invalid action, costs `agent.format_penalty` once.
+Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks
+the format takes no action; it, and a turn with an invalid action, costs `agent.format_penalty`
+once.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from agentevo.agents.agent import Outcome, agents
+from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.agents.policy import Policy
-from agentevo.agents.world_thread import Pace, WorldThread
 from agentevo.config import AgentSection
 from agentevo.environments import TextEnvironment
 from agentevo.errors import RequestTooLongError
@@ -36,7 +38,8 @@ _PATTERNS = {
 
 
 def parse_answer(text: str, section: AgentSection) -> list[str] | None:
-    """The actions that an answer holds, at most `actions_per_turn`; None if it breaks the format."""
+    """The actions that an answer holds, at most `actions_per_turn`; None if it breaks the
+    format."""
     if section.format == "plain":
         content = text
     elif section.format == "answer":
@@ -60,7 +63,8 @@ def format_answer(actions: list[str], section: AgentSection) -> str:
 
 
 def answer_instructions(section: AgentSection) -> str:
-    """What the player is told about the form of its answers; nothing for `plain` answers of one action."""
+    """What the player is told about the form of its answers; nothing for `plain` answers of one
+    action."""
     several = (
         f"up to {section.actions_per_turn} actions separated by {section.action_separator}"
         if section.actions_per_turn > 1
@@ -73,17 +77,28 @@ def answer_instructions(section: AgentSection) -> str:
     return f"Think first, then answer with {several}: <think>...</think><answer>...</answer>"
 
 
-def first_messages(environment: TextEnvironment, observation: str, section: AgentSection) -> list[Message]:
+def first_messages(
+    environment: TextEnvironment, observation: str, section: AgentSection
+) -> list[Message]:
     """The conversation before the policy's first turn."""
     parts = [environment.instructions, answer_instructions(section), observation]
     opening = [Message("user", "\n".join(part for part in parts if part))]
-    return [Message("system", section.system_prompt), *opening] if section.system_prompt is not None else opening
+    return (
+        [Message("system", section.system_prompt), *opening]
+        if section.system_prompt is not None
+        else opening
+    )
 
 
 def next_messages(
-    messages: list[Message], reply: Message, environment: TextEnvironment, observation: str, section: AgentSection
+    messages: list[Message],
+    reply: Message,
+    environment: TextEnvironment,
+    observation: str,
+    section: AgentSection,
 ) -> list[Message]:
-    """The conversation before the next turn: one that goes on, or, with `memory: turn`, a new one."""
+    """The conversation before the next turn: one that goes on, or, with `memory: turn`, a new
+    one."""
     if section.memory == "turn":
         return first_messages(environment, observation, section)
     return [*messages, reply, Message("user", observation)]
@@ -95,7 +110,7 @@ class _Episode:
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
     earned: float = 0.0
-    """What the world has paid."""
+    """What the environment has paid."""
     penalties: float = 0.0
     num_actions: int = 0
     num_invalid: int = 0
@@ -109,14 +124,14 @@ class _Episode:
 
 @agents.register("environment")
 class EnvironmentAgent:
-    """Plays one environment per task; `make` builds a fresh world."""
+    """Plays one environment per task; `make` builds a fresh environment."""
 
     def __init__(self, make: Callable[[], TextEnvironment], section: AgentSection) -> None:
         self._make, self._section, self._pace = make, section, Pace()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run: plays the world that `task.seed` makes."""
-        thread = WorldThread(self._pace)
+        """See Agent.run: plays the environment that `task.seed` makes."""
+        thread = EnvironmentThread(self._pace)
         made: list[TextEnvironment] = []
 
         def make() -> TextEnvironment:
@@ -124,8 +139,8 @@ class EnvironmentAgent:
             return made[0]
 
         def close() -> None:  # also what was made when nobody waited for it any more
-            for world in made:
-                world.close()
+            for environment in made:
+                environment.close()
 
         try:
             environment = await thread.call(make)
@@ -143,7 +158,9 @@ class EnvironmentAgent:
                 await self._act(thread, environment, episode, reply.turn, reply.text)
                 if episode.over:
                     break
-                messages = next_messages(messages, reply.message, environment, episode.observation, self._section)
+                messages = next_messages(
+                    messages, reply.message, environment, episode.observation, self._section
+                )
             else:
                 episode.truncated = True
         finally:
@@ -162,13 +179,22 @@ class EnvironmentAgent:
             },
         )
 
-    async def _act(self, thread: WorldThread, environment: TextEnvironment, episode: _Episode, turn: int, text: str) -> None:
+    async def _act(
+        self,
+        thread: EnvironmentThread,
+        environment: TextEnvironment,
+        episode: _Episode,
+        turn: int,
+        text: str,
+    ) -> None:
         """Takes the actions of one answer."""
         actions = parse_answer(text, self._section)
         reward, broken = 0.0, actions is None
         episode.num_format_errors += broken
         for action in actions or []:
-            observation, step_reward, terminated, truncated, info = await thread.call(partial(environment.step, action))
+            observation, step_reward, terminated, truncated, info = await thread.call(
+                partial(environment.step, action)
+            )
             reward += float(step_reward)
             episode.observation = observation
             episode.num_actions += 1
@@ -188,18 +214,23 @@ class EnvironmentAgent:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An episode played by the environment's own solver, as the conversations that the agent would have had: one, or with `memory: turn`
-    one for every turn. Each ends with what the assistant says."""
+    """An episode played by the environment's own solver, as the conversations that the agent would
+    have had: one, or with `memory: turn` one for every turn. Each ends with what the assistant
+    says."""
 
     conversations: list[list[Message]]
     success: bool
 
 
-def demonstrate(environment: TextEnvironment, seed: int, section: AgentSection, random_rate: float) -> Demonstration | None:
-    """Plays `seed` with the solver, a share `random_rate` of the actions drawn at random; None where no solver exists.
+def demonstrate(
+    environment: TextEnvironment, seed: int, section: AgentSection, random_rate: float
+) -> Demonstration | None:
+    """Plays `seed` with the solver, a share `random_rate` of the actions drawn at random; None
+    where no solver exists.
 
-    With several actions per turn the solver plans them one after the other, as the world really answers. Where a random action made the
-    task unsolvable, the demonstration ends: there is nothing left to show.
+    With several actions per turn the solver plans them one after the other, as the environment
+    really answers. Where a random action made the task unsolvable, the demonstration ends: there is
+    nothing left to show.
     """
     rng = random.Random(seed)
     observation, _ = environment.reset(seed=seed)

@@ -1,6 +1,7 @@
 """The RL maths: pure functions of tensors [sequences, tokens], each with its formula and source.
 
-Names, formulas, hyper-parameters and what others call them: `agentevo.catalogue`, `agentevo list algorithms`, docs/algorithms.md.
+Names, formulas, hyper-parameters and what others call them: `agentevo.catalogue`, `agentevo list
+algorithms`, docs/algorithms.md.
 """
 
 from agentevo.algorithms.aggregation import aggregate, aggregation_weights
@@ -10,8 +11,13 @@ from agentevo.algorithms.importance import importance_weights
 from agentevo.algorithms.losses import batch_statistics, policy_loss, policy_loss_terms
 from agentevo.algorithms.preference import preference_loss
 from agentevo.algorithms.value import value_loss
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm, PreferencePreset, settle_preference
-from agentevo.catalogue.presets import PRESETS, Algorithm, Preset, settle
+from agentevo.catalogue.preference_presets import (
+    PREFERENCE_PRESETS,
+    PreferenceAlgorithm,
+    PreferencePreset,
+    resolve_preference,
+)
+from agentevo.catalogue.presets import PRESETS, Algorithm, Preset, resolve_preset
 
 __all__ = [
     "PREFERENCE_PRESETS",
@@ -32,7 +38,7 @@ __all__ = [
     "policy_loss",
     "policy_loss_terms",
     "preference_loss",
-    "settle",
-    "settle_preference",
+    "resolve_preference",
+    "resolve_preset",
     "value_loss",
 ]

@@ -1,6 +1,7 @@
 """What every advantage reads: the caller's tensors and ids, checked and numbered.
 
-Tables [S, T] are not copied: they are checked in blocks of rows, and recursions pick the trained places themselves (`returns.Stream.at`).
+Tables [S, T] are not copied: they are checked in blocks of rows, and recursions pick the trained
+places themselves (`returns.Stream.at`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Given:
 class Inputs:
     """What was given, checked: S rows of T tokens, N trajectories. No gradients.
 
-    Tables [S, T] are as given: finite where trained, anything elsewhere. All other floats are float64 and within +-BOUND.
+    Tables [S, T] are as given: finite where trained, anything elsewhere. All other floats are
+    float64 and within +-BOUND.
     """
 
     mask: Tensor
@@ -85,15 +87,24 @@ def checked(given: Given) -> Inputs:
     """Raises ValueError for a wrong shape or type, and for NaN or infinity at a trained place."""
     like, shape = given.token_rewards, given.token_rewards.shape
     if len(shape) != 2 or not like.is_floating_point():
-        raise ValueError(f"token_rewards is {like.dtype} {list(shape)}: give floats of shape [sequences, tokens]")
+        raise ValueError(
+            f"token_rewards is {like.dtype} {list(shape)}: give floats of shape [sequences, tokens]"
+        )
     trained = _trained(given.mask, like)
-    trajectory = _numbered("trajectory_ids", range(shape[0]) if given.trajectory_ids is None else given.trajectory_ids, like)
+    trajectory = _numbered(
+        "trajectory_ids",
+        range(shape[0]) if given.trajectory_ids is None else given.trajectory_ids,
+        like,
+    )
     row_group = _numbered("group_ids", given.group_ids, like)
     num = int(trajectory.max()) + 1 if shape[0] else 0
     group = row_group.new_zeros(num).index_copy_(0, trajectory, row_group)
     if bool((group[trajectory] != row_group).any()):
         row = int((group[trajectory] != row_group).nonzero()[0])
-        raise ValueError(f"group_ids: the trajectory of row {row} has rows in several groups: give all of its rows one group id")
+        raise ValueError(
+            f"group_ids: the trajectory of row {row} has rows in several groups: give all of its "
+            "rows one group id"
+        )
     row_score, row_length = _row_sums("token_rewards", like, trained), row_lengths(trained)
     length = row_length.new_zeros(num).index_add_(0, trajectory, row_length)
     counts = length > 0.0
@@ -107,7 +118,9 @@ def checked(given: Given) -> Inputs:
         row_length=row_length,
         length=length,
         values=_table("values", given.values, trained),
-        baseline_rewards=None if baseline is None else _per_row("baseline_rewards", baseline, row_length > 0.0),
+        baseline_rewards=None
+        if baseline is None
+        else _per_row("baseline_rewards", baseline, row_length > 0.0),
         turn_ids=_turns("turn_ids", given.turn_ids, trained),
         turn_parents=_turns("turn_parents", given.turn_parents, trained),
         reward_parts=None if parts is None else _parts(parts, trajectory, counts),
@@ -128,26 +141,40 @@ def _table(name: str, given: Tensor | None, trained: Tensor) -> Tensor | None:
 
 def _trained(mask: Tensor, like: Tensor) -> Tensor:
     if mask.shape != like.shape:
-        raise ValueError(f"mask has shape {list(mask.shape)}, token_rewards {list(like.shape)}: give both as [sequences, tokens]")
+        raise ValueError(
+            f"mask has shape {list(mask.shape)}, token_rewards {list(like.shape)}: give both as "
+            "[sequences, tokens]"
+        )
     trained = mask if mask.dtype == torch.bool else mask != 0
     if mask.dtype != torch.bool and bool((trained & (mask != 1)).any()):
-        raise ValueError("mask has entries other than 0 and 1: give 1 at trained tokens and 0 elsewhere")
+        raise ValueError(
+            "mask has entries other than 0 and 1: give 1 at trained tokens and 0 elsewhere"
+        )
     return trained
 
 
 def _numbered(name: str, ids: Ids | range, like: Tensor) -> Tensor:
     """0, 1, 2, ... by first appearance. [S] int64"""
     if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point()):
-        raise ValueError(f"{name} is {ids.dtype} {list(ids.shape)}: give one integer or hashable per row")
+        raise ValueError(
+            f"{name} is {ids.dtype} {list(ids.shape)}: give one integer or hashable per row"
+        )
     listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if len(listed) != len(like):
-        raise ValueError(f"{name}: {len(listed)} ids for {len(like)} rows: give one per row of token_rewards")
+        raise ValueError(
+            f"{name}: {len(listed)} ids for {len(like)} rows: give one per row of token_rewards"
+        )
     numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in listed], dtype=torch.int64, device=like.device)
+    return torch.tensor(
+        [numbers.setdefault(one, len(numbers)) for one in listed],
+        dtype=torch.int64,
+        device=like.device,
+    )
 
 
 def _finite(name: str, given: Tensor, counted: Tensor, first: int = 0) -> Tensor:
-    """`given` as float64, 0 where not `counted` (same shape), bounded. Raises ValueError for NaN or infinity where counted.
+    """`given` as float64, 0 where not `counted` (same shape), bounded. Raises ValueError for NaN or
+    infinity where counted.
 
     `first`: the row at which this block begins, for the message.
     """
@@ -155,22 +182,33 @@ def _finite(name: str, given: Tensor, counted: Tensor, first: int = 0) -> Tensor
     if not bool(torch.isfinite(kept).all()):
         row, *column = (~torch.isfinite(kept)).nonzero()[0].tolist()
         place = [first + row, *column]
-        raise ValueError(f"{name}: {float(kept[(row, *column)])} at {place}, where a token is trained: mask it out or mend its source")
+        raise ValueError(
+            f"{name}: {float(kept[(row, *column)])} at {place}, where a token is trained: mask "
+            "it out or mend its source"
+        )
     return kept.clamp_(-BOUND, BOUND) if given.dtype == torch.float64 else kept
 
 
 def _row_sums(name: str, given: Tensor, trained: Tensor) -> Tensor:
-    """Sum over each row's trained places, [S]. Raises ValueError for NaN or infinity there, and for another shape than `trained`'s."""
+    """Sum over each row's trained places, [S]. Raises ValueError for NaN or infinity there, and for
+    another shape than `trained`'s."""
     if given.shape != trained.shape:
-        raise ValueError(f"{name} has shape {list(given.shape)}, token_rewards {list(trained.shape)}: give both as [sequences, tokens]")
+        raise ValueError(
+            f"{name} has shape {list(given.shape)}, token_rewards {list(trained.shape)}: give "
+            "both as [sequences, tokens]"
+        )
     rows = block_rows(given.shape[1])
     blocks = enumerate(row_blocks(given, trained))
-    return torch.cat([_finite(name, part, counted, rows * number).sum(1) for number, (part, counted) in blocks])
+    return torch.cat(
+        [_finite(name, part, counted, rows * number).sum(1) for number, (part, counted) in blocks]
+    )
 
 
 def _per_row(name: str, given: Tensor, counted: Tensor) -> Tensor:
     if given.shape != counted.shape:
-        raise ValueError(f"{name} has shape {list(given.shape)}: give one number per row, [{len(counted)}]")
+        raise ValueError(
+            f"{name} has shape {list(given.shape)}: give one number per row, [{len(counted)}]"
+        )
     return _finite(name, given, counted)
 
 
@@ -178,33 +216,49 @@ def _turns(name: str, given: Tensor | None, trained: Tensor) -> Tensor | None:
     if given is None:
         return None
     if given.shape != trained.shape or given.is_floating_point() or given.is_complex():
-        raise ValueError(f"{name} is {given.dtype} {list(given.shape)}: give one for each token, integers {list(trained.shape)}")
+        raise ValueError(
+            f"{name} is {given.dtype} {list(given.shape)}: give one for each token, integers "
+            f"{list(trained.shape)}"
+        )
     return given.long()
 
 
 def _parts(parts: Mapping[str, Tensor] | Tensor, trajectory: Tensor, counts: Tensor) -> Tensor:
     """[K, N]. Raises ValueError unless all rows of a trajectory have the same scores."""
-    named = parts.items() if isinstance(parts, Mapping) else [(f"[{index}]", part) for index, part in enumerate(parts)]
+    named = (
+        parts.items()
+        if isinstance(parts, Mapping)
+        else [(f"[{index}]", part) for index, part in enumerate(parts)]
+    )
     found = []
     for name, part in named:
         row_scores = _per_row(f"reward_parts {name}", part, counts[trajectory])
         scores = row_scores.new_zeros(len(counts)).index_copy_(0, trajectory, row_scores)
         if bool((scores[trajectory] != row_scores).any()):
             row = int((scores[trajectory] != row_scores).nonzero()[0])
-            raise ValueError(f"reward_parts {name}: the trajectory of row {row} has different scores: repeat its score at each of its rows")
+            raise ValueError(
+                f"reward_parts {name}: the trajectory of row {row} has different scores: repeat "
+                "its score at each of its rows"
+            )
         found.append(scores)
     if not found:
         raise ValueError("reward_parts is empty: give at least one reward")
     return torch.stack(found)
 
 
-def _weights(weights: Mapping[str, float] | Sequence[float] | None, parts: Mapping[str, Tensor] | Tensor) -> tuple[float, ...]:
+def _weights(
+    weights: Mapping[str, float] | Sequence[float] | None, parts: Mapping[str, Tensor] | Tensor
+) -> tuple[float, ...]:
     if weights is None:
         return (1.0,) * len(parts)
     if isinstance(weights, Mapping):
         if not isinstance(parts, Mapping) or set(weights) != set(parts):
-            raise ValueError(f"reward_weights names {sorted(weights)}: give one weight per name of reward_parts")
+            raise ValueError(
+                f"reward_weights names {sorted(weights)}: give one weight per name of reward_parts"
+            )
         weights = [weights[name] for name in parts]
     if len(weights) != len(parts) or not all(-BOUND <= weight <= BOUND for weight in weights):
-        raise ValueError(f"reward_weights is {list(weights)}: give {len(parts)} finite numbers, one per reward")
+        raise ValueError(
+            f"reward_weights is {list(weights)}: give {len(parts)} finite numbers, one per reward"
+        )
     return tuple(float(weight) for weight in weights)

@@ -1,4 +1,5 @@
-"""Blocks of rows: a large table [S, T] is worked on a few rows at a time, so that what is needed in between stays small and in caches."""
+"""Blocks of rows: a large table [S, T] is worked on a few rows at a time, so that what is needed in
+between stays small and in caches."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ def block_rows(width: int) -> int:
 
 
 def row_blocks(*tables: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
-    """All rows of tables [S, T] or [S, 1] in order, a block of each at a time; views. The first has T columns. At least one block."""
+    """All rows of tables [S, T] or [S, 1] in order, a block of each at a time; views. The first has
+    T columns. At least one block."""
     rows = block_rows(tables[0].shape[1])
     return zip(*(torch.split(table, rows) for table in tables), strict=True)
 
 
 def row_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """How many places of each row are True, [S] float64. A sum over the whole mask would first widen a copy of it to int64."""
+    """How many places of each row are True, [S] float64. A sum over the whole mask would first
+    widen a copy of it to int64."""
     return torch.cat([part.sum(1) for (part,) in row_blocks(mask)]).double()

@@ -1,16 +1,20 @@
-"""Losses that treat the few tokens whose log-prob and advantage go together most: training on them is what collapses entropy.
+"""Losses that treat the few tokens whose log-prob and advantage go together most: training on them
+is what collapses entropy.
 
-cov_t = (A_t - mean A) (logp_t - mean logp), means over all N trained tokens. Chosen are the max(1, floor(fraction N)) candidates of largest
-cov, and every token that ties with the last of them (to 12 digits), so the choice depends neither on order nor on a random draw (Clip-Cov's
-paper draws at random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never chosen. Means and
-threshold belong to the whole minibatch: `batch_statistics` takes them there once, and each part that is given them chooses the same
-tokens. Covariances are float64. Source: arXiv 2505.22617.
+cov_t = (A_t - mean A) (logp_t - mean logp), means over all N trained tokens. Chosen are the max(1,
+floor(fraction N)) candidates of largest cov, and every token that ties with the last of them (to 12
+digits), so the choice depends neither on order nor on a random draw (Clip-Cov's paper draws at
+random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never
+chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them there once,
+and each part that is given them chooses the same tokens. Covariances are float64. Source: arXiv
+2505.22617.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -18,47 +22,80 @@ from agentevo.algorithms.clipped import clip_surrogate
 from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_exp
 
 
-def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float, fraction: float, low: float, high: float) -> Terms:
-    """PPO's clipped surrogate, 0 for the chosen among unclipped tokens with low < cov < high. Source: eq. 11 and 12.
+def clip_cov(
+    inputs: LossInputs,
+    *,
+    clip_low: float,
+    clip_high: float,
+    fraction: float,
+    low: float,
+    high: float,
+) -> Terms:
+    """PPO's clipped surrogate, 0 for the chosen among unclipped tokens with low < cov < high.
+    Source: eq. 11 and 12.
 
-    A token that PPO clips has no gradient to take away, so it is no candidate (as in the paper's code).
+    A token that PPO clips has no gradient to take away, so it is no candidate (as in the paper's
+    code).
     """
-    loss, clipped = clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)
+    loss, clipped = clip_surrogate(
+        bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
+    )
     chosen = _candidates(inputs, ~clipped, inputs.statistics, low, high)[1]
     return torch.where(chosen, 0.0, loss), {"pg_clipfrac": clipped, "cov_clipfrac": chosen}
 
 
 def kl_cov(inputs: LossInputs, *, fraction: float, coef: float) -> Terms:
-    """-A r, plus coef |logp - old_logp| for the chosen among all trained tokens. Source: eq. 13 and 14."""
+    """-A r, plus coef |logp - old_logp| for the chosen among all trained tokens. Source: eq. 13 and
+    14."""
     chosen = _candidates(inputs, inputs.mask, inputs.statistics, -math.inf, math.inf)[1]
     pull = torch.where(chosen, coef * inputs.log_ratio.abs(), 0.0)
     return -inputs.advantages * bounded_exp(inputs.log_ratio) + pull, {"cov_klfrac": chosen}
 
 
-def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
+def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
     """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
-    clip_low, clip_high, fraction, low, high = (float(hyper[name]) for name in ("clip_low", "clip_high", "fraction", "low", "high"))  # type: ignore[arg-type]
+    clip_low, clip_high, fraction, low, high = (
+        float(hyper[name]) for name in ("clip_low", "clip_high", "fraction", "low", "high")
+    )
 
     def unclipped(inputs: LossInputs) -> torch.Tensor:
-        return ~clip_surrogate(bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high)[1]
+        return ~clip_surrogate(
+            bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
+        )[1]
 
     return _statistics(tables, unclipped, fraction, low, high)
 
 
-def kl_cov_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
+def kl_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
     """mean_advantage, mean_logp and threshold (smallest chosen covariance) of a whole minibatch."""
-    return _statistics(tables, lambda inputs: inputs.mask, float(hyper["fraction"]), -math.inf, math.inf)  # type: ignore[arg-type]
+    return _statistics(
+        tables, lambda inputs: inputs.mask, float(hyper["fraction"]), -math.inf, math.inf
+    )
 
 
 def _statistics(
-    tables: LossTables, eligible: Callable[[LossInputs], torch.Tensor], fraction: float, low: float, high: float
+    tables: LossTables,
+    eligible: Callable[[LossInputs], torch.Tensor],
+    fraction: float,
+    low: float,
+    high: float,
 ) -> dict[str, float]:
     sums = [
-        torch.stack([inputs.mask.sum().double(), inputs.advantages.sum(dtype=torch.float64), inputs.logp.sum(dtype=torch.float64)])
+        torch.stack(
+            [
+                inputs.mask.sum().double(),
+                inputs.advantages.sum(dtype=torch.float64),
+                inputs.logp.sum(dtype=torch.float64),
+            ]
+        )
         for inputs in tables.cleaned_blocks()
     ]
     trained, advantages, logp = torch.stack(sums).sum(0).tolist()
-    found = {"mean_advantage": advantages / max(trained, 1.0), "mean_logp": logp / max(trained, 1.0), "threshold": -math.inf}
+    found = {
+        "mean_advantage": advantages / max(trained, 1.0),
+        "mean_logp": logp / max(trained, 1.0),
+        "threshold": -math.inf,
+    }
     wanted = max(1, int(fraction * trained))
     largest = []
     for inputs in tables.cleaned_blocks():
@@ -74,9 +111,17 @@ def _statistics(
 def _candidates(
     inputs: LossInputs, eligible: torch.Tensor, found: Mapping[str, float], low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and reach the threshold."""
-    covariance = _centred(inputs.advantages, found["mean_advantage"]) * _centred(inputs.logp.detach(), found["mean_logp"])
-    bounded = (covariance != 0) & (covariance > low) & (covariance < high) & (covariance >= found["threshold"])
+    """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and
+    reach the threshold."""
+    covariance = _centred(inputs.advantages, found["mean_advantage"]) * _centred(
+        inputs.logp.detach(), found["mean_logp"]
+    )
+    bounded = (
+        (covariance != 0)
+        & (covariance > low)
+        & (covariance < high)
+        & (covariance >= found["threshold"])
+    )
     return covariance, inputs.mask & eligible & bounded
 
 

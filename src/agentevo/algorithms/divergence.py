@@ -1,8 +1,9 @@
 """Divergence of the policy from a reference per token, and the controllers of its coefficient.
 
-d = logp - ref_logp, bounded to +-20 (+-10 in float16, whose exp ends there). The bound is straight-through: beyond it the value stands
-still but the gradient stays the one at the bound, so that a token which has run away is still pulled back: for logp it is 1 (k1),
-+-1 (abs), +-20 (k2 and every "+" form), 1 - exp(-20) = 1 above and 1 - exp(20) = -4.9e8 below (k3).
+d = logp - ref_logp, bounded to +-20 (+-10 in float16, whose exp ends there). The bound is
+straight-through: beyond it the value stands still but the gradient stays the one at the bound, so
+that a token which has run away is still pulled back: for logp it is 1 (k1), +-1 (abs), +-20 (k2 and
+every "+" form), 1 - exp(-20) = 1 above and 1 - exp(20) = -4.9e8 below (k3).
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ def _k3(d: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-d) + d  # expm1: exp(-d) - 1 loses every digit of a small d
 
 
-ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3, "abs": torch.abs}
+ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "abs": torch.abs,
+}
 
 
 def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
-    """logp - ref_logp, its value bounded to +-20, its gradient in logp 1 and in ref_logp 0 everywhere. Never NaN for finite input."""
+    """logp - ref_logp, its value bounded to +-20, its gradient in logp 1 and in ref_logp 0
+    everywhere. Never NaN for finite input."""
     info = torch.finfo(logp.dtype)
     bound = min(BOUND, math.floor(math.log(info.max)) - 1.0)
     half = info.max / 4  # so that the difference of two finite numbers is finite
@@ -44,20 +51,29 @@ def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tenso
     return d.detach().clamp(-bound, bound) + (d - d.detach())
 
 
-def kl(name: str, logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def kl(
+    name: str, logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """The named estimate of KL(policy || reference) per token, [S, T], of logp's dtype.
 
-    logp, ref_logp [S, T]: log-probs of the sampled tokens; no gradient flows into ref_logp. With `mask` [S, T] the result is 0 where it is
-    0, whatever stands there; without, garbage stays where it stands, and so may its NaN gradient: give the mask when differentiating.
-    Names and formulas: `KL` in the catalogue; what happens far out: above. Raises ValueError.
+    logp, ref_logp [S, T]: log-probs of the sampled tokens; no gradient flows into ref_logp. With
+    `mask` [S, T] the result is 0 where it is 0, whatever stands there; without, garbage stays where
+    it stands, and so may its NaN gradient: give the mask when differentiating. Names and formulas:
+    `KL` in the catalogue; what happens far out: above. Raises ValueError.
     """
     find("kl", KL, name)
     if logp.shape != ref_logp.shape:
-        raise ValueError(f"logp has shape {list(logp.shape)}, ref_logp {list(ref_logp.shape)}: give both for the same tokens")
+        raise ValueError(
+            f"logp has shape {list(logp.shape)}, ref_logp {list(ref_logp.shape)}: give both for "
+            "the same tokens"
+        )
     if mask is not None:
         trained = trained_tokens(mask, logp.shape)
         zero = logp.new_zeros(())
-        logp, ref_logp = torch.where(trained, logp, zero), torch.where(trained, ref_logp.to(logp.dtype), zero)
+        logp, ref_logp = (
+            torch.where(trained, logp, zero),
+            torch.where(trained, ref_logp.to(logp.dtype), zero),
+        )
     d = bounded_log_ratio(logp, ref_logp)
     if name in ESTIMATES:
         return ESTIMATES[name](d)
@@ -88,23 +104,31 @@ class FixedKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Nothing to take over: the configured coefficient holds, so that it may be changed on resuming."""
+        """Nothing to take over: the configured coefficient holds, so that it may be changed on
+        resuming."""
 
 
 class AdaptiveKL:
     """A coefficient that steers the measured KL towards `target` (arXiv 1909.08593, section 2.2).
 
-    coef <- coef (1 + clip(kl/target - 1, -0.2, 0.2) min(n/horizon, 1)) after a step of n sequences. The minimum keeps it above 0 for any n.
+    coef <- coef (1 + clip(kl/target - 1, -0.2, 0.2) min(n/horizon, 1)) after a step of n sequences.
+    The minimum keeps it above 0 for any n.
     """
 
     def __init__(self, coef: float, target: float, horizon: int) -> None:
         settings = _settings("adaptive", {"coef": coef, "target": target, "horizon": horizon})
-        self.coef, self.target, self.horizon = float(settings["coef"]), float(settings["target"]), float(settings["horizon"])
+        self.coef = float(settings["coef"])
+        self.target = float(settings["target"])
+        self.horizon = float(settings["horizon"])
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """kl: the step's mean estimate per token. Raises ValueError if it is not finite or the number of sequences is negative."""
+        """kl: the step's mean estimate per token. Raises ValueError if it is not finite or the
+        number of sequences is negative."""
         if not math.isfinite(kl) or num_sequences < 0:
-            raise ValueError(f"kl={kl} over {num_sequences} sequences can't steer the coefficient: leave a step without a finite KL out")
+            raise ValueError(
+                f"kl={kl} over {num_sequences} sequences can't steer the coefficient: leave a "
+                "step without a finite KL out"
+            )
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
 
@@ -116,11 +140,16 @@ class AdaptiveKL:
 
 
 def _settings(name: str, given: Mapping[str, Value]) -> dict[str, float]:
-    return {key: float(value) for key, value in resolve("kl", KL_CONTROLLERS, name, given).items() if value is not None}
+    return {
+        key: float(value)
+        for key, value in resolve("kl", KL_CONTROLLERS, name, given).items()
+        if value is not None
+    }
 
 
 def kl_controller(name: str, **hyper: Value) -> KLController:
-    """The controller of that name, its missing hyper-parameters by the catalogue (`KL_CONTROLLERS`). Raises ValueError."""
+    """The controller of that name, its missing hyper-parameters by the catalogue
+    (`KL_CONTROLLERS`). Raises ValueError."""
     settings = _settings(name, hyper)
     if name == "fixed":
         return FixedKL(settings["coef"])

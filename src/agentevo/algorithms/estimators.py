@@ -1,9 +1,11 @@
 """Advantages by name: how much better each trained token was than expected.
 
-`advantage` checks the inputs, fills in the hyper-parameters from the catalogue and calls one function of `group_relative` (a number per
-trajectory) or `returns` (a recursion over tokens or turns). Invariants: what stands at masked-out places has no influence; results are 0
-there; all statistics are in float64; nothing depends on padding or on the order of rows and groups beyond rounding; no NaN or infinity
-comes out (numbers are bounded to +-1e100 inside and to what the dtype can hold outside).
+`advantage` checks the inputs, fills in the hyper-parameters from the catalogue and calls one
+function of `group_relative` (a number per trajectory) or `returns` (a recursion over tokens or
+turns). Invariants: what stands at masked-out places has no influence; results are 0 there; all
+statistics are in float64; nothing depends on padding or on the order of rows and groups beyond
+rounding; no NaN or infinity comes out (numbers are bounded to +-1e100 inside and to what the dtype
+can hold outside).
 """
 
 from __future__ import annotations
@@ -64,18 +66,22 @@ def advantage(
     process_rewards: Tensor | None = None,
     **hyper: Value,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, both [S, T] in dtype and on the device of `token_rewards`, without gradient, 0 where `mask` is 0.
+    """Advantages and returns, both [S, T] in dtype and on the device of `token_rewards`, without
+    gradient, 0 where `mask` is 0.
 
-    token_rewards, values, logp, sum_pi_squared, process_rewards [S, T] floats; mask [S, T] bool or 0/1, over trained tokens; group_ids S
-    hashables or integers: rows of one task; trajectory_ids likewise: rows of one attempt (default: each row is one); turn_ids [S, T]
-    integers: the turn of each trained token, increasing along the trajectory; turn_parents [S, T] integers: the turn that this one goes on
-    from; baseline_rewards [S]; reward_parts name -> [S], or [K, S]: the trajectory's score by each reward, repeated at each of its rows,
-    with reward_weights (default 1) by name or in order.
+    token_rewards, values, logp, sum_pi_squared, process_rewards [S, T] floats; mask [S, T] bool or
+    0/1, over trained tokens; group_ids S hashables or integers: rows of one task; trajectory_ids
+    likewise: rows of one attempt (default: each row is one); turn_ids [S, T] integers: the turn of
+    each trained token, increasing along the trajectory; turn_parents [S, T] integers: the turn that
+    this one goes on from; baseline_rewards [S]; reward_parts name -> [S], or [K, S]: the
+    trajectory's score by each reward, repeated at each of its rows, with reward_weights (default 1)
+    by name or in order.
 
-    With several rows to a trajectory its score is the sum over all of them. Recursions run through the trajectory in the order of its
-    turns if `turn_ids` are given; without them each row is a sequence of its own. Returns are what a critic should learn (recursions) or
-    the advantages again. Raises ValueError for a wrong name, hyper-parameter, shape or missing input, and for NaN or infinity at a trained
-    place.
+    With several rows to a trajectory its score is the sum over all of them. Recursions run through
+    the trajectory in the order of its turns if `turn_ids` are given; without them each row is a
+    sequence of its own. Returns are what a critic should learn (recursions) or the advantages
+    again. Raises ValueError for a wrong name, hyper-parameter, shape or missing input, and for NaN
+    or infinity at a trained place.
     """
     filled = resolve("advantage", ADVANTAGES, name, hyper)
     given = Given(
@@ -95,7 +101,10 @@ def advantage(
     )
     for needed in find("advantage", ADVANTAGES, name).needs:
         if getattr(given, needed) is None:
-            raise ValueError(f"advantage {name} needs {needed}: give it, or choose an estimator that does without")
+            raise ValueError(
+                f"advantage {name} needs {needed}: give it, or choose an estimator that does "
+                "without"
+            )
     inputs = checked(given)
     if name in SCORES:
         per_row = SCORES[name](inputs, **filled)[inputs.trajectory]
@@ -103,7 +112,12 @@ def advantage(
         return result, result.clone()
     stream = returns.make_stream(inputs)
     found = RECURSIONS[name](inputs, stream, **filled)
-    placed = [token_rewards.new_zeros(mask.numel()).index_copy_(0, stream.index, _fitting(part, token_rewards)) for part in found]
+    placed = [
+        token_rewards.new_zeros(mask.numel()).index_copy_(
+            0, stream.index, _fitting(part, token_rewards)
+        )
+        for part in found
+    ]
     return placed[0].view(mask.shape), placed[1].view(mask.shape)
 
 

@@ -1,8 +1,9 @@
 """Which trajectories of a batch are worth training on. No torch.
 
-Inputs are plain sequences with one entry per trajectory: its reward, and the id of its group (attempts at the same task; members may stand
-anywhere). Every filter returns `Kept`: positions that stay, and the reason for each that goes. Filters look at rewards as the environment
-gave them, before any normalisation (a normalised group always has the same spread).
+Inputs are plain sequences with one entry per trajectory: its reward, and the id of its group
+(attempts at the same task; members may stand anywhere). Every filter returns `Kept`: positions that
+stay, and the reason for each that goes. Filters look at rewards as the environment gave them,
+before any normalisation (a normalised group always has the same spread).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kept:
-    """Positions that stay, in order, and why each of the others goes: together they are all positions, each once."""
+    """Positions that stay, in order, and why each of the others goes: together they are all
+    positions, each once."""
 
     kept: tuple[int, ...]
     dropped: Mapping[int, str]
@@ -23,10 +25,18 @@ class Kept:
 def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     """Positions by group, in order of first appearance. Raises ValueError."""
     if len(rewards) != len(group_ids):
-        raise ValueError(f"{len(rewards)} rewards but {len(group_ids)} group ids: give one of each per trajectory")
-    wrong = next((position for position, reward in enumerate(rewards) if not math.isfinite(reward)), None)
+        raise ValueError(
+            f"{len(rewards)} rewards but {len(group_ids)} group ids: give one of each per "
+            "trajectory"
+        )
+    wrong = next(
+        (position for position, reward in enumerate(rewards) if not math.isfinite(reward)), None
+    )
     if wrong is not None:
-        raise ValueError(f"reward {wrong} is {rewards[wrong]}: a filter needs finite rewards; drop failed attempts before")
+        raise ValueError(
+            f"reward {wrong} is {rewards[wrong]}: a filter needs finite rewards; drop failed "
+            "attempts before"
+        )
     groups: dict[Hashable, list[int]] = {}
     for position, group in enumerate(group_ids):
         groups.setdefault(group, []).append(position)
@@ -34,21 +44,28 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
 
 
 def _kept(count: int, reasons: Mapping[int, str]) -> Kept:
-    return Kept(tuple(position for position in range(count) if position not in reasons), {p: reasons[p] for p in sorted(reasons)})
+    return Kept(
+        tuple(position for position in range(count) if position not in reasons),
+        {p: reasons[p] for p in sorted(reasons)},
+    )
 
 
 def reward_std(rewards: Sequence[float]) -> float:
-    """Unbiased standard deviation (n - 1); exactly 0 for equal rewards and for one alone. Does not depend on the order."""
+    """Unbiased standard deviation (n - 1); exactly 0 for equal rewards and for one alone. Does not
+    depend on the order."""
     if len(rewards) < 2 or min(rewards) == max(rewards):
         return 0.0
     scale = max(abs(reward) for reward in rewards)  # squares neither overflow nor vanish
     mean = math.fsum(reward / scale for reward in rewards) / len(rewards)
-    return scale * math.sqrt(math.fsum((reward / scale - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return scale * math.sqrt(
+        math.fsum((reward / scale - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+    )
 
 
 def is_informative(rewards: Sequence[float]) -> bool:
-    """Whether one group's rewards differ, DAPO's condition 0 < correct < G (arXiv 2503.14476, eq. 11) for rewards of any kind. A group of
-    one does not: its advantage under a group baseline is 0 (verl keeps groups of one)."""
+    """Whether one group's rewards differ, DAPO's condition 0 < correct < G (arXiv 2503.14476, eq.
+    11) for rewards of any kind. A group of one does not: its advantage under a group baseline is 0
+    (verl keeps groups of one)."""
     return len(rewards) > 1 and min(rewards) != max(rewards)
 
 
@@ -59,7 +76,8 @@ def _uninformative(rewards: Sequence[float]) -> str | None:
 
 
 def zero_variance(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> Kept:
-    """Drops the groups whose rewards do not differ: under a group baseline all their advantages are 0."""
+    """Drops the groups whose rewards do not differ: under a group baseline all their advantages are
+    0."""
     reasons: dict[int, str] = {}
     for members in _groups(rewards, group_ids).values():
         reason = _uninformative([rewards[member] for member in members])
@@ -68,14 +86,20 @@ def zero_variance(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> Ke
     return _kept(len(rewards), reasons)
 
 
-def dynamic_sampling(rewards: Sequence[float], group_ids: Sequence[Hashable], *, wanted: int) -> tuple[Kept, int]:
-    """DAPO's decision on all groups sampled so far for a step: keeps the first `wanted` informative ones; and how many are still missing.
+def dynamic_sampling(
+    rewards: Sequence[float], group_ids: Sequence[Hashable], *, wanted: int
+) -> tuple[Kept, int]:
+    """DAPO's decision on all groups sampled so far for a step: keeps the first `wanted` informative
+    ones; and how many are still missing.
 
-    Sample again while the second result is above 0; the caller bounds the rounds. Informative groups beyond `wanted` go as surplus.
-    Source: arXiv 2503.14476, section 3.2.
+    Sample again while the second result is above 0; the caller bounds the rounds. Informative
+    groups beyond `wanted` go as surplus. Source: arXiv 2503.14476, section 3.2.
     """
     if wanted < 1:
-        raise ValueError(f"dynamic sampling: wanted={wanted} is not possible: give a number of groups, at least 1")
+        raise ValueError(
+            f"dynamic sampling: wanted={wanted} is not possible: give a number of groups, at "
+            "least 1"
+        )
     reasons: dict[int, str] = {}
     found = 0
     for members in _groups(rewards, group_ids).values():
@@ -88,13 +112,20 @@ def dynamic_sampling(rewards: Sequence[float], group_ids: Sequence[Hashable], *,
     return _kept(len(rewards), reasons), max(wanted - found, 0)
 
 
-def starpo_s(rewards: Sequence[float], group_ids: Sequence[Hashable], *, keep: float = 0.25) -> Kept:
-    """Keeps the share `keep` of the groups with the highest standard deviation of rewards: rounded down, at least one group.
+def starpo_s(
+    rewards: Sequence[float], group_ids: Sequence[Hashable], *, keep: float = 0.25
+) -> Kept:
+    """Keeps the share `keep` of the groups with the highest standard deviation of rewards: rounded
+    down, at least one group.
 
-    Of groups with the same deviation those that come first stay; a group of one has 0. Source: RAGEN's StarPO-S, arXiv 2504.20073.
+    Of groups with the same deviation those that come first stay; a group of one has 0. Source:
+    RAGEN's StarPO-S, arXiv 2504.20073.
     """
     if not 0.0 < keep <= 1.0:
-        raise ValueError(f"starpo_s: keep={keep} is not possible: give a share of the groups, above 0 and at most 1")
+        raise ValueError(
+            f"starpo_s: keep={keep} is not possible: give a share of the groups, above 0 and at "
+            "most 1"
+        )
     groups = list(_groups(rewards, group_ids).values())
     if not groups:
         return Kept((), {})
@@ -103,31 +134,45 @@ def starpo_s(rewards: Sequence[float], group_ids: Sequence[Hashable], *, keep: f
     ranking = sorted(range(len(groups)), key=lambda index: -spread[index])  # stable
     reasons: dict[int, str] = {}
     for index in ranking[num_kept:]:
-        reasons |= dict.fromkeys(groups[index], f"reward std {spread[index]:.4g} not among the top {num_kept} of {len(groups)} groups")
+        reasons |= dict.fromkeys(
+            groups[index],
+            f"reward std {spread[index]:.4g} not among the top {num_kept} of {len(groups)} groups",
+        )
     return _kept(len(rewards), reasons)
 
 
 def overlong(truncated: Sequence[bool]) -> Kept:
-    """Drops attempts that were cut off at a length limit: their reward says little (overlong filtering of DAPO, arXiv 2503.14476, 3.4)."""
-    return _kept(len(truncated), {position: "truncated" for position, cut in enumerate(truncated) if cut})
+    """Drops attempts that were cut off at a length limit: their reward says little (overlong
+    filtering of DAPO, arXiv 2503.14476, 3.4)."""
+    return _kept(
+        len(truncated), {position: "truncated" for position, cut in enumerate(truncated) if cut}
+    )
 
 
 class RLPRStd:
-    """Keeps the groups whose reward std is at least `beta` times a running mean of what is usual (RLPR, arXiv 2506.18254).
+    """Keeps the groups whose reward std is at least `beta` times a running mean of what is usual
+    (RLPR, arXiv 2506.18254).
 
-    Steps before `record_from` change nothing. From there to `start` the mean std of each step is recorded; at `start` the running mean m
-    begins as the mean of those (later if there were none). Then m <- decay m + (1 - decay) (mean std of the step before), with the groups
-    that were dropped counted too. Groups of one don't count towards m and have std 0. One step may call `filter` often (refilling the
-    batch): m stands still until `end_step`. `state_dict` is all there is to resume from.
+    Steps before `record_from` change nothing. From there to `start` the mean std of each step is
+    recorded; at `start` the running mean m begins as the mean of those (later if there were none).
+    Then m <- decay m + (1 - decay) (mean std of the step before), with the groups that were dropped
+    counted too. Groups of one don't count towards m and have std 0. One step may call `filter`
+    often (refilling the batch): m stands still until `end_step`. `state_dict` is all there is to
+    resume from.
     """
 
-    def __init__(self, *, beta: float = 0.5, decay: float = 0.99, record_from: int = 6, start: int = 11) -> None:
+    def __init__(
+        self, *, beta: float = 0.5, decay: float = 0.99, record_from: int = 6, start: int = 11
+    ) -> None:
         if not (beta >= 0 and math.isfinite(beta)):
             raise ValueError(f"rlpr_std: beta={beta} is not possible: give a number at least 0")
         if not 0 <= decay <= 1:
             raise ValueError(f"rlpr_std: decay={decay} is not possible: give a number from 0 to 1")
         if not 1 <= record_from < start:
-            raise ValueError(f"rlpr_std: record_from={record_from} is not possible: give a step number, at least 1 and below start={start}")
+            raise ValueError(
+                f"rlpr_std: record_from={record_from} is not possible: give a step number, at "
+                f"least 1 and below start={start}"
+            )
         self.beta, self.decay, self.record_from, self.start = beta, decay, record_from, start
         self._step = 1
         self._mean: float | None = None
@@ -168,14 +213,31 @@ class RLPRStd:
             self._recorded = []
 
     def state_dict(self) -> dict[str, object]:
-        return {"step": self._step, "mean": self._mean, "recorded": list(self._recorded), "total": self._total, "count": self._count}
+        return {
+            "step": self._step,
+            "mean": self._mean,
+            "recorded": list(self._recorded),
+            "total": self._total,
+            "count": self._count,
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Takes over what `state_dict` gave; raises ValueError if something is missing or of another kind."""
-        step, mean, recorded, total, count = (state.get(key) for key in ("step", "mean", "recorded", "total", "count"))
-        if not (isinstance(step, int) and isinstance(count, int) and isinstance(total, (int, float)) and isinstance(recorded, list)):
+        """Takes over what `state_dict` gave; raises ValueError if something is missing or of
+        another kind."""
+        step, mean, recorded, total, count = (
+            state.get(key) for key in ("step", "mean", "recorded", "total", "count")
+        )
+        if not (
+            isinstance(step, int)
+            and isinstance(count, int)
+            and isinstance(total, (int, float))
+            and isinstance(recorded, list)
+        ):
             raise ValueError(f"rlpr_std: this is no state of the filter: {dict(state)!r}")
         if mean is not None and not isinstance(mean, (int, float)):
             raise ValueError(f"rlpr_std: mean={mean!r} in the state is no number")
-        self._step, self._count, self._total, self._recorded = step, count, float(total), [float(item) for item in recorded]
+        self._step = step
+        self._count = count
+        self._total = float(total)
+        self._recorded = [float(item) for item in recorded]
         self._mean = None if mean is None else float(mean)

@@ -1,7 +1,8 @@
-"""Estimators that give each trajectory one number: its score against the scores of its group or of the batch.
+"""Estimators that give each trajectory one number: its score against the scores of its group or of
+the batch.
 
-Each takes the validated inputs and returns [N] float64, one entry per trajectory; `estimators.advantage` spreads it over the trajectory's
-trained tokens. What holds for all of them:
+Each takes the validated inputs and returns [N] float64, one entry per trajectory;
+`estimators.advantage` spreads it over the trajectory's trained tokens. What holds for all of them:
 
 - A trajectory without any trained token has no score: it enters no mean, no count, and gets 0.
 - A group of one has advantage 0 (except under `raw`, which has no baseline).
@@ -30,18 +31,22 @@ EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Members:
-    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Those that don't count are in no statistic."""
+    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Those
+    that don't count are in no statistic."""
 
     group: Tensor
     counts: Tensor
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` [N] over the group of each member. [N]"""
-        sums = values.new_zeros(self._num_groups).index_add_(0, self.group, self._counted(values, 0.0))
+        sums = values.new_zeros(self._num_groups).index_add_(
+            0, self.group, self._counted(values, 0.0)
+        )
         return sums[self.group]
 
     def highest(self, values: Tensor) -> Tensor:
-        """Largest of `values` [N] in the group of each member; -inf in a group where none counts. [N]"""
+        """Largest of `values` [N] in the group of each member; -inf in a group where none counts.
+        [N]"""
         found = values.new_full((self._num_groups,), -torch.inf)
         found.scatter_reduce_(0, self.group, self._counted(values, -torch.inf), "amax")
         return found[self.group]
@@ -56,7 +61,9 @@ class Members:
     @cached_property
     def size(self) -> Tensor:
         """How many count in the group of each member. [N] float64"""
-        return self.total(torch.ones(self.group.shape, dtype=torch.float64, device=self.group.device))
+        return self.total(
+            torch.ones(self.group.shape, dtype=torch.float64, device=self.group.device)
+        )
 
     @cached_property
     def _num_groups(self) -> int:
@@ -68,16 +75,21 @@ class Members:
         return self.counts & (spread > EQUAL * self.highest(values.abs()))
 
     def centred(self, values: Tensor) -> Tensor:
-        """`values` [N] minus the mean of their group; exactly 0 where the group's values are equal. [N]"""
-        return torch.where(self.differ(values), values - self.total(values) / self.size.clamp(min=1.0), 0.0)
+        """`values` [N] minus the mean of their group; exactly 0 where the group's values are equal.
+        [N]"""
+        return torch.where(
+            self.differ(values), values - self.total(values) / self.size.clamp(min=1.0), 0.0
+        )
 
     def normalised(self, values: Tensor, *, scale_by_std: bool, epsilon: float) -> Tensor:
-        """(values - mean) / (std + epsilon) within groups, std unbiased; without the division if not `scale_by_std`. [N]"""
+        """(values - mean) / (std + epsilon) within groups, std unbiased; without the division if
+        not `scale_by_std`. [N]"""
         centred = self.centred(values)
         return divide(centred, self.std(centred) + epsilon) if scale_by_std else centred
 
     def std(self, centred: Tensor) -> Tensor:
-        """Unbiased standard deviation of each member's group, from centred values [N]; 0 in a group of one. [N]"""
+        """Unbiased standard deviation of each member's group, from centred values [N]; 0 in a group
+        of one. [N]"""
         return (self.total(centred.square()) / (self.size - 1.0).clamp(min=1.0)).sqrt()
 
 
@@ -87,7 +99,8 @@ def divide(values: Tensor, by: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` says how many tokens each value stands for. Same shape.
+    """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` says how many tokens
+    each value stands for. Same shape.
 
     Equal values, and fewer than two tokens, give exactly 0. Values of weight 0 enter no statistic.
     """
@@ -97,7 +110,9 @@ def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
         return torch.zeros_like(values)
     weights = values.new_ones(()) if weights is None else weights
     centred = values - (weights * values).sum() / total
-    return centred * torch.rsqrt((weights * centred.square()).sum() / (total - 1.0) + WHITEN_EPSILON)
+    return centred * torch.rsqrt(
+        (weights * centred.square()).sum() / (total - 1.0) + WHITEN_EPSILON
+    )
 
 
 def raw(inputs: Inputs) -> Tensor:
@@ -109,7 +124,8 @@ def raw(inputs: Inputs) -> Tensor:
 
 
 def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
-    """A_i = (s_i - mean) / (std + epsilon) over all trajectories of the batch, std unbiased; a batch of one gives 0 (BRPO). [N]
+    """A_i = (s_i - mean) / (std + epsilon) over all trajectories of the batch, std unbiased; a
+    batch of one gives 0 (BRPO). [N]
 
     Source: RAGEN's StarPO code, arXiv 2504.20073.
     """
@@ -118,15 +134,18 @@ def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
 
 
 def grpo(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
-    """A_i = (s_i - mu_g) / (std_g + epsilon), std unbiased as in TRL and verl; `scale_by_std=False` leaves the division out. [N]
+    """A_i = (s_i - mu_g) / (std_g + epsilon), std unbiased as in TRL and verl; `scale_by_std=False`
+    leaves the division out. [N]
 
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without division: Dr. GRPO, arXiv 2503.20783.
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without division: Dr. GRPO, arXiv
+    2503.20783.
     """
     return inputs.members.normalised(inputs.score, scale_by_std=scale_by_std, epsilon=epsilon)
 
 
 def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
-    """The best of a group gets (best - second best) / (std_g + epsilon), all others 0; so does a tie for the best. [N]
+    """The best of a group gets (best - second best) / (std_g + epsilon), all others 0; so does a
+    tie for the best. [N]
 
     Source: arXiv 2503.19595.
     """
@@ -135,7 +154,11 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
     is_best = members.counts & (score == best)
     others = Members(members.group, members.counts & ~is_best)
     alone = members.total(is_best.double()) == 1.0
-    lead = torch.where(is_best & alone & members.differ(score) & (others.size > 0.0), best - others.highest(score), 0.0)
+    lead = torch.where(
+        is_best & alone & members.differ(score) & (others.size > 0.0),
+        best - others.highest(score),
+        0.0,
+    )
     return divide(lead, members.std(members.centred(score)) + epsilon) if scale_by_std else lead
 
 
@@ -149,7 +172,8 @@ def rloo(inputs: Inputs) -> Tensor:
 
 
 def opo(inputs: Inputs) -> Tensor:
-    """A_i = s_i - sum_j(l_j s_j) / sum_j(l_j) over the group, l_j = trained tokens of trajectory j. [N]
+    """A_i = s_i - sum_j(l_j s_j) / sum_j(l_j) over the group, l_j = trained tokens of trajectory j.
+    [N]
 
     Source: OPO, arXiv 2505.23585.
     """
@@ -159,7 +183,8 @@ def opo(inputs: Inputs) -> Tensor:
 
 
 def gpg(inputs: Inputs) -> Tensor:
-    """A_i = alpha (s_i - mu_g), alpha = trajectories / trajectories in groups whose scores differ. [N]
+    """A_i = alpha (s_i - mu_g), alpha = trajectories / trajectories in groups whose scores differ.
+    [N]
 
     A group of one counts among those that teach nothing. Source: GPG, arXiv 2504.02546.
     """
@@ -168,25 +193,33 @@ def gpg(inputs: Inputs) -> Tensor:
 
 
 def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
-    """A_i = (s_i - mu_g) / (mu_g + epsilon); 0 where mu_g is 0. Raises ValueError for a negative score. [N]
+    """A_i = (s_i - mu_g) / (mu_g + epsilon); 0 where mu_g is 0. Raises ValueError for a negative
+    score. [N]
 
     Source: arXiv 2602.02710.
     """
     score = inputs.score
     if bool((score < 0.0).any()):
         raise ValueError(
-            f"maxrl: the score of {inputs.trajectory_name(int(score.argmin()))} is {float(score.min()):g}, but the formula is for scores "
+            f"maxrl: the score of {inputs.trajectory_name(int(score.argmin()))} is "
+            f"{float(score.min()):g}, but the formula is for scores "
             "of at least 0: add a constant to the rewards, or choose grpo"
         )
-    return divide(inputs.members.centred(score), inputs.members.total(score) / inputs.members.size.clamp(min=1.0) + epsilon)
+    return divide(
+        inputs.members.centred(score),
+        inputs.members.total(score) / inputs.members.size.clamp(min=1.0) + epsilon,
+    )
 
 
 def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
-    """A_i = sum_r w_r (s_ri - mu_rg) / (std_rg + epsilon) for rewards r = 1..K, then whitened over the batch's trained tokens. [N]
+    """A_i = sum_r w_r (s_ri - mu_rg) / (std_rg + epsilon) for rewards r = 1..K, then whitened over
+    the batch's trained tokens. [N]
 
     Groups of one are left out of the whitening. Source: GDPO, arXiv 2601.05242.
     """
-    assert inputs.reward_parts is not None and inputs.reward_weights is not None  # the dispatcher checks `needs`
+    assert (
+        inputs.reward_parts is not None and inputs.reward_weights is not None
+    )  # the dispatcher checks `needs`
     total = torch.zeros_like(inputs.score)
     for part, weight in zip(inputs.reward_parts, inputs.reward_weights, strict=True):
         total += weight * inputs.members.normalised(part, scale_by_std=True, epsilon=epsilon)
@@ -194,7 +227,8 @@ def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
 
 
 def reinforce_pp_baseline(inputs: Inputs) -> Tensor:
-    """A_i = s_i - mu_g, whitened over the batch's trained tokens: a trajectory weighs by its length. [N]
+    """A_i = s_i - mu_g, whitened over the batch's trained tokens: a trajectory weighs by its
+    length. [N]
 
     Groups of one are left out of the whitening. Source: REINFORCE++, arXiv 2501.03262.
     """

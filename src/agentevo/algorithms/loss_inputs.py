@@ -1,8 +1,9 @@
 """What every policy loss reads: checked tensors, free of whatever stood at untrained places.
 
-Invariant: wherever `mask` is False every tensor of `LossInputs` is 0, so NaN or garbage there reaches neither a loss nor a gradient. Only
-`logp` carries a gradient. Rows are independent of one another, so a large table is worked on in blocks of rows, whose intermediates fit the
-processor's caches.
+Invariant: wherever `mask` is False every tensor of `LossInputs` is 0, so NaN or garbage there
+reaches neither a loss nor a gradient. Only `logp` carries a gradient. Rows are independent of one
+another, so a large table is worked on in blocks of rows, whose intermediates fit the processor's
+caches.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from agentevo.algorithms.blocks import row_blocks
 
 Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What a loss returns: token losses, and statistics per token whose mean over trained tokens is the metric of that name."""
+"""What a loss returns: token losses, and statistics per token whose mean over trained tokens is the
+metric of that name."""
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are bounded to +- this before exp: no ratio overflows (e^20 = 4.9e8), and beyond it a ratio has no gradient."""
+"""Log-ratios are bounded to +- this before exp: no ratio overflows (e^20 = 4.9e8), and beyond it a
+ratio has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,20 @@ class LossInputs:
         """logp - old_logp. [S, T]"""
         return self.logp - self.old_logp
 
-    def needed(self, name: str, piece: str) -> torch.Tensor:
-        """An optional tensor that `piece` can't do without. Raises ValueError."""
+    def needed(self, name: str, entry: str) -> torch.Tensor:
+        """An optional tensor that `entry` can't do without. Raises ValueError."""
         tensor: torch.Tensor | None = getattr(self, name)
         if tensor is None:
-            raise ValueError(f"{piece} needs {name}: give it, [S, T] like logp")
+            raise ValueError(f"{entry} needs {name}: give it, [S, T] like logp")
         return tensor
 
 
 @dataclass(frozen=True)
 class LossTables:
-    """What the caller gave: tensors [S, T] with anything at untrained places. Raises ValueError where they don't go together."""
+    """What the caller gave: tensors [S, T] with anything at untrained places. Raises ValueError
+    where they don't go together."""
 
-    piece: str
+    entry: str
     """For messages."""
     logp: torch.Tensor
     old_logp: torch.Tensor
@@ -71,26 +75,38 @@ class LossTables:
 
     def __post_init__(self) -> None:
         if not self.logp.is_floating_point():
-            raise ValueError(f"{self.piece}: logp is {self.logp.dtype}: give a floating-point tensor")
+            raise ValueError(
+                f"{self.entry}: logp is {self.logp.dtype}: give a floating-point tensor"
+            )
         if self.logp.dim() != 2:
-            raise ValueError(f"{self.piece}: logp has shape {list(self.logp.shape)}: give [sequences, tokens]")
+            raise ValueError(
+                f"{self.entry}: logp has shape {list(self.logp.shape)}: give [sequences, tokens]"
+            )
         for name, tensor in self._given().items():
-            _check_shape(self.piece, name, tensor, self.logp)
+            _check_shape(self.entry, name, tensor, self.logp)
 
     def _given(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)}
+        return {
+            name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)
+        }
 
     def blocks(self) -> list[LossTables]:
         """All rows in order, a block at a time."""
         given = self._given()
-        return [LossTables(self.piece, **dict(zip(given, parts, strict=True))) for parts in row_blocks(*given.values())]
+        return [
+            LossTables(self.entry, **dict(zip(given, parts, strict=True)))
+            for parts in row_blocks(*given.values())
+        ]
 
     def cleaned(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
-        """Untrained places cleaned, all but `logp` detached, numbers narrower than float32 widened to it."""
+        """Untrained places cleaned, all but `logp` detached, numbers narrower than float32 widened
+        to it."""
         dtype = torch.promote_types(self.logp.dtype, torch.float32)
-        trained = as_mask(self.piece, self.mask, self.logp)
+        trained = as_mask(self.entry, self.mask, self.logp)
         clean = {
-            name: torch.where(trained, (tensor if name == "logp" else tensor.detach()).to(dtype), 0.0)
+            name: torch.where(
+                trained, (tensor if name == "logp" else tensor.detach()).to(dtype), 0.0
+            )
             for name, tensor in self._given().items()
             if name != "mask"
         }
@@ -101,17 +117,22 @@ class LossTables:
         return (block.cleaned() for block in self.blocks())
 
 
-def as_mask(piece: str, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def as_mask(entry: str, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`mask` as bool. Raises ValueError where its shape or device is another than `like`'s."""
-    _check_shape(piece, "mask", mask, like)
+    _check_shape(entry, "mask", mask, like)
     return mask if mask.dtype == torch.bool else mask != 0
 
 
-def _check_shape(piece: str, name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def _check_shape(entry: str, name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     if tensor.shape != like.shape:
-        raise ValueError(f"{piece}: {name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: give the same, [S, T]")
+        raise ValueError(
+            f"{entry}: {name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: "
+            "give the same, [S, T]"
+        )
     if tensor.device != like.device:
-        raise ValueError(f"{piece}: {name} is on {tensor.device}, the log-probs on {like.device}: move it there")
+        raise ValueError(
+            f"{entry}: {name} is on {tensor.device}, the log-probs on {like.device}: move it there"
+        )
 
 
 def bounded_gap(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -125,5 +146,6 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def row_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over a row's trained tokens, [S, 1]; 0 for an empty row. `values` must be 0 where mask is False."""
+    """Mean over a row's trained tokens, [S, 1]; 0 for an empty row. `values` must be 0 where mask
+    is False."""
     return values.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

@@ -1,10 +1,12 @@
-"""Policy losses by name: `policy_loss` for a number and its metrics, `policy_loss_terms` for what stands per token before aggregation.
+"""Policy losses by name: `policy_loss` for a number and its metrics, `policy_loss_terms` for what
+stands per token before aggregation.
 
     loss = sum over tokens of weight * token_loss,   weight = aggregation_weights(aggregation, mask)
 
-Split invariance: with `weights` and `statistics` taken once on a minibatch, the losses and gradients of its parts (rows) add up to those of
-the whole. A row is a sequence; how its tokens are spread over padding does not matter. Log-ratios are bounded to +-20 before exp, so
-finite inputs give finite results; where the bound holds, a ratio has no gradient.
+Split invariance: with `weights` and `statistics` taken once on a minibatch, the losses and
+gradients of its parts (rows) add up to those of the whole. A row is a sequence; how its tokens are
+spread over padding does not matter. Log-ratios are bounded to +-20 before exp, so finite inputs
+give finite results; where the bound holds, a ratio has no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from agentevo.algorithms.clipped import decoupled_ppo, gmpo, gspo, gspo_token, p
 from agentevo.algorithms.covariance import clip_cov, clip_cov_statistics, kl_cov, kl_cov_statistics
 from agentevo.algorithms.importance import correction, effective_share
 from agentevo.algorithms.loss_inputs import LossTables, Terms, bounded_gap
-from agentevo.algorithms.score_losses import cispo, dppo_kl, dppo_tv, dro, minirl, minirl_statistics, reinforce
+from agentevo.algorithms.score_losses import (
+    cispo,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    minirl,
+    minirl_statistics,
+    reinforce,
+)
 from agentevo.catalogue import Value, resolve
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation, check_importance
 
@@ -69,16 +79,24 @@ class _Chosen:
         found.setdefault("ppo_kl", -bounded_gap(inputs.log_ratio.detach()))
         name, cap, floor = self.importance
         if name != "none":
-            gap = inputs.old_logp - inputs.needed("rollout_logp", f"{tables.piece} with importance={name}")
+            gap = inputs.old_logp - inputs.needed(
+                "rollout_logp", f"{tables.entry} with importance={name}"
+            )
             is_weights = correction(name, gap, inputs.mask, cap=cap, floor=floor)
             loss, found["rollout_is_mean"] = loss * is_weights, is_weights
         if inputs.entropy is not None:
             found["entropy"] = inputs.entropy
-        spread = {key: torch.where(inputs.mask, values.detach().to(loss.dtype), 0.0) for key, values in found.items()}
+        spread = {
+            key: torch.where(inputs.mask, values.detach().to(loss.dtype), 0.0)
+            for key, values in found.items()
+        }
         return torch.where(inputs.mask, loss, 0.0), spread
 
-    def sums(self, tables: LossTables, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The sum of weighted token losses, and sums of the statistics (of squares of rollout_is_mean as well), float64. Scalars.
+    def sums(
+        self, tables: LossTables, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The sum of weighted token losses, and sums of the statistics (of squares of
+        rollout_is_mean as well), float64. Scalars.
 
         weights [S, T] or [S, 1].
         """
@@ -86,7 +104,9 @@ class _Chosen:
         sums = {key: values.sum(dtype=torch.float64) for key, values in found.items()}
         if "rollout_is_mean" in found:
             sums["squares"] = found["rollout_is_mean"].double().square().sum()
-        return weighted_sum(loss, weights.detach().to(loss.dtype).expand_as(loss), tables.mask), sums
+        return weighted_sum(
+            loss, weights.detach().to(loss.dtype).expand_as(loss), tables.mask
+        ), sums
 
 
 def policy_loss(
@@ -109,28 +129,52 @@ def policy_loss(
     importance_floor: float = 0.0,
     **hyper: Value,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss (a scalar of logp's dtype) and its metrics. Tensors are [S, T]; what stands where mask is 0 has no influence.
+    """The loss (a scalar of logp's dtype) and its metrics. Tensors are [S, T]; what stands where
+    mask is 0 has no influence.
 
-    `weights` [S, T] take the place of the aggregation (the part of `aggregation_weights` of a whole minibatch that belongs to these rows);
-    `statistics` come from `batch_statistics` on that minibatch and are taken from these rows if left out.
-    `importance` weighs tokens with old over rollout policy, see `importance.importance_weights`.
-    Metrics are means over the trained tokens given here: ppo_kl (old_logp - logp; decoupled_ppo: proximal_logp - logp), pg_clipfrac,
-    pg_clipfrac_lower, cov_clipfrac, cov_klfrac, entropy, rollout_is_mean, where they apply; and ess in (0, 1], the effective share of
-    tokens under importance weights (0 if none counts).
+    `weights` [S, T] take the place of the aggregation (the part of `aggregation_weights` of a whole
+    minibatch that belongs to these rows); `statistics` come from `batch_statistics` on that
+    minibatch and are taken from these rows if left out. `importance` weighs tokens with old over
+    rollout policy, see `importance.importance_weights`. Metrics are means over the trained tokens
+    given here: ppo_kl (old_logp - logp; decoupled_ppo: proximal_logp - logp), pg_clipfrac,
+    pg_clipfrac_lower, cov_clipfrac, cov_klfrac, entropy, rollout_is_mean, where they apply; and ess
+    in (0, 1], the effective share of tokens under importance weights (0 if none counts).
 
-    Large tables are worked on in blocks of rows, which the backward pass computes again: a pass takes the memory of a few tables [S, T].
+    Large tables are worked on in blocks of rows, which the backward pass computes again: a pass
+    takes the memory of a few tables [S, T].
     """
-    tables = LossTables(f"policy loss {name}", logp, old_logp, advantages, mask, rollout_logp, proximal_logp, entropy)
-    chosen = _chosen(tables, name, hyper, aggregation, statistics, (importance, importance_cap, importance_floor))
+    tables = LossTables(
+        f"policy loss {name}",
+        logp,
+        old_logp,
+        advantages,
+        mask,
+        rollout_logp,
+        proximal_logp,
+        entropy,
+    )
+    chosen = _chosen(
+        tables, name, hyper, aggregation, statistics, (importance, importance_cap, importance_floor)
+    )
     if weights is None:
-        weights = row_weights(aggregation, mask, trajectory_ids=trajectory_ids, **(aggregation_hyper or {}))
+        weights = row_weights(
+            aggregation, mask, trajectory_ids=trajectory_ids, **(aggregation_hyper or {})
+        )
     else:
         check_weights(weights, logp.shape)
-    blocks = list(zip(tables.blocks(), (part for _, part in row_blocks(logp, weights)), strict=True))
-    run = chosen.sums if len(blocks) == 1 else partial(checkpoint, chosen.sums, use_reentrant=False, preserve_rng_state=False)
+    blocks = list(
+        zip(tables.blocks(), (part for _, part in row_blocks(logp, weights)), strict=True)
+    )
+    run = (
+        chosen.sums
+        if len(blocks) == 1
+        else partial(checkpoint, chosen.sums, use_reentrant=False, preserve_rng_state=False)
+    )
     found = [run(*block) for block in blocks]
     sums = {key: torch.stack([part[key] for _, part in found]).sum() for key in found[0][1]}
-    return torch.stack([loss for loss, _ in found]).sum().to(logp.dtype), _metrics(sums, mask.count_nonzero())
+    return torch.stack([loss for loss, _ in found]).sum().to(logp.dtype), _metrics(
+        sums, mask.count_nonzero()
+    )
 
 
 def policy_loss_terms(
@@ -150,27 +194,49 @@ def policy_loss_terms(
     importance_floor: float = 0.0,
     **hyper: Value,
 ) -> Terms:
-    """Token losses [S, T] before aggregation, importance weights included, and statistics [S, T] whose means are the metrics.
+    """Token losses [S, T] before aggregation, importance weights included, and statistics [S, T]
+    whose means are the metrics.
 
-    All are 0 where mask is 0 and of logp's dtype; only the losses carry a gradient. Arguments as of `policy_loss`; `aggregation` is only
-    checked against the loss. ess = `importance.effective_sample_size(statistics["rollout_is_mean"], mask)`.
+    All are 0 where mask is 0 and of logp's dtype; only the losses carry a gradient. Arguments as of
+    `policy_loss`; `aggregation` is only checked against the loss. ess =
+    `importance.effective_sample_size(statistics["rollout_is_mean"], mask)`.
     """
-    tables = LossTables(f"policy loss {name}", logp, old_logp, advantages, mask, rollout_logp, proximal_logp, entropy)
-    chosen = _chosen(tables, name, hyper, aggregation, statistics, (importance, importance_cap, importance_floor))
+    tables = LossTables(
+        f"policy loss {name}",
+        logp,
+        old_logp,
+        advantages,
+        mask,
+        rollout_logp,
+        proximal_logp,
+        entropy,
+    )
+    chosen = _chosen(
+        tables, name, hyper, aggregation, statistics, (importance, importance_cap, importance_floor)
+    )
     loss, found = chosen.terms(tables)
     return loss.to(logp.dtype), {key: values.to(logp.dtype) for key, values in found.items()}
 
 
 def batch_statistics(
-    name: str, *, logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **hyper: Value
+    name: str,
+    *,
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    **hyper: Value,
 ) -> dict[str, float]:
-    """What the loss needs to know of a whole minibatch before it is split: for clip_cov and kl_cov mean_advantage, mean_logp and
-    threshold, for minirl with token_level_loss kept_share, for all others nothing.
+    """What the loss needs to know of a whole minibatch before it is split: for clip_cov and kl_cov
+    mean_advantage, mean_logp and threshold, for minirl with token_level_loss kept_share, for all
+    others nothing.
     """
-    settled = resolve("policy loss", POLICY_LOSSES, name, hyper)
+    resolved = resolve("policy loss", POLICY_LOSSES, name, hyper)
     if name not in STATISTICS:
         return {}
-    return STATISTICS[name](LossTables(f"policy loss {name}", logp.detach(), old_logp, advantages, mask), settled)
+    return STATISTICS[name](
+        LossTables(f"policy loss {name}", logp.detach(), old_logp, advantages, mask), resolved
+    )
 
 
 def _chosen(
@@ -181,22 +247,30 @@ def _chosen(
     statistics: Mapping[str, float] | None,
     importance: tuple[str, float, float],
 ) -> _Chosen:
-    """Raises ValueError where settings are wrong or make no sense together. Statistics that were not given are taken from these rows."""
+    """Raises ValueError where settings are wrong or make no sense together. Statistics that were
+    not given are taken from these rows."""
     hyper = resolve("policy loss", POLICY_LOSSES, name, given)
     check_aggregation(name, hyper, aggregation)
     check_importance(name, *importance)
     if statistics:
-        _check_statistics(tables.piece, name, hyper, statistics)
+        _check_statistics(tables.entry, name, hyper, statistics)
     elif name in STATISTICS:
         statistics = STATISTICS[name](replace(tables, logp=tables.logp.detach()), hyper)
     return _Chosen(name, hyper, importance, statistics or {})
 
 
-def _check_statistics(piece: str, name: str, hyper: Mapping[str, Any], statistics: Mapping[str, float]) -> None:
-    expected = {"clip_cov": _COVARIANCE, "kl_cov": _COVARIANCE, "minirl": {"kept_share"} if hyper.get("token_level_loss") else set()}
+def _check_statistics(
+    entry: str, name: str, hyper: Mapping[str, Any], statistics: Mapping[str, float]
+) -> None:
+    expected = {
+        "clip_cov": _COVARIANCE,
+        "kl_cov": _COVARIANCE,
+        "minirl": {"kept_share"} if hyper.get("token_level_loss") else set(),
+    }
     if set(statistics) != expected.get(name, set()):
         raise ValueError(
-            f"{piece}: statistics has {sorted(statistics)}, it needs {sorted(expected.get(name, set()))}: take them from"
+            f"{entry}: statistics has {sorted(statistics)}, it needs "
+            f"{sorted(expected.get(name, set()))}: take them from"
             f" batch_statistics({name!r}, ...) with the same hyper-parameters"
         )
 

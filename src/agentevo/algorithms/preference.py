@@ -1,8 +1,10 @@
 """Losses on preferred and rejected answers, from log-probs of whole answers.
 
-All tensors are [P], one entry per pair (or per single answer, for kto): the sum over an answer's trained tokens, natural logarithms. The
-loss is sum_p weights_p l_p, with weights 1/P unless given, so that micro-batches with the whole batch's weights add up to the same loss and
-gradient. References are constants. Sequence log-ratios are not bounded: each loss is written so that none overflows an exponential.
+All tensors are [P], one entry per pair (or per single answer, for kto): the sum over an answer's
+trained tokens, natural logarithms. The loss is sum_p weights_p l_p, with weights 1/P unless given,
+so that micro-batches with the whole batch's weights add up to the same loss and gradient.
+References are constants. Sequence log-ratios are not bounded: each loss is written so that none
+overflows an exponential.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ PerPair = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 def _rewards(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
     margin = chosen - rejected
-    return {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": margin, "accuracy": (margin > 0).to(margin.dtype)}
+    return {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "reward_margin": margin,
+        "accuracy": (margin > 0).to(margin.dtype),
+    }
 
 
 def dpo(
@@ -33,8 +40,10 @@ def dpo(
     beta: float,
     label_smoothing: float,
 ) -> PerPair:
-    """-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h). Rewards: beta (logp - ref_logp). Source: arXiv 2305.18290, eq. 7."""
-    chosen, rejected = beta * (chosen_logp - ref_chosen_logp), beta * (rejected_logp - ref_rejected_logp)
+    """-(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h). Rewards: beta (logp - ref_logp).
+    Source: arXiv 2305.18290, eq. 7."""
+    chosen = beta * (chosen_logp - ref_chosen_logp)
+    rejected = beta * (rejected_logp - ref_rejected_logp)
     margin = chosen - rejected
     losses = -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     return losses, _rewards(chosen, rejected)
@@ -48,7 +57,8 @@ def ipo(
     ref_rejected_logp: torch.Tensor,
     beta: float,
 ) -> PerPair:
-    """(h - 1/(2 beta))^2 with h = the difference of the summed log-ratios: not length-normalised. Source: arXiv 2310.12036, eq. 17."""
+    """(h - 1/(2 beta))^2 with h = the difference of the summed log-ratios: not length-normalised.
+    Source: arXiv 2310.12036, eq. 17."""
     chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
     return (chosen - rejected - 1.0 / (2.0 * beta)) ** 2, _rewards(beta * chosen, beta * rejected)
 
@@ -63,15 +73,19 @@ def kto(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> PerPair:
-    """w (1 - sigmoid(+-beta (logp - ref_logp - z))), + and desirable_weight for desirable answers, - and undesirable_weight for others.
+    """w (1 - sigmoid(+-beta (logp - ref_logp - z))), + and desirable_weight for desirable answers,
+    - and undesirable_weight for others.
 
-    z = max(kl_baseline, 0) is a constant: the paper's estimate of KL(policy || reference), the batch mean of logp - ref_logp on answers
-    that belong to other prompts. The reward's margin is how far an answer is on its right side of z. Source: arXiv 2402.01306, eq. 8.
+    z = max(kl_baseline, 0) is a constant: the paper's estimate of KL(policy || reference), the
+    batch mean of logp - ref_logp on answers that belong to other prompts. The reward's margin is
+    how far an answer is on its right side of z. Source: arXiv 2402.01306, eq. 8.
     """
     reward = beta * (logp - ref_logp)
     sign = torch.where(desirable, torch.ones_like(logp), -1.0)
     margin = sign * (reward - beta * kl_baseline.detach().clamp(min=0.0))
-    weight = torch.where(desirable, torch.full_like(logp, desirable_weight), undesirable_weight)  # of numbers alone: float32
+    weight = torch.where(
+        desirable, torch.full_like(logp, desirable_weight), undesirable_weight
+    )  # of numbers alone: float32
     metrics = {"reward": reward, "reward_margin": margin, "accuracy": (margin > 0).to(margin.dtype)}
     return weight * torch.sigmoid(-margin), metrics
 
@@ -84,14 +98,17 @@ def orpo(
     rejected_lengths: torch.Tensor,
     coef: float,
 ) -> PerPair:
-    """-chosen/n_c - coef log sigmoid(log odds_c - log odds_r), odds = P/(1 - P) with P = exp(logp / length).
+    """-chosen/n_c - coef log sigmoid(log odds_c - log odds_r), odds = P/(1 - P) with P = exp(logp /
+    length).
 
-    A mean log-prob above -1e-6 counts as -1e-6 in the odds (without gradient there), so that they stay finite. The reward is the log odds.
-    Source: arXiv 2403.07691, eq. 6 and 7.
+    A mean log-prob above -1e-6 counts as -1e-6 in the odds (without gradient there), so that they
+    stay finite. The reward is the log odds. Source: arXiv 2403.07691, eq. 6 and 7.
     """
     chosen, rejected = chosen_logp / chosen_lengths, rejected_logp / rejected_lengths
     chosen_odds, rejected_odds = _log_odds(chosen), _log_odds(rejected)
-    return -chosen - coef * logsigmoid(chosen_odds - rejected_odds), _rewards(chosen_odds, rejected_odds)
+    return -chosen - coef * logsigmoid(chosen_odds - rejected_odds), _rewards(
+        chosen_odds, rejected_odds
+    )
 
 
 def _log_odds(logp: torch.Tensor) -> torch.Tensor:
@@ -107,7 +124,8 @@ def spin(
     ref_rejected_logp: torch.Tensor,
     beta: float,
 ) -> PerPair:
-    """`dpo` with the data's answers as chosen, the opponent's samples as rejected, the opponent as reference: arXiv 2401.01335, eq. 4.7."""
+    """`dpo` with the data's answers as chosen, the opponent's samples as rejected, the opponent as
+    reference: arXiv 2401.01335, eq. 4.7."""
     return dpo(
         chosen_logp=chosen_logp,
         rejected_logp=rejected_logp,
@@ -128,8 +146,9 @@ def sppo(
     rejected_win_prob: torch.Tensor | None = None,
     beta: float,
 ) -> PerPair:
-    """(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2 with a, b the log-ratios of chosen and rejected and p the chance that each beats
-    the opponent; p_c is 1 and p_r is 1 - p_c if not given. Source: arXiv 2405.00675 with eta = 1/beta."""
+    """(a - (p_c - 1/2)/beta)^2 + (b - (p_r - 1/2)/beta)^2 with a, b the log-ratios of chosen and
+    rejected and p the chance that each beats the opponent; p_c is 1 and p_r is 1 - p_c if not
+    given. Source: arXiv 2405.00675 with eta = 1/beta."""
     chosen, rejected = chosen_logp - ref_chosen_logp, rejected_logp - ref_rejected_logp
     winning = torch.ones_like(chosen_logp) if chosen_win_prob is None else chosen_win_prob.detach()
     losing = 1.0 - winning if rejected_win_prob is None else rejected_win_prob.detach()
@@ -138,7 +157,8 @@ def sppo(
 
 
 def rft(*, chosen_logp: torch.Tensor, chosen_lengths: torch.Tensor) -> PerPair:
-    """-chosen/n_c: the mean negative log-prob per token of each answer. Source: arXiv 2308.01825, 2304.06767, 2203.14465."""
+    """-chosen/n_c: the mean negative log-prob per token of each answer. Source: arXiv 2308.01825,
+    2304.06767, 2203.14465."""
     return -chosen_logp / chosen_lengths, {}
 
 
@@ -171,12 +191,14 @@ def preference_loss(
     weights: torch.Tensor | None = None,
     **hyper: Value,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The named loss, a scalar of the log-probs' dtype, and means over the answers of accuracy, rewards and their margin (none with rft).
+    """The named loss, a scalar of the log-probs' dtype, and means over the answers of accuracy,
+    rewards and their margin (none with rft).
 
-    Which inputs a loss needs: `PREFERENCE_LOSSES` in the catalogue; those it doesn't are left aside. All are [P]: summed log-probs of the
-    policy (`*_logp`, `logp`) and of the reference (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
-    (`*_win_prob`). `kl_baseline` may be one number. `weights` [P]: entries of weight 0 play no part, whatever stands there.
-    Raises ValueError for what is missing, mis-shaped or unknown.
+    Which inputs a loss needs: `PREFERENCE_LOSSES` in the catalogue; those it doesn't are left
+    aside. All are [P]: summed log-probs of the policy (`*_logp`, `logp`) and of the reference
+    (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
+    (`*_win_prob`). `kl_baseline` may be one number. `weights` [P]: entries of weight 0 play no
+    part, whatever stands there. Raises ValueError for what is missing, mis-shaped or unknown.
     """
     settings = resolve("preference loss", PREFERENCE_LOSSES, name, hyper)
     given: dict[str, torch.Tensor | float | None] = {
@@ -194,41 +216,70 @@ def preference_loss(
     needs = PREFERENCE_LOSSES[name].needs
     missing = [need for need in needs if given[need] is None]
     if missing:
-        raise ValueError(f"preference loss {name} needs {', '.join(missing)}: it works on {', '.join(needs)}")
+        raise ValueError(
+            f"preference loss {name} needs {', '.join(missing)}: it works on {', '.join(needs)}"
+        )
     policy = given[needs[0]]
     if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
-        raise ValueError(f"preference loss {name}: {needs[0]} must be a tensor of shape [pairs], one summed log-prob per answer")
-    used = torch.ones_like(policy, dtype=torch.bool) if weights is None else _pairs("weights", weights, policy) != 0
+        raise ValueError(
+            f"preference loss {name}: {needs[0]} must be a tensor of shape [pairs], one summed "
+            "log-prob per answer"
+        )
+    used = (
+        torch.ones_like(policy, dtype=torch.bool)
+        if weights is None
+        else _pairs("weights", weights, policy) != 0
+    )
     inputs = {need: _clean(need, given[need], policy, used) for need in needs}
     if name == "sppo":
         chances = {"chosen_win_prob": chosen_win_prob, "rejected_win_prob": rejected_win_prob}
-        inputs |= {key: _clean(key, value, policy, used) for key, value in chances.items() if value is not None}
+        inputs |= {
+            key: _clean(key, value, policy, used)
+            for key, value in chances.items()
+            if value is not None
+        }
 
     losses, reported = LOSSES[name](**inputs, **settings)
     if weights is None:
         weights = torch.full_like(losses, 1.0 / max(len(losses), 1))
     loss = torch.where(used, losses * weights.to(losses.dtype), losses.new_zeros(())).sum()
     count = used.sum().clamp(min=1)
-    return loss, {key: torch.where(used, value.detach(), 0.0).sum() / count for key, value in reported.items()}
+    return loss, {
+        key: torch.where(used, value.detach(), 0.0).sum() / count for key, value in reported.items()
+    }
 
 
 def _pairs(what: str, tensor: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
     if tensor.shape != policy.shape:
-        raise ValueError(f"{what} has shape {list(tensor.shape)}: give {list(policy.shape)}, one entry per pair")
+        raise ValueError(
+            f"{what} has shape {list(tensor.shape)}: give {list(policy.shape)}, one entry per pair"
+        )
     return tensor
 
 
-def _clean(what: str, value: torch.Tensor | float | None, policy: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """The input as a tensor like the policy's log-probs, harmless where unused; constant unless it is the policy's."""
+def _clean(
+    what: str, value: torch.Tensor | float | None, policy: torch.Tensor, used: torch.Tensor
+) -> torch.Tensor:
+    """The input as a tensor like the policy's log-probs, harmless where unused; constant unless it
+    is the policy's."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         if what != "kl_baseline":
-            raise ValueError(f"{what} must be a tensor of shape {list(policy.shape)}, one entry per pair")
+            raise ValueError(
+                f"{what} must be a tensor of shape {list(policy.shape)}, one entry per pair"
+            )
         return torch.as_tensor(value, dtype=policy.dtype, device=policy.device).expand_as(policy)
     value = torch.where(used, _pairs(what, value, policy), torch.ones_like(value))
     if what == "desirable":
         return value.bool()
     if what.endswith("lengths") and bool((value < 1).any()):
-        raise ValueError(f"{what} has a {value.min().item():g}: an answer without tokens has no log-prob; leave its pair out")
+        raise ValueError(
+            f"{what} has a {value.min().item():g}: an answer without tokens has no log-prob; "
+            "leave its pair out"
+        )
     if what.endswith("win_prob") and not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(f"{what} must lie between 0 and 1")
-    return value if what in ("chosen_logp", "rejected_logp", "logp") else value.detach().to(policy.dtype)
+    return (
+        value
+        if what in ("chosen_logp", "rejected_logp", "logp")
+        else value.detach().to(policy.dtype)
+    )

@@ -1,10 +1,12 @@
 """Estimators by recursion over tokens or turns.
 
-They run along streams: the trained tokens of a trajectory in the order of its turns where `turn_ids` are given (its rows may then stand
-anywhere), else the trained tokens of each row by itself. Observation tokens are skipped: what follows a trained token is the next trained
-token. After the end of a stream reward and value are 0.
+They run along streams: the trained tokens of a trajectory in the order of its turns where
+`turn_ids` are given (its rows may then stand anywhere), else the trained tokens of each row by
+itself. Observation tokens are skipped: what follows a trained token is the next trained token.
+After the end of a stream reward and value are 0.
 
-Each takes the validated inputs and their stream and returns advantages and returns, both [M] float64 in the order of the stream.
+Each takes the validated inputs and their stream and returns advantages and returns, both [M]
+float64 in the order of the stream.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stream:
-    """All M trained tokens, stream after stream. Segments (streams, turns) are given by their lengths, which add up to M."""
+    """All M trained tokens, stream after stream. Segments (streams, turns) are given by their
+    lengths, which add up to M."""
 
     index: Tensor
     """[M] where each token stands in the flattened [S * T]."""
@@ -72,7 +75,9 @@ def make_stream(inputs: Inputs) -> Stream:
     if inputs.turn_ids is None:
         return Stream(index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None)
     owner, turn = inputs.trajectory[index // width], inputs.turn_ids.reshape(-1)[index]
-    if bool(((owner[1:] < owner[:-1]) | ((owner[1:] == owner[:-1]) & (turn[1:] < turn[:-1]))).any()):
+    if bool(
+        ((owner[1:] < owner[:-1]) | ((owner[1:] == owner[:-1]) & (turn[1:] < turn[:-1]))).any()
+    ):
         order = turn.argsort(stable=True)
         order = order[owner[order].argsort(stable=True)]
         index, owner, turn = index[order], owner[order], turn[order]
@@ -83,16 +88,20 @@ def make_stream(inputs: Inputs) -> Stream:
     if len(twice):
         at = int(twice[0, 0])
         raise ValueError(
-            f"turn_ids: turn {int(turn[at])} of one trajectory is trained in rows {int(row[at])} and {int(row[at + 1])}: mask it in all "
+            f"turn_ids: turn {int(turn[at])} of one trajectory is trained in rows {int(row[at])} "
+            f"and {int(row[at + 1])}: mask it in all "
             "rows but one, or give the rows different trajectory ids"
         )
     turn_lengths = _segments(same, len(index))
-    turns = torch.unique_consecutive(owner[turn_lengths.cumsum(0) - turn_lengths], return_counts=True)[1]
+    turns = torch.unique_consecutive(
+        owner[turn_lengths.cumsum(0) - turn_lengths], return_counts=True
+    )[1]
     return Stream(index, width, _segments(same_owner, len(index)), turn_lengths, turns)
 
 
 def _segments(continues: Tensor, count: int) -> Tensor:
-    """Lengths of the segments of `count` places, from whether each place but the first goes on with the segment before it."""
+    """Lengths of the segments of `count` places, from whether each place but the first goes on with
+    the segment before it."""
     starts = torch.cat([continues.new_ones(min(count, 1)), ~continues]).nonzero()[:, 0]
     return starts.diff(append=starts.new_tensor([count]))
 
@@ -103,16 +112,20 @@ def spread(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """x_k = values_k + factor x_{k+1} within each segment, x = 0 after its end. values [M]; lengths of the segments, which add up to M.
+    """x_k = values_k + factor x_{k+1} within each segment, x = 0 after its end. values [M]; lengths
+    of the segments, which add up to M.
 
-    Takes one step per place from the end, for all segments that reach there: as many steps as the longest segment has values.
+    Takes one step per place from the end, for all segments that reach there: as many steps as the
+    longest segment has values.
     """
     result = torch.zeros_like(values)
     if not values.numel():
         return result
     ordered = lengths.argsort(descending=True, stable=True)
     ends = (lengths.cumsum(0) - 1)[ordered]
-    reach = len(lengths) - torch.bincount(lengths).cumsum(0)  # how many segments are longer than 0, 1, 2, ...
+    reach = len(lengths) - torch.bincount(lengths).cumsum(
+        0
+    )  # how many segments are longer than 0, 1, 2, ...
     carried = values.new_zeros(len(lengths))
     for step, num_left in enumerate(reach[:-1].tolist()):
         at = ends[:num_left] - step
@@ -130,7 +143,8 @@ def following(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def estimate(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
-    """delta_k = r_k + gamma V_{k+1} - V_k; A_k = delta_k + gamma lam A_{k+1}, within each segment. All [M].
+    """delta_k = r_k + gamma V_{k+1} - V_k; A_k = delta_k + gamma lam A_{k+1}, within each segment.
+    All [M].
 
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
@@ -147,7 +161,8 @@ def reinforce_pp(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tenso
 
 
 def remax(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """G_t = r_t + gamma G_{t+1}; A_t = G_t - b with b = `baseline_rewards` of the token's row; returns G.
+    """G_t = r_t + gamma G_{t+1}; A_t = G_t - b with b = `baseline_rewards` of the token's row;
+    returns G.
 
     Source: ReMax, arXiv 2310.10505.
     """
@@ -156,8 +171,11 @@ def remax(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tens
     return returns - inputs.baseline_rewards[stream.row], returns
 
 
-def gae(inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool) -> tuple[Tensor, Tensor]:
-    """delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns A + V, before A is whitened.
+def gae(
+    inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns A + V, before
+    A is whitened.
 
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
@@ -167,10 +185,14 @@ def gae(inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: boo
     return whitened(advantages) if whiten else advantages, advantages + values
 
 
-def turn_gae(inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool) -> tuple[Tensor, Tensor]:
-    """GAE with turns as steps: r_k = sum of the turn's rewards, V_k = value at its first trained token; A_k goes to all its tokens.
+def turn_gae(
+    inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool
+) -> tuple[Tensor, Tensor]:
+    """GAE with turns as steps: r_k = sum of the turn's rewards, V_k = value at its first trained
+    token; A_k goes to all its tokens.
 
-    Returns A_k + V_k at all tokens of the turn, before whitening, which is over tokens. Source: GAE, arXiv 1506.02438, eq. 16.
+    Returns A_k + V_k at all tokens of the turn, before whitening, which is over tokens. Source:
+    GAE, arXiv 1506.02438, eq. 16.
     """
     assert inputs.values is not None  # the dispatcher checks `needs`
     values = stream.at(inputs.values)[stream.turn.cumsum(0) - stream.turn]
@@ -181,7 +203,14 @@ def turn_gae(inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten
 
 
 def bi_level_gae(
-    inputs: Inputs, stream: Stream, *, gamma: float, lam: float, turn_gamma: float, turn_lam: float, whiten: bool
+    inputs: Inputs,
+    stream: Stream,
+    *,
+    gamma: float,
+    lam: float,
+    turn_gamma: float,
+    turn_lam: float,
+    whiten: bool,
 ) -> tuple[Tensor, Tensor]:
     """GAE over the turns, whose result is the reward of a second GAE over the tokens of each turn.
 
@@ -191,31 +220,41 @@ def bi_level_gae(
        A_t = delta_t + gamma lam A_{t+1}, where A after e(k) is 0.
     Returns A_t + V_t, before A is whitened over all trained tokens.
 
-    As RAGEN's (ragen/trainer/core_algos.py), except that turns are given by their ids, not guessed from rewards other than 0, that all
-    rewards of a turn count, and that the two levels have a lambda each (RAGEN's: turn_lam = lam).
+    As RAGEN's (ragen/trainer/core_algos.py), except that turns are given by their ids, not guessed
+    from rewards other than 0, that all rewards of a turn count, and that the two levels have a
+    lambda each (RAGEN's: turn_lam = lam).
     """
     assert inputs.values is not None  # the dispatcher checks `needs`
     values, last = stream.at(inputs.values), stream.turn.cumsum(0) - 1
-    turn_advantages = estimate(turn_rewards(inputs, stream), values[last], stream.num_turns, turn_gamma, turn_lam)
+    turn_advantages = estimate(
+        turn_rewards(inputs, stream), values[last], stream.num_turns, turn_gamma, turn_lam
+    )
     rewards = torch.zeros_like(values)
     rewards[last] = turn_advantages + values[last]
     advantages = estimate(rewards, values, stream.turn, gamma, lam)
     return whitened(advantages) if whiten else advantages, advantages + values
 
 
-def turn_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma R_{k+1} over the turns of a trajectory, against the mean and unbiased std of R over all turns of the group.
+def turn_returns(
+    inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """R_k = r_k + gamma R_{k+1} over the turns of a trajectory, against the mean and unbiased std
+    of R over all turns of the group.
 
-    A_k = (R_k - mean) / (std + epsilon) at all tokens of turn k, without the division if not `scale_by_std`; a group of one trajectory
-    gives 0. Returns R. Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount per turn.
+    A_k = (R_k - mean) / (std + epsilon) at all tokens of turn k, without the division if not
+    `scale_by_std`; a group of one trajectory gives 0. Returns R. Source: process supervision in
+    DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount per turn.
     """
     returns = discounted(turn_rewards(inputs, stream), stream.num_turns, gamma)
     advantages = against_group(inputs, stream, returns, scale_by_std=scale_by_std, epsilon=epsilon)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
-def against_group(inputs: Inputs, stream: Stream, returns: Tensor, *, scale_by_std: bool, epsilon: float) -> Tensor:
-    """Returns of turns [K] against mean and unbiased std over all turns of their group; 0 in a group of one trajectory. [K]"""
+def against_group(
+    inputs: Inputs, stream: Stream, returns: Tensor, *, scale_by_std: bool, epsilon: float
+) -> Tensor:
+    """Returns of turns [K] against mean and unbiased std over all turns of their group; 0 in a
+    group of one trajectory. [K]"""
     owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
     turns = Members(inputs.members.group[owner], torch.ones_like(owner, dtype=torch.bool))
     advantages = turns.normalised(returns, scale_by_std=scale_by_std, epsilon=epsilon)
@@ -224,32 +263,47 @@ def against_group(inputs: Inputs, stream: Stream, returns: Tensor, *, scale_by_s
 
 def turn_rewards(inputs: Inputs, stream: Stream) -> Tensor:
     """Sum of the rewards of each turn. [K]"""
-    return inputs.score.new_zeros(len(stream.turn)).index_add_(0, stream.turn_of, stream.at(inputs.rewards))
+    return inputs.score.new_zeros(len(stream.turn)).index_add_(
+        0, stream.turn_of, stream.at(inputs.rewards)
+    )
 
 
 def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tensor, Tensor]:
-    """A_t = G_t - B_t, B_t = sum_i G_it W_it / sum_i W_it over the streams i of the group that are longer than t; returns G.
+    """A_t = G_t - B_t, B_t = sum_i G_it W_it / sum_i W_it over the streams i of the group that are
+    longer than t; returns G.
 
-    G_t = r_t + r_{t+1} + ...; W_t = w_1 + ... + w_t with w = 1 - 2 pi + sum_v pi_v^2, pi = exp(logp) (logp and w are bounded to what
-    probabilities allow: logp <= 0, 0 <= sum_pi_squared <= 1, w >= 0). Where all W are 0, B_t is the plain mean.
-    `handle_zero_tail`: B_t = 0 where only one stream is left, which would otherwise be its own baseline. A group of one trajectory gives 0.
-    Source: verl/trainer/ppo/core_algos.py, tir_optimal_token_baseline (which adds 1e-8 to the sum of W, so that B_t = 0 where
-    all W are 0).
+    G_t = r_t + r_{t+1} + ...; W_t = w_1 + ... + w_t with w = 1 - 2 pi + sum_v pi_v^2, pi =
+    exp(logp) (logp and w are bounded to what probabilities allow: logp <= 0, 0 <= sum_pi_squared <=
+    1, w >= 0). Where all W are 0, B_t is the plain mean. `handle_zero_tail`: B_t = 0 where only one
+    stream is left, which would otherwise be its own baseline. A group of one trajectory gives 0.
+    Source: verl/trainer/ppo/core_algos.py, tir_optimal_token_baseline (which adds 1e-8 to the sum
+    of W, so that B_t = 0 where all W are 0).
     """
-    assert inputs.logp is not None and inputs.sum_pi_squared is not None  # the dispatcher checks `needs`
+    assert (
+        inputs.logp is not None and inputs.sum_pi_squared is not None
+    )  # the dispatcher checks `needs`
     returns = discounted(stream.at(inputs.rewards), stream.lengths, 1.0)
     if not returns.numel():
         return returns, returns
-    variance = (1.0 - 2.0 * stream.at(inputs.logp).clamp(max=0.0).exp() + stream.at(inputs.sum_pi_squared).clamp(0.0, 1.0)).clamp(min=0.0)
+    variance = (
+        1.0
+        - 2.0 * stream.at(inputs.logp).clamp(max=0.0).exp()
+        + stream.at(inputs.sum_pi_squared).clamp(0.0, 1.0)
+    ).clamp(min=0.0)
     weight = discounted(variance.flip(0), stream.lengths.flip(0), 1.0).flip(0)
-    time = torch.arange(len(returns), device=returns.device) - spread(stream.lengths.cumsum(0) - stream.lengths, stream.lengths)
+    time = torch.arange(len(returns), device=returns.device) - spread(
+        stream.lengths.cumsum(0) - stream.lengths, stream.lengths
+    )
     owner = inputs.trajectory[stream.row]
     group = inputs.members.group[owner]
     cell = Members(group * (int(time.max()) + 1) + time, torch.ones_like(time, dtype=torch.bool))
     total = cell.total(weight)
     if not bool((total > 0.0).all()):
-        weight, total = torch.where(total > 0.0, weight, 1.0), torch.where(total > 0.0, total, cell.size)
-    above = returns + cell.highest(-returns)  # over the lowest return of the cell, so that equal returns give exactly 0
+        weight = torch.where(total > 0.0, weight, 1.0)
+        total = torch.where(total > 0.0, total, cell.size)
+    above = returns + cell.highest(
+        -returns
+    )  # over the lowest return of the cell, so that equal returns give exactly 0
     advantages = above - divide(cell.total(weight * above), total)
     if handle_zero_tail:
         advantages = torch.where(cell.size == 1.0, returns, advantages)

@@ -1,6 +1,8 @@
-"""Rewards that take the length of an answer into account. No torch; one entry per trajectory, lengths in trained tokens.
+"""Rewards that take the length of an answer into account. No torch; one entry per trajectory,
+lengths in trained tokens.
 
-Each function returns the new rewards. They are applied before advantages; filters look at the rewards from before.
+Each function returns the new rewards. They are applied before advantages; filters look at the
+rewards from before.
 """
 
 from __future__ import annotations
@@ -15,32 +17,49 @@ def _same_length(**columns: Sequence[object]) -> None:
         raise ValueError(f"{found}: give one of each per trajectory")
 
 
-def _positive(piece: str, **numbers: float) -> None:
+def _positive(entry: str, **numbers: float) -> None:
     for name, number in numbers.items():
         if not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{piece}: {name}={number} is not possible: give a number above 0")
+            raise ValueError(f"{entry}: {name}={number} is not possible: give a number above 0")
 
 
-def soft_overlong(rewards: Sequence[float], lengths: Sequence[int], *, max_length: int, buffer: int, penalty: float = 1.0) -> list[float]:
-    """r + penalty * p(n): p = 0 up to max_length - buffer, then linearly down to -1 at max_length, and -1 beyond.
+def soft_overlong(
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    *,
+    max_length: int,
+    buffer: int,
+    penalty: float = 1.0,
+) -> list[float]:
+    """r + penalty * p(n): p = 0 up to max_length - buffer, then linearly down to -1 at max_length,
+    and -1 beyond.
 
-    Source: DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13 (penalty 1, max_length 20480, buffer 4096).
+    Source: DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13 (penalty 1, max_length 20480,
+    buffer 4096).
     """
     _same_length(rewards=rewards, lengths=lengths)
     _positive("soft_overlong", max_length=max_length, buffer=buffer)
     if buffer > max_length or not (penalty >= 0 and math.isfinite(penalty)):
         raise ValueError(
-            f"soft_overlong: buffer={buffer}, penalty={penalty}: give a buffer of at most max_length={max_length}, a penalty at least 0"
+            f"soft_overlong: buffer={buffer}, penalty={penalty}: give a buffer of at most "
+            f"max_length={max_length}, a penalty at least 0"
         )
     begin = max_length - buffer
-    return [reward - penalty * min(max((length - begin) / buffer, 0.0), 1.0) for reward, length in zip(rewards, lengths, strict=True)]
+    return [
+        reward - penalty * min(max((length - begin) / buffer, 0.0), 1.0)
+        for reward, length in zip(rewards, lengths, strict=True)
+    ]
 
 
-def linear_length(rewards: Sequence[float], lengths: Sequence[int], *, per_token: float) -> list[float]:
+def linear_length(
+    rewards: Sequence[float], lengths: Sequence[int], *, per_token: float
+) -> list[float]:
     """r - per_token * n."""
     _same_length(rewards=rewards, lengths=lengths)
     if not math.isfinite(per_token):
-        raise ValueError(f"linear_length: per_token={per_token} is not possible: give a finite number")
+        raise ValueError(
+            f"linear_length: per_token={per_token} is not possible: give a finite number"
+        )
     return [reward - per_token * length for reward, length in zip(rewards, lengths, strict=True)]
 
 
@@ -55,11 +74,13 @@ def cosine_length(
     failure_long: float = 0.0,
     exceeded: float = -10.0,
 ) -> list[float]:
-    """Replaces the reward: from `*_short` at length 0 along half a cosine to `*_long` at max_length; `exceeded` from max_length on.
+    """Replaces the reward: from `*_short` at length 0 along half a cosine to `*_long` at
+    max_length; `exceeded` from max_length on.
 
-    long + (short - long) (1 + cos(pi n / max_length)) / 2 with the values of success or failure. Source: arXiv 2502.03373, section 4.2 with
-    its default values. Its text calls CosFn(t, T, min, max) with the short answer's value as `min`, which would turn the curve round;
-    this is the curve that it describes and draws.
+    long + (short - long) (1 + cos(pi n / max_length)) / 2 with the values of success or failure.
+    Source: arXiv 2502.03373, section 4.2 with its default values. Its text calls CosFn(t, T, min,
+    max) with the short answer's value as `min`, which would turn the curve round; this is the curve
+    that it describes and draws.
     """
     _same_length(lengths=lengths, successes=successes)
     _positive("cosine_length", max_length=max_length)
@@ -72,16 +93,25 @@ def cosine_length(
 
 
 def relative_length(
-    rewards: Sequence[float], lengths: Sequence[int], successes: Sequence[bool], group_ids: Sequence[Hashable], *, weight: float = 1.0
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    successes: Sequence[bool],
+    group_ids: Sequence[Hashable],
+    *,
+    weight: float = 1.0,
 ) -> list[float]:
-    """r + weight * l, with l = 1/2 - (n - shortest)/(longest - shortest) for a success and min(0, that) for a failure.
+    """r + weight * l, with l = 1/2 - (n - shortest)/(longest - shortest) for a success and min(0,
+    that) for a failure.
 
-    Shortest and longest are of the whole group, failures included; where they are equal (a group of one, too) l = 0.
-    Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3 (which leaves the weight open and warms it up from 0).
+    Shortest and longest are of the whole group, failures included; where they are equal (a group of
+    one, too) l = 0. Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3 (which leaves the weight
+    open and warms it up from 0).
     """
     _same_length(rewards=rewards, lengths=lengths, successes=successes, group_ids=group_ids)
     if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(f"relative_length: weight={weight} is not possible: give a number at least 0")
+        raise ValueError(
+            f"relative_length: weight={weight} is not possible: give a number at least 0"
+        )
     bounds: dict[Hashable, tuple[int, int]] = {}
     for group, length in zip(group_ids, lengths, strict=True):
         shortest, longest = bounds.get(group, (length, length))

@@ -1,4 +1,5 @@
-"""Returns along the tree of a trajectory's turns: a turn is credited with what came of it, not with what a sibling branch earned later."""
+"""Returns along the tree of a trajectory's turns: a turn is credited with what came of it, not with
+what a sibling branch earned later."""
 
 from __future__ import annotations
 
@@ -12,11 +13,15 @@ if TYPE_CHECKING:
     from agentevo.algorithms.advantage_inputs import Inputs
 
 
-def tree_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma sum of R over the turns that go on from k, against mean and unbiased std of R over all turns of the group.
+def tree_returns(
+    inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """R_k = r_k + gamma sum of R over the turns that go on from k, against mean and unbiased std of
+    R over all turns of the group.
 
-    `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained turn of the trajectory goes on from the
-    turn before it. Without branches this is `returns.turn_returns`. A group of one trajectory gives 0. Returns R.
+    `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained
+    turn of the trajectory goes on from the turn before it. Without branches this is
+    `returns.turn_returns`. A group of one trajectory gives 0. Returns R.
     """
     returns = along_tree(turn_rewards(inputs, stream), parents(inputs, stream), gamma)
     advantages = against_group(inputs, stream, returns, scale_by_std=scale_by_std, epsilon=epsilon)
@@ -24,7 +29,8 @@ def tree_returns(inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: 
 
 
 def along_tree(rewards: Tensor, parent: list[int], gamma: float) -> Tensor:
-    """x_k = rewards_k + gamma times the sum of x over the k' with parent_k' = k. rewards [K]; parent_k < k, or -1. [K]"""
+    """x_k = rewards_k + gamma times the sum of x over the k' with parent_k' = k. rewards [K];
+    parent_k < k, or -1. [K]"""
     found = rewards.tolist()
     for turn in range(len(found) - 1, -1, -1):
         if parent[turn] >= 0:
@@ -33,8 +39,11 @@ def along_tree(rewards: Tensor, parent: list[int], gamma: float) -> Tensor:
 
 
 def parents(inputs: Inputs, stream: Stream) -> list[int]:
-    """Of each turn 0..K-1 in the order of the stream the turn that it goes on from; -1 for the first of a trajectory."""
-    assert inputs.turn_ids is not None and inputs.turn_parents is not None  # the dispatcher checks `needs`
+    """Of each turn 0..K-1 in the order of the stream the turn that it goes on from; -1 for the
+    first of a trajectory."""
+    assert (
+        inputs.turn_ids is not None and inputs.turn_parents is not None
+    )  # the dispatcher checks `needs`
     first = stream.turn.cumsum(0) - stream.turn
     at = stream.index[first]
     names = inputs.turn_ids.reshape(-1)[at].tolist()

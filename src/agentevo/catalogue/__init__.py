@@ -1,7 +1,8 @@
-"""What the maths can be asked for, by name: formula, defaults, valid ranges, source, and what verl and TRL call it.
+"""What the maths can be asked for, by name: formula, defaults, valid ranges, source, and what verl
+and TRL call it.
 
-No torch here: the configuration and `agentevo config explain` read it. Defaults stand here and nowhere else; the functions get every
-hyper-parameter from `resolve`.
+No torch here: the configuration and `agentevo config explain` read it. Defaults stand here and
+nowhere else; the functions get every hyper-parameter from `resolve`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ Value = float | int | bool | str | None
 
 
 @dataclass(frozen=True)
-class Hyper:
-    """One hyper-parameter. Its type is that of `default`; None as a default means that it must be given."""
+class Hyperparameter:
+    """One hyper-parameter. Its type is that of `default`; None as a default means that it must be
+    given."""
 
     name: str
     default: Value
@@ -38,27 +40,35 @@ class Hyper:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         kind = "a whole number" if isinstance(self.default, int) else "a number"
-        parts = [f"{'at least' if self.low_allowed else 'above'} {self.low:g}"] if self.low > -math.inf else []
+        parts = (
+            [f"{'at least' if self.low_allowed else 'above'} {self.low:g}"]
+            if self.low > -math.inf
+            else []
+        )
         parts += [f"at most {self.high:g}"] if self.high < math.inf else []
         return " ".join([kind, " and ".join(parts)]).strip()
 
-    def check(self, piece: str, value: object) -> None:
+    def check(self, entry: str, value: object) -> None:
         """Raises ValueError with the valid range."""
         if isinstance(self.default, bool):
             good = isinstance(value, bool)
         elif self.choices:
             good = value in self.choices
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(self.default, int) and value != int(value)):
+        elif (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or (isinstance(self.default, int) and value != int(value))
+        ):
             good = False
         else:
             good = self.low <= value <= self.high and (self.low_allowed or value > self.low)
         if not good:
-            raise ValueError(f"{piece}: {self.name}={value!r} is not possible: give {self.range}")
+            raise ValueError(f"{entry}: {self.name}={value!r} is not possible: give {self.range}")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One named piece of an algorithm."""
+class Entry:
+    """One named entry of an algorithm."""
 
     name: str
     meaning: str
@@ -66,43 +76,48 @@ class Piece:
     formula: str
     source: str
     """Paper with arXiv number and equation."""
-    hyper: tuple[Hyper, ...] = ()
+    hyper: tuple[Hyperparameter, ...] = ()
     needs: tuple[str, ...] = ()
-    """Inputs that it can't do without, beyond those that every piece of its kind gets."""
+    """Inputs that it can't do without, beyond those that every entry of its kind gets."""
     within_group: bool = False
     """An advantage that compares a trajectory with others of its group, and is 0 without them."""
     peers: Mapping[str, str] = field(default_factory=dict)
     """What others call it, and where theirs differs: {"verl": "...", "TRL": "..."}."""
 
 
-def resolve(kind: Kind, pieces: Mapping[str, Piece], name: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """All hyper-parameters of `name`: those given, checked, and the defaults of the others. Raises ValueError."""
-    piece = find(kind, pieces, name)
-    known = {hyper.name: hyper for hyper in piece.hyper}
+def resolve(
+    kind: Kind, entries: Mapping[str, Entry], name: str, given: Mapping[str, Value]
+) -> dict[str, Value]:
+    """All hyper-parameters of `name`: those given, checked, and the defaults of the others. Raises
+    ValueError."""
+    entry = find(kind, entries, name)
+    known = {hyper.name: hyper for hyper in entry.hyper}
     for key, value in given.items():
         if key not in known:
             guess = nearest(key, list(known))
             hint = f"did you mean {guess}?" if guess else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"{kind} {name} has no hyper-parameter {key!r}: {hint}")
         known[key].check(f"{kind} {name}", value)
-    missing = [hyper for hyper in piece.hyper if hyper.default is None and hyper.name not in given]
+    missing = [hyper for hyper in entry.hyper if hyper.default is None and hyper.name not in given]
     if missing:
-        raise ValueError(f"{kind} {name} needs {missing[0].name}: give {missing[0].range} ({missing[0].meaning})")
-    return {hyper.name: given.get(hyper.name, hyper.default) for hyper in piece.hyper}
+        raise ValueError(
+            f"{kind} {name} needs {missing[0].name}: give {missing[0].range} ({missing[0].meaning})"
+        )
+    return {hyper.name: given.get(hyper.name, hyper.default) for hyper in entry.hyper}
 
 
-def find(kind: Kind, pieces: Mapping[str, Piece], name: str) -> Piece:
+def find(kind: Kind, entries: Mapping[str, Entry], name: str) -> Entry:
     """Raises ValueError with the nearest name, or all of them."""
-    if name not in pieces:
-        guess = nearest(name, list(pieces))
-        hint = f"did you mean {guess!r}?" if guess else f"choose one of {', '.join(pieces)}"
+    if name not in entries:
+        guess = nearest(name, list(entries))
+        hint = f"did you mean {guess!r}?" if guess else f"choose one of {', '.join(entries)}"
         raise ValueError(f"there is no {kind} {name!r}: {hint}")
-    return pieces[name]
+    return entries[name]
 
 
-def by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:
+def by_name(entries: Sequence[Entry]) -> dict[str, Entry]:
     """Raises ValueError if a name is there twice."""
-    found = {piece.name: piece for piece in pieces}
-    if len(found) != len(pieces):
-        raise ValueError("two pieces of one kind have the same name")
+    found = {entry.name: entry for entry in entries}
+    if len(found) != len(entries):
+        raise ValueError("two entries of one kind have the same name")
     return found

@@ -1,27 +1,31 @@
-"""What a name of an algorithm or of one of its pieces stands for, as text for people."""
+"""What a name of an algorithm or of one of its entries stands for, as text for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agentevo.catalogue import Piece, Value
+from agentevo.catalogue import Entry, Value
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
 from agentevo.catalogue.peers import DIFFERENCES, VERSIONS, differences_of
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferencePreset, settle_preference
-from agentevo.catalogue.presets import PRESETS, Preset, settle
+from agentevo.catalogue.preference_presets import (
+    PREFERENCE_PRESETS,
+    PreferencePreset,
+    resolve_preference,
+)
+from agentevo.catalogue.presets import PRESETS, Preset, resolve_preset
 
-PIECES: Mapping[str, Mapping[str, Piece]] = {
+PIECES: Mapping[str, Mapping[str, Entry]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
     "kl": KL,
     "preference_loss": PREFERENCE_LOSSES,
 }
-"""Kind as the configuration's key has it -> its pieces."""
+"""Kind as the configuration's key has it -> its entries."""
 
 SOURCES = {
     "values": "of the critic, see the section critic",
@@ -31,18 +35,21 @@ SOURCES = {
     "proximal_logp": "recomputed at the start of the step",
     "rollout_logp": "of the engine",
 }
-"""Where a recipe's run has from what a piece needs."""
+"""Where a recipe's run has from what a entry needs."""
 
 
 def describe(name: str) -> list[str]:
-    """A text for the preset of that name and for each piece of that name; empty for an unknown name."""
+    """A text for the preset of that name and for each entry of that name; empty for an unknown
+    name."""
     found = [_preset(PRESETS[name])] if name in PRESETS else []
     found += [_preference_preset(PREFERENCE_PRESETS[name])] if name in PREFERENCE_PRESETS else []
-    return found + [_piece(kind, pieces[name]) for kind, pieces in PIECES.items() if name in pieces]
+    return found + [
+        _piece(kind, entries[name]) for kind, entries in PIECES.items() if name in entries
+    ]
 
 
 def _preset(preset: Preset) -> str:
-    parts = settle(preset.name, {})
+    parts = resolve_preset(preset.name, {})
     lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}"]
     for kind, name, hyper in (
         ("advantage", parts.advantage, parts.advantage_hyper),
@@ -55,22 +62,36 @@ def _preset(preset: Preset) -> str:
 
 
 def _preference_preset(preset: PreferencePreset) -> str:
-    parts = settle_preference(preset.name, {})
-    lines = [f"algorithm.name={preset.name}", f"  {preset.meaning}", f"  preference_loss {parts.loss}{_settings(parts.hyper)}"]
+    parts = resolve_preference(preset.name, {})
+    lines = [
+        f"algorithm.name={preset.name}",
+        f"  {preset.meaning}",
+        f"  preference_loss {parts.loss}{_settings(parts.hyper)}",
+    ]
     lines += [f"  {'pairs':<12} {parts.pairs}"] if parts.pairs is not None else []
     lines += [f"  {key:<12} {_show(value)}" for key, value in preset.keys.items()]
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
-def _piece(kind: str, piece: Piece) -> str:
-    lines = [f"algorithm.{kind}={piece.name}", f"  {piece.meaning}", f"  formula      {piece.formula}", f"  source       {piece.source}"]
-    for one in piece.hyper:
+def _piece(kind: str, entry: Entry) -> str:
+    lines = [
+        f"algorithm.{kind}={entry.name}",
+        f"  {entry.meaning}",
+        f"  formula      {entry.formula}",
+        f"  source       {entry.source}",
+    ]
+    for one in entry.hyper:
         default = "must be given" if one.default is None else f"default {_show(one.default)}"
         lines.append(f"  algorithm.{one.name}: {one.meaning}; {one.range}; {default}")
-    if piece.needs:
-        lines.append(f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in piece.needs)}")
-    lines += [f"  {peer:<12} {text}" for peer, text in piece.peers.items()]
-    lines += [f"  differs      {one.peer}: {one.theirs}. Here: {one.ours}" for one in differences_of(kind, piece.name)]
+    if entry.needs:
+        lines.append(
+            f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in entry.needs)}"
+        )
+    lines += [f"  {peer:<12} {text}" for peer, text in entry.peers.items()]
+    lines += [
+        f"  differs      {one.peer}: {one.theirs}. Here: {one.ours}"
+        for one in differences_of(kind, entry.name)
+    ]
     return "\n".join(lines)
 
 
@@ -79,7 +100,9 @@ def _from_where(need: str) -> str:
 
 
 def _settings(hyper: Mapping[str, Value]) -> str:
-    return f" ({', '.join(f'{key}={_show(value)}' for key, value in hyper.items())})" if hyper else ""
+    return (
+        f" ({', '.join(f'{key}={_show(value)}' for key, value in hyper.items())})" if hyper else ""
+    )
 
 
 def _show(value: Value) -> str:
@@ -87,50 +110,69 @@ def _show(value: Value) -> str:
 
 
 def markdown() -> str:
-    """docs/algorithms.md: every preset and piece, and where those of others differ."""
+    """docs/algorithms.md: every preset and entry, and where those of others differ."""
     lines = [
         "# Algorithms",
         "",
-        "Made by `python -m agentevo.catalogue > docs/algorithms.md`; the same texts come from `agentevo config explain algorithm.NAME`.",
+        "Made by `python -m agentevo.catalogue > docs/algorithms.md`; the same texts come from "
+        "`agentevo config explain algorithm.NAME`.",
         "Each function is checked against a slow version of its formula in `tests/conformance`.",
         "",
         "## Presets",
         "",
-        "A preset is a combination of an advantage, a policy loss, an aggregation and other keys of the recipe's algorithm section, each",
+        "A preset is a combination of an advantage, a policy loss, an aggregation and other keys "
+        "of the recipe's algorithm section, each",
         "of which can be chosen otherwise in a recipe.",
         "",
         "| `algorithm.name` | advantage | policy loss | aggregation | besides | source |",
         "|---|---|---|---|---|---|",
     ]
     for preset in PRESETS.values():
-        parts = settle(preset.name, {})
+        parts = resolve_preset(preset.name, {})
         besides = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
-        cells = (preset.name, parts.advantage + _settings(preset.hyper), parts.policy_loss, parts.aggregation, besides, preset.source)
+        cells = (
+            preset.name,
+            parts.advantage + _settings(preset.hyper),
+            parts.policy_loss,
+            parts.aggregation,
+            besides,
+            preset.source,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "Presets that train by a preference loss, on pairs made from each step's groups or given (`data.pairs`, `data.pairs_from`):",
+        "Presets that train by a preference loss, on pairs made from each step's groups or given "
+        "(`data.pairs`, `data.pairs_from`):",
         "",
         "| `algorithm.name` | preference loss | pairs | other keys | source |",
         "|---|---|---|---|---|",
     ]
     for one in PREFERENCE_PRESETS.values():
-        preferred = settle_preference(one.name, {})
+        preferred = resolve_preference(one.name, {})
         keys = ", ".join(f"{key}={_show(value)}" for key, value in one.keys.items())
         lines.append(
-            f"| {one.name} | {preferred.loss}{_settings(one.hyper)} | {preferred.pairs or 'single answers'} | {keys} | {one.source} |"
+            f"| {one.name} | {preferred.loss}{_settings(one.hyper)} | "
+            f"{preferred.pairs or 'single answers'} | {keys} | {one.source} |"
         )
-    for kind, pieces in PIECES.items():
+    for kind, entries in PIECES.items():
         lines += ["", f"## {kind}", ""]
-        for piece in pieces.values():
-            lines += [f"### {piece.name}", "", f"{piece.meaning}. Source: {piece.source}.", "", f"    {piece.formula}", ""]
-            if piece.hyper:
+        for entry in entries.values():
+            lines += [
+                f"### {entry.name}",
+                "",
+                f"{entry.meaning}. Source: {entry.source}.",
+                "",
+                f"    {entry.formula}",
+                "",
+            ]
+            if entry.hyper:
                 settings = [
-                    f"`{one.name}` ({one.range}; {'no default' if one.default is None else f'default {_show(one.default)}'})"
-                    for one in piece.hyper
+                    f"`{one.name}` ({one.range}; "
+                    f"{'no default' if one.default is None else f'default {_show(one.default)}'})"
+                    for one in entry.hyper
                 ]
                 lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
-            lines += [f"- {peer}: {text}" for peer, text in piece.peers.items()]
+            lines += [f"- {peer}: {text}" for peer, text in entry.peers.items()]
     lines += _differences()
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
@@ -142,14 +184,22 @@ def _differences() -> list[str]:
         "",
         "## Where peers' numbers differ",
         "",
-        f"{peers} were run on fixed inputs: tests/conformance/peers/. On the same inputs ours agree with theirs to 1e-6, in values and in",
-        "gradients (tests/conformance/test_peers_numbers.py), except where this table says so. Each line is shown on their numbers by the",
+        f"{peers} were run on fixed inputs: tests/conformance/peers/. On the same inputs ours "
+        "agree with theirs to 1e-6, in values and in",
+        "gradients (tests/conformance/test_peers_numbers.py), except where this table says so. "
+        "Each line is shown on their numbers by the",
         "test that it names, in tests/conformance/test_peers_differences.py.",
         "",
         "| ours | peer | theirs | what ours does, and why | shown by |",
         "|---|---|---|---|---|",
     ]
     for one in DIFFERENCES:
-        cells = (f"{one.kind} {', '.join(one.names)}", one.peer, one.theirs, one.ours, f"`{one.test}`")
+        cells = (
+            f"{one.kind} {', '.join(one.names)}",
+            one.peer,
+            one.theirs,
+            one.ours,
+            f"`{one.test}`",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return lines

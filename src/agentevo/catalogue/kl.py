@@ -1,51 +1,95 @@
-"""Estimates of the divergence from the reference policy, and what sets their coefficient, by name."""
+"""Estimates of the divergence from the reference policy, and what sets their coefficient, by
+name."""
 
 from __future__ import annotations
 
-from agentevo.catalogue import Hyper, Piece, by_name
+from agentevo.catalogue import Entry, Hyperparameter, by_name
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
-_THROUGH = "its value, with the gradient of k2, which is that of the KL itself under on-policy samples"
+_THROUGH = (
+    "its value, with the gradient of k2, which is that of the KL itself under on-policy samples"
+)
 
 KL = by_name(
     [
-        Piece("k1", "log-ratio: unbiased, may be negative", "d = logp - ref_logp", f"{_SCHULMAN}, k1", peers={"verl": "kl or k1"}),
-        Piece(
+        Entry(
+            "k1",
+            "log-ratio: unbiased, may be negative",
+            "d = logp - ref_logp",
+            f"{_SCHULMAN}, k1",
+            peers={"verl": "kl or k1"},
+        ),
+        Entry(
             "k2",
             "half the squared log-ratio: biased, gradient is right on-policy",
             "d^2 / 2",
             f"{_SCHULMAN}, k2",
             peers={"verl": "mse or k2"},
         ),
-        Piece(
+        Entry(
             "k3",
             "unbiased and never negative",
             "exp(-d) - 1 + d",
             f"{_SCHULMAN}, k3; GRPO, arXiv 2402.03300, eq. 4",
-            peers={"verl": "low_var_kl or k3", "TRL": "the only one of GRPOTrainer (RLOOTrainer: k1 in the reward)"},
+            peers={
+                "verl": "low_var_kl or k3",
+                "TRL": "the only one of GRPOTrainer (RLOOTrainer: k1 in the reward)",
+            },
         ),
-        Piece("abs", "absolute log-ratio", "|d|", "verl", peers={"verl": "abs"}),
-        Piece("k1+", f"k1: {_THROUGH}", "sg(d) + d^2/2 - sg(d^2/2)", "verl; arXiv 2510.01555", peers={"verl": "k1+"}),
-        Piece("k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}),
-        Piece("k3+", f"k3: {_THROUGH}", "sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)", "verl; arXiv 2510.01555", peers={"verl": "k3+"}),
-        Piece("abs+", f"abs: {_THROUGH}", "sg(|d|) + d^2/2 - sg(d^2/2)", "verl", peers={"verl": "abs+"}),
+        Entry("abs", "absolute log-ratio", "|d|", "verl", peers={"verl": "abs"}),
+        Entry(
+            "k1+",
+            f"k1: {_THROUGH}",
+            "sg(d) + d^2/2 - sg(d^2/2)",
+            "verl; arXiv 2510.01555",
+            peers={"verl": "k1+"},
+        ),
+        Entry("k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}),
+        Entry(
+            "k3+",
+            f"k3: {_THROUGH}",
+            "sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)",
+            "verl; arXiv 2510.01555",
+            peers={"verl": "k3+"},
+        ),
+        Entry(
+            "abs+",
+            f"abs: {_THROUGH}",
+            "sg(|d|) + d^2/2 - sg(d^2/2)",
+            "verl",
+            peers={"verl": "abs+"},
+        ),
     ]
 )
 
-_COEF = Hyper("coef", 0.001, "weight of the KL, at the start", 0.0)
+_COEF = Hyperparameter("coef", 0.001, "weight of the KL, at the start", 0.0)
 
 KL_CONTROLLERS = by_name(
     [
-        Piece("fixed", "the coefficient never changes", "coef", "verl", (_COEF,), peers={"verl": "kl_ctrl.type fixed", "TRL": "beta"}),
-        Piece(
+        Entry(
+            "fixed",
+            "the coefficient never changes",
+            "coef",
+            "verl",
+            (_COEF,),
+            peers={"verl": "kl_ctrl.type fixed", "TRL": "beta"},
+        ),
+        Entry(
             "adaptive",
             "the coefficient grows while the KL is above its target and shrinks while below",
-            "coef <- coef (1 + clip(kl/target - 1, -0.2, 0.2) min(n/horizon, 1)), n = sequences of the step",
+            "coef <- coef (1 + clip(kl/target - 1, -0.2, 0.2) min(n/horizon, 1)), n = sequences "
+            "of the step",
             "Ziegler et al., arXiv 1909.08593, section 2.2",
             (
                 _COEF,
-                Hyper("target", 0.1, "KL that is wanted", 0.0, low_allowed=False),
-                Hyper("horizon", 10000, "number of sequences over which a deviation of 20% or more changes the coefficient by 20%", 1),
+                Hyperparameter("target", 0.1, "KL that is wanted", 0.0, low_allowed=False),
+                Hyperparameter(
+                    "horizon",
+                    10000,
+                    "number of sequences over which a deviation of 20% or more changes the "
+                    "coefficient by 20%",
+                    1,
+                ),
             ),
             peers={"verl": "kl_ctrl.type adaptive, whose state is not checkpointed"},
         ),

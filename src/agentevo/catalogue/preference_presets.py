@@ -1,6 +1,6 @@
 """Presets that train by a preference loss: pairs of answers in place of advantages.
 
-settle_preference("ipo", {"beta": 0.5})  ->  PreferenceAlgorithm(loss="ipo", hyper={"beta": 0.5}, pairs="best_worst")
+resolve_preference("ipo", {"beta": 0.5})  ->  PreferenceAlgorithm(loss="ipo", hyper={"beta": 0.5}, pairs="best_worst")
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DEFAULT_PAIRS: Mapping[str, Pairs] = {"spin": "demonstrations"}
 
 @dataclass(frozen=True)
 class PreferencePreset:
-    """One published algorithm: a preference loss, its hyper-parameters, and other keys of the recipe's algorithm section."""
+    """One published algorithm: a preference loss, its hyper-parameters, and other keys of the
+    recipe's algorithm section."""
 
     name: str
     meaning: str
@@ -46,7 +47,8 @@ class PreferenceAlgorithm:
 
     @property
     def within_group(self) -> bool:
-        """Whether an attempt is of no use without another one of its group that earned more or less."""
+        """Whether an attempt is of no use without another one of its group that earned more or
+        less."""
         return self.pairs in ("best_worst", "all")
 
 
@@ -55,23 +57,41 @@ PREFERENCE_PRESETS: Mapping[str, PreferencePreset] = {
     for preset in (
         PreferencePreset(
             "dpo",
-            "the best attempt of each group against the worst, on fresh groups (online) or on given pairs",
+            "the best attempt of each group against the worst, on fresh groups (online) or on "
+            "given pairs",
             "arXiv 2305.18290; online: 2402.04792",
             "dpo",
         ),
-        PreferencePreset("ipo", "DPO's pairs with a wanted gain in place of one as large as possible", "arXiv 2310.12036", "ipo"),
-        PreferencePreset("kto", "each attempt alone: desirable where it succeeded, else undesirable", "arXiv 2402.01306", "kto"),
-        PreferencePreset("orpo", "imitates the best attempt and lowers the odds of the worst; no reference", "arXiv 2403.07691", "orpo"),
+        PreferencePreset(
+            "ipo",
+            "DPO's pairs with a wanted gain in place of one as large as possible",
+            "arXiv 2310.12036",
+            "ipo",
+        ),
+        PreferencePreset(
+            "kto",
+            "each attempt alone: desirable where it succeeded, else undesirable",
+            "arXiv 2402.01306",
+            "kto",
+        ),
+        PreferencePreset(
+            "orpo",
+            "imitates the best attempt and lowers the odds of the worst; no reference",
+            "arXiv 2403.07691",
+            "orpo",
+        ),
         PreferencePreset(
             "spin",
-            "self-play: the solver's demonstrations against the policy's own attempts; the reference follows the policy",
+            "self-play: the solver's demonstrations against the policy's own attempts; the "
+            "reference follows the policy",
             "arXiv 2401.01335",
             "spin",
             keys={"reference": "synced", "reference_every": 10},
         ),
         PreferencePreset(
             "sppo",
-            "self-play: log-ratios towards each attempt's chance to beat its group; the reference follows the policy",
+            "self-play: log-ratios towards each attempt's chance to beat its group; the "
+            "reference follows the policy",
             "arXiv 2405.00675",
             "sppo",
             keys={"reference": "synced", "reference_every": 10},
@@ -86,17 +106,29 @@ PREFERENCE_PRESETS: Mapping[str, PreferencePreset] = {
 }
 
 
-def settle_preference(
-    name: str, hyper: Mapping[str, Value], *, preference_loss: str | None = None, pairs: Pairs | None = None
+def resolve_preference(
+    name: str,
+    hyper: Mapping[str, Value],
+    *,
+    preference_loss: str | None = None,
+    pairs: Pairs | None = None,
 ) -> PreferenceAlgorithm:
-    """The preset with what was chosen otherwise; its hyper-parameters count only for its own loss. Raises ValueError."""
+    """The preset with what was chosen otherwise; its hyper-parameters count only for its own loss.
+    Raises ValueError."""
     preset = PREFERENCE_PRESETS[name]
     loss = preference_loss or preset.preference_loss
     known = {one.name for one in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
-    inherited = {key: value for key, value in preset.hyper.items() if key in known and preference_loss is None}
-    settled = resolve("preference loss", PREFERENCE_LOSSES, loss, inherited | dict(hyper))
+    inherited = {
+        key: value
+        for key, value in preset.hyper.items()
+        if key in known and preference_loss is None
+    }
+    resolved = resolve("preference loss", PREFERENCE_LOSSES, loss, inherited | dict(hyper))
     if loss in ALONE:
         if pairs is not None:
-            raise ValueError(f"preference loss {loss} takes single answers: remove algorithm.pairs, or choose a loss of pairs such as dpo")
-        return PreferenceAlgorithm(loss, settled, None)
-    return PreferenceAlgorithm(loss, settled, pairs or DEFAULT_PAIRS.get(loss, "best_worst"))
+            raise ValueError(
+                f"preference loss {loss} takes single answers: remove algorithm.pairs, or choose "
+                "a loss of pairs such as dpo"
+            )
+        return PreferenceAlgorithm(loss, resolved, None)
+    return PreferenceAlgorithm(loss, resolved, pairs or DEFAULT_PAIRS.get(loss, "best_worst"))

@@ -1,7 +1,7 @@
-"""Presets: named combinations of an advantage, a policy loss, an aggregation, their hyper-parameters and other keys of the recipe's
-algorithm section. Nothing else is in a preset.
+"""Presets: named combinations of an advantage, a policy loss, an aggregation, their
+hyper-parameters and other keys of the recipe's algorithm section. Nothing else is in a preset.
 
-settle("dapo", {"clip_high": 0.3})  ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
+resolve_preset("dapo", {"clip_high": 0.3})  ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from agentevo.catalogue import Kind, Piece, Value, find, resolve
+from agentevo.catalogue import Entry, Kind, Value, find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
 
-KINDS: Mapping[Kind, Mapping[str, Piece]] = {"advantage": ADVANTAGES, "policy loss": POLICY_LOSSES, "aggregation": AGGREGATIONS}
+KINDS: Mapping[Kind, Mapping[str, Entry]] = {
+    "advantage": ADVANTAGES,
+    "policy loss": POLICY_LOSSES,
+    "aggregation": AGGREGATIONS,
+}
 """What a preset combines."""
-TUNABLE: Mapping[Kind, Mapping[str, Piece]] = {**KINDS, "preference loss": PREFERENCE_LOSSES}
+TUNABLE: Mapping[Kind, Mapping[str, Entry]] = {**KINDS, "preference loss": PREFERENCE_LOSSES}
 """Kinds whose hyper-parameters are keys of a recipe."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One published algorithm as a combination of pieces; what it leaves open has the pieces' defaults."""
+    """One published algorithm as a combination of entries; what it leaves open has the entries'
+    defaults."""
 
     name: str
     meaning: str
@@ -35,7 +40,8 @@ class Preset:
     aggregation: str = "token-mean"
     hyper: Mapping[str, Value] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """What else the algorithm is made of: filters, shaping, reference. Values of keys of the recipe's algorithm section."""
+    """What else the algorithm is made of: filters, shaping, reference. Values of keys of the
+    recipe's algorithm section."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,21 @@ class Algorithm:
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for preset in (
-        Preset("ppo", "clipped ratios, advantages from a critic (GAE over tokens)", "arXiv 1707.06347, 1506.02438", "gae"),
-        Preset("turn_ppo", "PPO whose critic judges turns: GAE with a turn as one step", "arXiv 1506.02438, 2504.20073", "turn_gae"),
-        Preset("grpo", "group-relative advantages, clipped token ratios", "arXiv 2402.03300", "grpo"),
+        Preset(
+            "ppo",
+            "clipped ratios, advantages from a critic (GAE over tokens)",
+            "arXiv 1707.06347, 1506.02438",
+            "gae",
+        ),
+        Preset(
+            "turn_ppo",
+            "PPO whose critic judges turns: GAE with a turn as one step",
+            "arXiv 1506.02438, 2504.20073",
+            "turn_gae",
+        ),
+        Preset(
+            "grpo", "group-relative advantages, clipped token ratios", "arXiv 2402.03300", "grpo"
+        ),
         Preset(
             "dr_grpo",
             "GRPO without the division by the group's spread and without a length bias",
@@ -66,21 +84,60 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "dapo",
-            "GRPO with more room above than below (Clip-Higher), a mean over tokens, and sampling until the batch is full; the paper has "
-            "length_shaping=soft_overlong besides, for answers of one turn whose length_max is known",
+            "GRPO with more room above than below (Clip-Higher), a mean over tokens, and "
+            "sampling until the batch is full; the paper has "
+            "length_shaping=soft_overlong besides, for answers of one turn whose length_max is "
+            "known",
             "arXiv 2503.14476",
             "grpo",
             hyper={"clip_high": 0.28},
             keys={"dynamic_sampling": 10},
         ),
-        Preset("gspo", "GRPO with one ratio per sequence", "arXiv 2507.18071", "grpo", "gspo", "seq-mean-token-mean"),
         Preset(
-            "gmpo", "GRPO with the geometric mean of a sequence's token ratios", "arXiv 2507.20673", "grpo", "gmpo", "seq-mean-token-mean"
+            "gspo",
+            "GRPO with one ratio per sequence",
+            "arXiv 2507.18071",
+            "grpo",
+            "gspo",
+            "seq-mean-token-mean",
         ),
-        Preset("cispo", "GRPO's advantages, REINFORCE weighted with clipped ratios", "arXiv 2506.13585", "grpo", "cispo"),
-        Preset("sapo", "GRPO's advantages, a smooth gate in place of the clip", "arXiv 2511.20347", "grpo", "sapo", "seq-mean-token-mean"),
-        Preset("clip_cov", "GRPO that leaves out the tokens that eat the entropy", "arXiv 2505.22617", "grpo", "clip_cov"),
-        Preset("kl_cov", "GRPO that holds back the tokens that eat the entropy", "arXiv 2505.22617", "grpo", "kl_cov"),
+        Preset(
+            "gmpo",
+            "GRPO with the geometric mean of a sequence's token ratios",
+            "arXiv 2507.20673",
+            "grpo",
+            "gmpo",
+            "seq-mean-token-mean",
+        ),
+        Preset(
+            "cispo",
+            "GRPO's advantages, REINFORCE weighted with clipped ratios",
+            "arXiv 2506.13585",
+            "grpo",
+            "cispo",
+        ),
+        Preset(
+            "sapo",
+            "GRPO's advantages, a smooth gate in place of the clip",
+            "arXiv 2511.20347",
+            "grpo",
+            "sapo",
+            "seq-mean-token-mean",
+        ),
+        Preset(
+            "clip_cov",
+            "GRPO that leaves out the tokens that eat the entropy",
+            "arXiv 2505.22617",
+            "grpo",
+            "clip_cov",
+        ),
+        Preset(
+            "kl_cov",
+            "GRPO that holds back the tokens that eat the entropy",
+            "arXiv 2505.22617",
+            "grpo",
+            "kl_cov",
+        ),
         Preset(
             "minirl",
             "GRPO's centred advantages, REINFORCE in a band of ratios",
@@ -91,7 +148,8 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "decoupled_ppo",
-            "group-relative advantages, ratios against the newest policy, weighted for tokens of older ones",
+            "group-relative advantages, ratios against the newest policy, weighted for tokens of "
+            "older ones",
             "arXiv 2505.24298, eq. 5",
             "grpo",
             "decoupled_ppo",
@@ -105,22 +163,59 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "remax",
-            "each attempt against a greedy one at the same task, plain policy gradient, mean over sequences of token sums",
+            "each attempt against a greedy one at the same task, plain policy gradient, mean "
+            "over sequences of token sums",
             "arXiv 2310.10505",
             "remax",
             "reinforce",
             "seq-mean-token-sum",
         ),
-        Preset("reinforce_pp", "return-to-go whitened over the batch, clipped ratios", "arXiv 2501.03262", "reinforce_pp"),
         Preset(
-            "reinforce_pp_baseline", "scores against the group's mean, whitened over the batch", "arXiv 2501.03262", "reinforce_pp_baseline"
+            "reinforce_pp",
+            "return-to-go whitened over the batch, clipped ratios",
+            "arXiv 2501.03262",
+            "reinforce_pp",
         ),
-        Preset("opo", "on-policy gradient with the length-weighted baseline", "arXiv 2505.23585", "opo", "reinforce", "seq-mean-token-sum"),
-        Preset("gpg", "the plain policy gradient, scaled up for groups that teach nothing", "arXiv 2504.02546", "gpg", "gpg"),
-        Preset("maxrl", "advantages in units of the group's mean reward: hard tasks weigh more", "arXiv 2602.02710", "maxrl"),
-        Preset("prime", "outcomes and process rewards that are learnt from them online", "arXiv 2502.01456", "prime"),
+        Preset(
+            "reinforce_pp_baseline",
+            "scores against the group's mean, whitened over the batch",
+            "arXiv 2501.03262",
+            "reinforce_pp_baseline",
+        ),
+        Preset(
+            "opo",
+            "on-policy gradient with the length-weighted baseline",
+            "arXiv 2505.23585",
+            "opo",
+            "reinforce",
+            "seq-mean-token-sum",
+        ),
+        Preset(
+            "gpg",
+            "the plain policy gradient, scaled up for groups that teach nothing",
+            "arXiv 2504.02546",
+            "gpg",
+            "gpg",
+        ),
+        Preset(
+            "maxrl",
+            "advantages in units of the group's mean reward: hard tasks weigh more",
+            "arXiv 2602.02710",
+            "maxrl",
+        ),
+        Preset(
+            "prime",
+            "outcomes and process rewards that are learnt from them online",
+            "arXiv 2502.01456",
+            "prime",
+        ),
         Preset("arpo", "RAGEN's StarPO with raw rewards", "arXiv 2504.20073", "raw"),
-        Preset("brpo", "RAGEN's StarPO with rewards normalised over the batch", "arXiv 2504.20073", "batch_norm"),
+        Preset(
+            "brpo",
+            "RAGEN's StarPO with rewards normalised over the batch",
+            "arXiv 2504.20073",
+            "batch_norm",
+        ),
         Preset(
             "starpo",
             "RAGEN's StarPO in its GRPO form: whole trajectories, mean over each one's tokens",
@@ -130,7 +225,8 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "starpo_s",
-            "StarPO made stable: only the quarter of the groups whose rewards differ most, Clip-Higher, no KL; the paper's PPO form has a "
+            "StarPO made stable: only the quarter of the groups whose rewards differ most, "
+            "Clip-Higher, no KL; the paper's PPO form has a "
             "critic besides",
             "arXiv 2504.20073",
             "grpo",
@@ -140,8 +236,10 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "rlpr",
-            "GRPO without the groups whose rewards differ less than usual, and a little more room above than below; the paper's "
-            "reward, the probability of the reference answer, is no part of it: the environment or the agent function gives the reward",
+            "GRPO without the groups whose rewards differ less than usual, and a little more "
+            "room above than below; the paper's "
+            "reward, the probability of the reference answer, is no part of it: the environment "
+            "or the agent function gives the reward",
             "arXiv 2506.18254",
             "grpo",
             hyper={"clip_high": 0.27},
@@ -149,7 +247,8 @@ PRESETS: Mapping[str, Preset] = {
         ),
         Preset(
             "turn_grpo",
-            "return-to-go of each turn against all turns of the group: credit per turn without a critic",
+            "return-to-go of each turn against all turns of the group: credit per turn without a "
+            "critic",
             "arXiv 2402.03300, section 4.1.3",
             "turn_returns",
         ),
@@ -157,7 +256,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def settle(
+def resolve_preset(
     name: str,
     hyper: Mapping[str, Value],
     *,
@@ -165,10 +264,10 @@ def settle(
     policy_loss: str | None = None,
     aggregation: str | None = None,
 ) -> Algorithm:
-    """The preset with what was chosen otherwise. `hyper` goes to the pieces that know it.
+    """The preset with what was chosen otherwise. `hyper` goes to the entries that know it.
 
-    A preset's hyper-parameters count only for the pieces that it chose itself. Raises ValueError for unknown names, values out of range and
-    hyper-parameters that none of the pieces has.
+    A preset's hyper-parameters count only for the entries that it chose itself. Raises ValueError
+    for unknown names, values out of range and hyper-parameters that none of the entries has.
     """
     preset = PRESETS[name]
     names = {
@@ -176,46 +275,73 @@ def settle(
         "policy loss": policy_loss or preset.policy_loss,
         "aggregation": aggregation or preset.aggregation,
     }
-    kept = {"advantage": advantage is None, "policy loss": policy_loss is None, "aggregation": aggregation is None}
-    settled: dict[str, Mapping[str, Value]] = {}
+    kept = {
+        "advantage": advantage is None,
+        "policy loss": policy_loss is None,
+        "aggregation": aggregation is None,
+    }
+    resolved: dict[str, Mapping[str, Value]] = {}
     used: set[str] = set()
-    for kind, pieces in KINDS.items():
-        known = {one.name for one in find(kind, pieces, names[kind]).hyper}
-        inherited = {key: value for key, value in preset.hyper.items() if key in known and kept[kind]}
-        settled[kind] = resolve(kind, pieces, names[kind], inherited | {key: value for key, value in hyper.items() if key in known})
+    for kind, entries in KINDS.items():
+        known = {one.name for one in find(kind, entries, names[kind]).hyper}
+        inherited = {
+            key: value for key, value in preset.hyper.items() if key in known and kept[kind]
+        }
+        resolved[kind] = resolve(
+            kind,
+            entries,
+            names[kind],
+            inherited | {key: value for key, value in hyper.items() if key in known},
+        )
         used |= known
-    check_aggregation(names["policy loss"], settled["policy loss"], names["aggregation"])
+    check_aggregation(names["policy loss"], resolved["policy loss"], names["aggregation"])
     for key in hyper:
         if key not in used:
             owners = [
-                f"{kind} {piece.name}"
-                for kind, pieces in TUNABLE.items()
-                for piece in pieces.values()
-                if key in {h.name for h in piece.hyper}
+                f"{kind} {entry.name}"
+                for kind, entries in TUNABLE.items()
+                for entry in entries.values()
+                if key in {h.name for h in entry.hyper}
             ]
             raise ValueError(
-                f"{key} belongs to {', '.join(owners)}; this algorithm is made of {', '.join(f'{k} {n}' for k, n in names.items())}: "
-                f"remove {key}, or choose a piece that has it"
+                f"{key} belongs to {', '.join(owners)}; this algorithm is made of "
+                f"{', '.join(f'{k} {n}' for k, n in names.items())}: "
+                f"remove {key}, or choose a entry that has it"
             )
     return Algorithm(
-        names["advantage"], settled["advantage"], names["policy loss"], settled["policy loss"], names["aggregation"], settled["aggregation"]
+        names["advantage"],
+        resolved["advantage"],
+        names["policy loss"],
+        resolved["policy loss"],
+        names["aggregation"],
+        resolved["aggregation"],
     )
 
 
 @cache
 def hyper_parameters() -> dict[str, tuple[Any, str]]:
-    """Every hyper-parameter of an algorithm -> its type, and what it means with the pieces that have it."""
+    """Every hyper-parameter of an algorithm -> its type, and what it means with the entries that
+    have it."""
     texts: dict[str, dict[str, list[str]]] = {}
     types: dict[str, Any] = {}
-    for kind, pieces in TUNABLE.items():
-        for piece in pieces.values():
-            for one in piece.hyper:
-                types[one.name] = bool if isinstance(one.default, bool) else Literal[one.choices] if one.choices else float
-                texts.setdefault(one.name, {}).setdefault(one.meaning, []).append(f"{kind} {piece.name}")
+    for kind, entries in TUNABLE.items():
+        for entry in entries.values():
+            for one in entry.hyper:
+                types[one.name] = (
+                    bool
+                    if isinstance(one.default, bool)
+                    else Literal[one.choices]
+                    if one.choices
+                    else float
+                )
+                texts.setdefault(one.name, {}).setdefault(one.meaning, []).append(
+                    f"{kind} {entry.name}"
+                )
     return {
         key: (
             types[key],
-            "; ".join(f"{', '.join(owners)}: {meaning}" for meaning, owners in found.items()) + ". Default: that of the chosen one.",
+            "; ".join(f"{', '.join(owners)}: {meaning}" for meaning, owners in found.items())
+            + ". Default: that of the chosen one.",
         )
         for key, found in texts.items()
     }

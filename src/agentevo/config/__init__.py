@@ -1,10 +1,20 @@
-"""The recipe: one tree that says everything about a run, read from YAML and overrides, checked before anything is created."""
+"""The recipe: one tree that says everything about a run, read from YAML and overrides, checked
+before anything is created."""
 
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
 from agentevo.config.memory import MemorySection
 from agentevo.config.profile import ProfileSection
-from agentevo.config.recipe import RunConfig, build_config, config_keys, environment_variants, load_config, to_tree, to_yaml, with_defaults
+from agentevo.config.recipe import (
+    RunConfig,
+    build_config,
+    config_keys,
+    environment_variants,
+    load_config,
+    to_tree,
+    to_yaml,
+    with_defaults,
+)
 from agentevo.config.rollout import RolloutSection
 from agentevo.config.section import Section
 from agentevo.config.sections import (

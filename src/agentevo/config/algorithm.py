@@ -1,4 +1,5 @@
-"""The recipe's algorithm section: a preset, what is chosen otherwise, and every hyper-parameter of any piece as a key."""
+"""The recipe's algorithm section: a preset, what is chosen otherwise, and every hyper-parameter of
+any entry as a key."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
 from agentevo.catalogue.policy_losses import IMPORTANCE, POLICY_LOSSES, check_importance
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
-from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm, settle_preference
-from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, settle
+from agentevo.catalogue.preference_presets import (
+    PREFERENCE_PRESETS,
+    PreferenceAlgorithm,
+    resolve_preference,
+)
+from agentevo.catalogue.presets import PRESETS, Algorithm, hyper_parameters, resolve_preset
 from agentevo.config.collect import CollectKeys
 from agentevo.config.preference import check_preference_keys
 from agentevo.config.section import Section
@@ -37,10 +42,12 @@ else:
 
 
 class AlgorithmKeys(Section):
-    """Advantages, policy loss, KL and aggregation, or a preference loss: a preset, and what is chosen otherwise."""
+    """Advantages, policy loss, KL and aggregation, or a preference loss: a preset, and what is
+    chosen otherwise."""
 
     name: PresetName = "grpo"
-    """A preset: a named combination of advantage, policy_loss, aggregation and their hyper-parameters; or of a preference loss and its."""
+    """A preset: a named combination of advantage, policy_loss, aggregation and their
+    hyper-parameters; or of a preference loss and its."""
     advantage: AdvantageName | None = None
     """How much better an attempt was than expected. Default: the preset's."""
     policy_loss: PolicyLossName | None = None
@@ -52,51 +59,62 @@ class AlgorithmKeys(Section):
     kl: KLName = "k3"
     """Estimate of that KL."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL is a term of the loss, or taken off the reward of each token before the advantages are computed."""
+    """Whether the KL is a term of the loss, or taken off the reward of each token before the
+    advantages are computed."""
     kl_target: float | None = Field(default=None, gt=0)
-    """KL per token, in nats, towards which kl_coef is steered from step to step. None keeps kl_coef as it is."""
+    """KL per token, in nats, towards which kl_coef is steered from step to step. None keeps kl_coef
+    as it is."""
     kl_horizon: int = Field(default=10000, ge=1)
     """Sequences over which a KL that is 20% or more off its target changes the weight by 20%."""
     reference: Literal["frozen", "synced", "ema", "base"] = "frozen"
-    """The reference policy: as it was at the start of RL, the policy of up to reference_every steps ago, a running average, or with
-    model.lora the base model, that is the policy with its adapters off (no copy is kept)."""
+    """The reference policy: as it was at the start of RL, the policy of up to reference_every steps
+    ago, a running average, or with model.lora the base model, that is the policy with its adapters
+    off (no copy is kept)."""
     reference_every: int = Field(default=10, ge=1)
     """RL steps after which a synced reference becomes the policy as it is then."""
     reference_decay: float = Field(default=0.99, ge=0, le=1)
     """Share of an ema reference that a step leaves as it was."""
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
-    """What the policy's ratio is taken against: the log-probs that the engine sampled with, or the trainer's own at the start of the step
-    (one more pass; what an engine that computes otherwise needs, together with importance)."""
+    """What the policy's ratio is taken against: the log-probs that the engine sampled with, or the
+    trainer's own at the start of the step (one more pass; what an engine that computes otherwise
+    needs, together with importance)."""
     importance: ImportanceName = "none"
-    """Weight of each token for having been sampled by another policy, from recomputed over rollout log-probs: per token or per sequence
-    (their product, or its geometric mean); tis cuts the weight at importance_cap, mis leaves out what is outside floor and cap."""
+    """Weight of each token for having been sampled by another policy, from recomputed over rollout
+    log-probs: per token or per sequence (their product, or its geometric mean); tis cuts the weight
+    at importance_cap, mis leaves out what is outside floor and cap."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Largest such weight."""
     importance_floor: float = Field(default=0.0, ge=0)
     """Smallest such weight that mis keeps."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each named part of the reward with advantage gdpo; 1 for parts that are not named."""
+    """Weight of each named part of the reward with advantage gdpo; 1 for parts that are not
+    named."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy worth keeping, in nats a token: the bonus weighs entropy_coef at entropy 0, less the nearer the policy's mean entropy is to
-    the target, and nothing above it. None weighs it always the same."""
+    """Entropy worth keeping, in nats a token: the bonus weighs entropy_coef at entropy 0, less the
+    nearer the policy's mean entropy is to the target, and nothing above it. None weighs it always
+    the same."""
     drop_zero_variance: bool = True
-    """Leave out groups whose members all have the same reward, if the advantage compares within groups: it is 0 for them. Kept, they still
-    get the KL and entropy terms."""
+    """Leave out groups whose members all have the same reward, if the advantage compares within
+    groups: it is 0 for them. Kept, they still get the KL and entropy terms."""
     drop_truncated: bool = False
-    """Leave out attempts that a limit ended, for their reward says little (overlong filtering, DAPO, arXiv 2503.14476)."""
+    """Leave out attempts that a limit ended, for their reward says little (overlong filtering,
+    DAPO, arXiv 2503.14476)."""
     keep_groups: float = Field(default=1.0, gt=0, le=1)
-    """Share of a step's groups that is trained on: those with the largest spread of rewards (StarPO-S, arXiv 2504.20073, uses 0.25)."""
+    """Share of a step's groups that is trained on: those with the largest spread of rewards
+    (StarPO-S, arXiv 2504.20073, uses 0.25)."""
 
     preference_loss: PreferenceLossName | None = None
-    """The loss on chosen and rejected answers, with a preset that trains by one. Default: the preset's."""
+    """The loss on chosen and rejected answers, with a preset that trains by one. Default: the
+    preset's."""
     pairs: Literal["best_worst", "all", "demonstrations"] | None = None
-    """What a group's pairs are: its best attempts against its worst, every two attempts with different rewards, or what the environment's
-    solver would have done against each attempt. Default: demonstrations with spin, best_worst with other losses of pairs."""
+    """What a group's pairs are: its best attempts against its worst, every two attempts with
+    different rewards, or what the environment's solver would have done against each attempt.
+    Default: demonstrations with spin, best_worst with other losses of pairs."""
     pairs_per_group: int | None = Field(default=None, ge=1)
-    """Most pairs of one group (with rft: answers), those with the largest difference of rewards first. Default: 1; as many as there are
-    with pairs=all and pairs=demonstrations."""
+    """Most pairs of one group (with rft: answers), those with the largest difference of rewards
+    first. Default: 1; as many as there are with pairs=all and pairs=demonstrations."""
     pair_margin: float = Field(default=0.0, ge=0)
     """Least difference of the two rewards of a pair, which must differ in any case."""
 
@@ -113,47 +131,77 @@ class AlgorithmKeys(Section):
         preference = self.preference()
         check_preference_keys(self, preference)
         if preference is None:
-            check_importance(self.settled().policy_loss, self.importance, self.importance_cap, self.importance_floor)
+            check_importance(
+                self.resolved().policy_loss,
+                self.importance,
+                self.importance_cap,
+                self.importance_floor,
+            )
         return self
 
-    def settled(self) -> Algorithm:
-        """Every piece by name, with all its hyper-parameters; of an algorithm that is no preference algorithm."""
-        return settle(self.name, self._hyper(), advantage=self.advantage, policy_loss=self.policy_loss, aggregation=self.aggregation)
+    def resolved(self) -> Algorithm:
+        """Every entry by name, with all its hyper-parameters; of an algorithm that is no preference
+        algorithm."""
+        return resolve_preset(
+            self.name,
+            self._hyper(),
+            advantage=self.advantage,
+            policy_loss=self.policy_loss,
+            aggregation=self.aggregation,
+        )
 
     def preference(self) -> PreferenceAlgorithm | None:
-        """The preference loss and what it is fed with; None where advantages and a policy loss are what is trained by."""
+        """The preference loss and what it is fed with; None where advantages and a policy loss are
+        what is trained by."""
         if self.name not in PREFERENCE_PRESETS:
             return None
-        return settle_preference(self.name, self._hyper(), preference_loss=self.preference_loss, pairs=self.pairs)
+        return resolve_preference(
+            self.name, self._hyper(), preference_loss=self.preference_loss, pairs=self.pairs
+        )
 
     @property
     def within_group(self) -> bool:
-        """Whether the members of a group are compared: then one alone, or several with the same reward, teach nothing."""
+        """Whether the members of a group are compared: then one alone, or several with the same
+        reward, teach nothing."""
         preference = self.preference()
-        return preference.within_group if preference is not None else ADVANTAGES[self.settled().advantage].within_group
+        return (
+            preference.within_group
+            if preference is not None
+            else ADVANTAGES[self.resolved().advantage].within_group
+        )
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the advantage can't do without (`Piece.needs`); nothing where answers are compared."""
-        return ADVANTAGES[self.settled().advantage].needs if self.preference() is None else ()
+        """What the advantage can't do without (`Entry.needs`); nothing where answers are
+        compared."""
+        return ADVANTAGES[self.resolved().advantage].needs if self.preference() is None else ()
 
     def _hyper(self) -> dict[str, Any]:
-        return {name: value for name in hyper_parameters() if (value := getattr(self, name)) is not None}
+        return {
+            name: value for name in hyper_parameters() if (value := getattr(self, name)) is not None
+        }
 
 
 if TYPE_CHECKING:
 
     class AlgorithmSection(CollectKeys, AlgorithmKeys):
-        """AlgorithmKeys, CollectKeys, and below them every hyper-parameter of any piece; None is the default of the chosen one."""
+        """AlgorithmKeys, CollectKeys, and below them every hyper-parameter of any entry; None is
+        the default of the chosen one."""
 
         def __init__(self, **keys: Any) -> None: ...
 
 else:
     AlgorithmSection = pydantic.create_model(
         "AlgorithmSection",
-        __base__=(CollectKeys, AlgorithmKeys),  # in the order of inheritance, so that `name` stays the first key
+        __base__=(
+            CollectKeys,
+            AlgorithmKeys,
+        ),  # in the order of inheritance, so that `name` stays the first key
         __doc__=AlgorithmKeys.__doc__,
-        **{name: (kind | None, Field(default=None, description=meaning)) for name, (kind, meaning) in hyper_parameters().items()},
+        **{
+            name: (kind | None, Field(default=None, description=meaning))
+            for name, (kind, meaning) in hyper_parameters().items()
+        },
     )
 
 
@@ -161,20 +209,34 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
     """Values of the section that are each right but can't hold together, as 'what: remedy'."""
     found = []
     if section.kl_target is not None and section.kl_coef == 0:
-        found.append("algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, say) or drop the target")
+        found.append(
+            "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, "
+            "say) or drop the target"
+        )
     if section.entropy_target is not None and section.entropy_coef == 0:
-        found.append("algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set it (0.1, say) or drop the target")
+        found.append(
+            "algorithm.entropy_target aims a bonus whose weight algorithm.entropy_coef is 0: set "
+            "it (0.1, say) or drop the target"
+        )
     if section.kl_coef == 0 and section.kl_in == "reward":
-        found.append("algorithm.kl_in=reward, but its weight algorithm.kl_coef is 0: set it (0.001, say) or drop kl_in")
+        found.append(
+            "algorithm.kl_in=reward, but its weight algorithm.kl_coef is 0: set it (0.001, say) "
+            "or drop kl_in"
+        )
     if section.kl_in == "reward" and section.kl.endswith("+"):
         found.append(
-            f"algorithm.kl={section.kl} is made for its gradient, which a reward has not: choose kl={section.kl[:-1]} or kl_in=loss"
+            f"algorithm.kl={section.kl} is made for its gradient, which a reward has not: choose "
+            f"kl={section.kl[:-1]} or kl_in=loss"
         )
-    if section.kl_in == "reward" and section.settled().advantage == "gdpo":
-        found.append("algorithm.advantage=gdpo compares the reward's named parts, in which a KL has no place: choose kl_in=loss")
+    if section.kl_in == "reward" and section.resolved().advantage == "gdpo":
+        found.append(
+            "algorithm.advantage=gdpo compares the reward's named parts, in which a KL has no "
+            "place: choose kl_in=loss"
+        )
     if section.importance != "none" and section.old_logprobs == "rollout":
         found.append(
-            f"algorithm.importance={section.importance} weighs recomputed against rollout log-probs, but old_logprobs is rollout: "
+            f"algorithm.importance={section.importance} weighs recomputed against rollout "
+            "log-probs, but old_logprobs is rollout: "
             "set old_logprobs=recomputed, or importance=none"
         )
     return found

@@ -1,4 +1,5 @@
-"""Keys of the recipe's algorithm section that say which of a step's attempts are trained on, and how their length counts."""
+"""Keys of the recipe's algorithm section that say which of a step's attempts are trained on, and
+how their length counts."""
 
 from __future__ import annotations
 
@@ -26,32 +27,38 @@ class CollectKeys(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
     dynamic_sampling: int = Field(default=0, ge=0)
-    """Rounds of sampling per step, at most, until there are trainer.groups_per_step groups whose rewards differ; the others are left out
-    (DAPO, arXiv 2503.14476, section 3.2). After the last round the step trains on what there is. 0 and 1 never sample again."""
+    """Rounds of sampling per step, at most, until there are trainer.groups_per_step groups whose
+    rewards differ; the others are left out (DAPO, arXiv 2503.14476, section 3.2). After the last
+    round the step trains on what there is. 0 and 1 never sample again."""
     rlpr_beta: float | None = Field(default=None, gt=0)
-    """Leave out groups whose spread of rewards is below this share of the usual one, a running mean over the steps (RLPR, arXiv 2506.18254,
-    uses 0.5). None leaves out none."""
+    """Leave out groups whose spread of rewards is below this share of the usual one, a running mean
+    over the steps (RLPR, arXiv 2506.18254, uses 0.5). None leaves out none."""
     rlpr_decay: float | None = Field(default=None, ge=0, le=1)
     """Share of that running mean which a step leaves as it was. Default: 0.99."""
     rlpr_record_from: int | None = Field(default=None, ge=1)
     """First step whose spread is recorded. Default: 6."""
     rlpr_start: int | None = Field(default=None, ge=2)
-    """First step from which groups are left out; what was recorded until then is the first running mean. Default: 11."""
+    """First step from which groups are left out; what was recorded until then is the first running
+    mean. Default: 11."""
     length_shaping: Literal["none", "soft_overlong", "linear", "cosine", "relative"] = "none"
-    """How the trained tokens n of an attempt change its reward r, after the filters. `soft_overlong` (DAPO): r less up to length_weight, on
-    the last length_buffer tokens before length_max; `linear`: r - length_weight n; `relative` (Kimi k1.5): r plus or minus up to half of
-    length_weight, by n between the shortest and the longest of the group; `cosine` (arXiv 2502.03373): length_rewards in place of r."""
+    """How the trained tokens n of an attempt change its reward r, after the filters.
+    `soft_overlong` (DAPO): r less up to length_weight, on the last length_buffer tokens before
+    length_max; `linear`: r - length_weight n; `relative` (Kimi k1.5): r plus or minus up to half of
+    length_weight, by n between the shortest and the longest of the group; `cosine` (arXiv
+    2502.03373): length_rewards in place of r."""
     length_max: int | None = Field(default=None, ge=1)
-    """Length that is too long, in tokens, for soft_overlong and cosine. Default: sampling.max_new_tokens times agent.max_turns, the most
-    that the environment agent can say; an agent function's turns have no limit, so give one."""
+    """Length that is too long, in tokens, for soft_overlong and cosine. Default:
+    sampling.max_new_tokens times agent.max_turns, the most that the environment agent can say; an
+    agent function's turns have no limit, so give one."""
     length_buffer: int | None = Field(default=None, ge=1)
-    """Last stretch before length_max, in tokens, on which the penalty of soft_overlong grows. Default: a fifth of length_max."""
+    """Last stretch before length_max, in tokens, on which the penalty of soft_overlong grows.
+    Default: a fifth of length_max."""
     length_weight: float | None = Field(default=None, gt=0)
-    """Reward that the length is worth: the whole penalty of soft_overlong, a token's with linear, shortest against longest with relative.
-    Default: 1, but linear must be given its own."""
+    """Reward that the length is worth: the whole penalty of soft_overlong, a token's with linear,
+    shortest against longest with relative. Default: 1, but linear must be given its own."""
     length_rewards: tuple[float, float, float, float, float] | None = None
-    """Rewards of cosine: a success of length 0, one just below length_max, a failure of length 0, one just below length_max, and anything
-    longer. Default: 2, 1, -10, 0, -10."""
+    """Rewards of cosine: a success of length 0, one just below length_max, a failure of length 0,
+    one just below length_max, and anything longer. Default: 2, 1, -10, 0, -10."""
 
 
 def collect_contradictions(config: RunConfig) -> list[str]:
@@ -60,13 +67,17 @@ def collect_contradictions(config: RunConfig) -> list[str]:
     found = _rlpr_problems(algorithm) + _length_problems(config)
     if algorithm.dynamic_sampling > 1 and algorithm.keep_groups < 1:
         found.append(
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} fills the step with groups and "
-            f"algorithm.keep_groups={algorithm.keep_groups:g} takes most of them away: set dynamic_sampling=0 or keep_groups=1"
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} fills the step with groups "
+            "and "
+            f"algorithm.keep_groups={algorithm.keep_groups:g} takes most of them away: set "
+            "dynamic_sampling=0 or keep_groups=1"
         )
     if algorithm.dynamic_sampling > 1 and not algorithm.drop_zero_variance:
         found.append(
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} leaves out groups of equal rewards and "
-            "algorithm.drop_zero_variance=false keeps them: set dynamic_sampling=0 or drop_zero_variance=true"
+            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} leaves out groups of equal "
+            "rewards and "
+            "algorithm.drop_zero_variance=false keeps them: set dynamic_sampling=0 or "
+            "drop_zero_variance=true"
         )
     if config.trainer.steps > 0 and config.trainer.group_size == 1:
         for key, needs in (
@@ -76,7 +87,8 @@ def collect_contradictions(config: RunConfig) -> list[str]:
         ):
             if needs:
                 found.append(
-                    f"algorithm.{key}={getattr(algorithm, key)} compares the members of a group, but trainer.group_size is 1: "
+                    f"algorithm.{key}={getattr(algorithm, key)} compares the members of a group, "
+                    "but trainer.group_size is 1: "
                     "set it to 2 or more"
                 )
     return found
@@ -87,14 +99,16 @@ def _rlpr_problems(algorithm: AlgorithmSection) -> list[str]:
     found = []
     if algorithm.rlpr_beta is None:
         found += [
-            f"algorithm.{key} belongs to a filter that is off while algorithm.rlpr_beta is null: set rlpr_beta (0.5, say) or remove {key}"
+            f"algorithm.{key} belongs to a filter that is off while algorithm.rlpr_beta is null: "
+            f"set rlpr_beta (0.5, say) or remove {key}"
             for key in keys
             if getattr(algorithm, key) is not None
         ]
     record_from, start = algorithm.rlpr_record_from or 6, algorithm.rlpr_start or 11
     if record_from >= start:
         found.append(
-            f"algorithm.rlpr_start={start} leaves no step to record from algorithm.rlpr_record_from={record_from} on: "
+            f"algorithm.rlpr_start={start} leaves no step to record from "
+            f"algorithm.rlpr_record_from={record_from} on: "
             "set rlpr_record_from below rlpr_start"
         )
     return found
@@ -104,7 +118,9 @@ def _length_problems(config: RunConfig) -> list[str]:
     algorithm = config.algorithm
     shaping = algorithm.length_shaping
     found = []
-    for key in sorted({key for keys in LENGTH_KEYS.values() for key in keys} - set(LENGTH_KEYS[shaping])):
+    for key in sorted(
+        {key for keys in LENGTH_KEYS.values() for key in keys} - set(LENGTH_KEYS[shaping])
+    ):
         if getattr(algorithm, key) is not None:
             users = [name for name, keys in LENGTH_KEYS.items() if key in keys]
             found.append(
@@ -112,15 +128,26 @@ def _length_problems(config: RunConfig) -> list[str]:
                 f"or set length_shaping={' or '.join(users)}"
             )
     if shaping == "linear" and algorithm.length_weight is None:
-        found.append("algorithm.length_shaping=linear needs algorithm.length_weight: give the reward that a token costs (0.001, say)")
-    if shaping == "soft_overlong" and algorithm.length_buffer is not None and algorithm.length_buffer > config.length_max:
         found.append(
-            f"algorithm.length_buffer={algorithm.length_buffer} is more than the {config.length_max} tokens of algorithm.length_max "
-            "(default: sampling.max_new_tokens times agent.max_turns): lower length_buffer or raise length_max"
+            "algorithm.length_shaping=linear needs algorithm.length_weight: give the reward that "
+            "a token costs (0.001, say)"
+        )
+    if (
+        shaping == "soft_overlong"
+        and algorithm.length_buffer is not None
+        and algorithm.length_buffer > config.length_max
+    ):
+        found.append(
+            f"algorithm.length_buffer={algorithm.length_buffer} is more than the "
+            f"{config.length_max} tokens of algorithm.length_max "
+            "(default: sampling.max_new_tokens times agent.max_turns): lower length_buffer or "
+            "raise length_max"
         )
     if shaping == "relative" and "baseline_rewards" in algorithm.needs:
         found.append(
-            "algorithm.length_shaping=relative compares lengths within a group, to which the greedy attempt of "
-            f"algorithm.advantage={algorithm.settled().advantage} does not belong: choose soft_overlong, linear or cosine"
+            "algorithm.length_shaping=relative compares lengths within a group, to which the "
+            "greedy attempt of "
+            f"algorithm.advantage={algorithm.resolved().advantage} does not belong: choose "
+            "soft_overlong, linear or cosine"
         )
     return found

@@ -1,10 +1,12 @@
-"""The dotted keys of a pydantic tree: walk them, explain one, find the one that was meant, and say in one line what is wrong with a value.
+"""The dotted keys of a pydantic tree: walk them, explain one, find the one that was meant, and say
+in one line what is wrong with a value.
 
-Invariant: every line begins with the dotted key as the user wrote it and ends with what is allowed; pydantic's own locations and texts
-(union tags, validator names) never reach a user. Meaning, default and range come from the field, so they are written once.
+Invariant: every line begins with the dotted key as the user wrote it and ends with what is allowed;
+pydantic's own locations and texts (union tags, validator names) never reach a user. Meaning,
+default and range come from the field, so they are written once.
 
-A polymorphic section (`environment`) holds the keys of whichever model its `type` chooses: such a key is walked once per distinct
-definition, with the types that have it in `option_of`.
+A polymorphic section (`environment`) holds the keys of whichever model its `type` chooses: such a
+key is walked once per distinct definition, with the types that have it in `option_of`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,22 @@ from agentevo.registry import nearest
 Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 """Polymorphic section -> its `type` -> the model with that type's keys."""
 
-COUNTED = {"tokens", "steps", "episodes", "turns", "actions", "tasks", "epochs", "threads", "layers", "heads", "samples", "minibatches"}
-"""Nouns that are their own unit when they end a key's name, or stand in its docstring as `in tokens`."""
+COUNTED = {
+    "tokens",
+    "steps",
+    "episodes",
+    "turns",
+    "actions",
+    "tasks",
+    "epochs",
+    "threads",
+    "layers",
+    "heads",
+    "samples",
+    "minibatches",
+}
+"""Nouns that are their own unit when they end a key's name, or stand in its docstring as `in
+tokens`."""
 SUFFIXES = {"s": "seconds", "gb": "GiB"}
 
 
@@ -62,11 +78,15 @@ class ConfigKeys:
         self._annotations: dict[str, list[Any]] = {}
         for explanation, annotation in _walk(root, variants, ""):
             same = self._explanations.setdefault(explanation.key, [])
-            twin = next((i for i, other in enumerate(same) if _same_but_types(other, explanation)), None)
+            twin = next(
+                (i for i, other in enumerate(same) if _same_but_types(other, explanation)), None
+            )
             if twin is None:
                 same.append(explanation)
             else:
-                same[twin] = replace(same[twin], option_of=(*same[twin].option_of, *explanation.option_of))
+                same[twin] = replace(
+                    same[twin], option_of=(*same[twin].option_of, *explanation.option_of)
+                )
             self._annotations.setdefault(explanation.key, []).append(annotation)
 
     def names(self) -> list[str]:
@@ -74,25 +94,47 @@ class ConfigKeys:
         return list(self._explanations)
 
     def explain(self, key: str) -> list[Explanation]:
-        """One explanation, or several where the types of a polymorphic section disagree about the key. Raises `UnknownNameError`."""
+        """One explanation, or several where the types of a polymorphic section disagree about the
+        key. Raises `UnknownNameError`."""
         if key not in self._explanations:
-            raise UnknownNameError(f"{key}: unknown key{self.suggestion(key) or '; `agentevo config explain` lists the sections'}")
+            raise UnknownNameError(
+                f"{key}: unknown "
+                f"key{self.suggestion(key) or '; `agentevo config explain` lists the sections'}"
+            )
         found = self._explanations[key]
         if found[0].type != "section":
             return found
-        return [replace(found[0], keys=tuple(one for name in self.names() if _parent(name) == key for one in self._explanations[name]))]
+        return [
+            replace(
+                found[0],
+                keys=tuple(
+                    one
+                    for name in self.names()
+                    if _parent(name) == key
+                    for one in self._explanations[name]
+                ),
+            )
+        ]
 
     def sections(self) -> list[Explanation]:
         """The top level of the tree."""
         return [self.explain(name)[0] for name in self.names() if "." not in name]
 
     def is_text(self, key: str) -> bool:
-        """Whether the value is a text or a path, which needs no YAML quoting on the command line."""
-        return any(kind in (str, Path) for annotation in self._annotations.get(key, ()) for kind in _members(annotation))
+        """Whether the value is a text or a path, which needs no YAML quoting on the command
+        line."""
+        return any(
+            kind in (str, Path)
+            for annotation in self._annotations.get(key, ())
+            for kind in _members(annotation)
+        )
 
-    def suggestion(self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None) -> str:
-        """`; did you mean trainer.group_size?`, or empty. `chosen` says which type each polymorphic section has; `section` whether the
-        value given was a mapping, which makes sections likelier."""
+    def suggestion(
+        self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None
+    ) -> str:
+        """`; did you mean trainer.group_size?`, or empty. `chosen` says which type each polymorphic
+        section has; `section` whether the value given was a mapping, which makes sections
+        likelier."""
         best = self._nearest(key, chosen or {}, section)
         return f"; did you mean {best}?" if best else ""
 
@@ -101,7 +143,11 @@ class ConfigKeys:
         for name in self.names():
             explanation = self._explanations[name][0]
             options = {kind for one in self._explanations[name] for kind in one.option_of}
-            if options and name.split(".")[0] in chosen and chosen[name.split(".")[0]] not in options:
+            if (
+                options
+                and name.split(".")[0] in chosen
+                and chosen[name.split(".")[0]] not in options
+            ):
                 continue
             likely = section is None or section == (explanation.type == "section")
             score = _closeness(key, name) + (0.1 if likely else 0.0)
@@ -110,18 +156,24 @@ class ConfigKeys:
         return best if best_score >= 0.6 else None
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
-        """One pydantic error as `key: what is wrong; what is allowed`, without the place where the value was written."""
+        """One pydantic error as `key: what is wrong; what is allowed`, without the place where the
+        value was written."""
         parts = [str(part) for part in error["loc"]]
         kind, given = error["type"], error["input"]
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), given, chosen)
-        known = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0)
+        known = next(
+            (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0
+        )
         key = ".".join(parts[:known])
         if kind in ("value_error", "assertion_error"):
             text = str(error["ctx"]["error"])
             return f"{key}: {text}" if key else text
         if not key:
-            return f"a recipe is a mapping of sections such as `model:` and `environment:`, not {_show(given)}"
+            return (
+                "a recipe is a mapping of sections such as `model:` and `environment:`, not "
+                f"{_show(given)}"
+            )
         if kind == "missing":
             whole = known == len(parts)
             return (
@@ -132,7 +184,9 @@ class ConfigKeys:
         place = key + "".join(f"[{part}]" for part in parts[known:] if part.isdigit())
         return self.wrong_value(key, given, chosen=chosen, place=place)
 
-    def wrong_value(self, key: str, given: object, *, chosen: Mapping[str, str], place: str = "") -> str:
+    def wrong_value(
+        self, key: str, given: object, *, chosen: Mapping[str, str], place: str = ""
+    ) -> str:
         """A known key with a value of the wrong type or out of range."""
         explanation = self._explanation(key, chosen)
         place = place or key
@@ -145,14 +199,20 @@ class ConfigKeys:
             )
             return f"{place}: {what}, such as {inside}"
         if isinstance(given, Mapping) and given:
-            return f"{key}.{next(iter(given))}: unknown key; {key} is a single value ({explanation.type})"
+            return (
+                f"{key}.{next(iter(given))}: unknown key; {key} is a single value "
+                f"({explanation.type})"
+            )
         guess = nearest(given, list(explanation.choices)) if isinstance(given, str) else None
         hint = f" did you mean {guess}?" if guess else ""
         default = f" (default {explanation.default})" if explanation.default else ""
         return f"{place}: got {_show(given)};{hint} needs {_with_article(explanation)}{default}"
 
-    def misplaced_booleans(self, tree: Mapping[str, Any], *, chosen: Mapping[str, str], prefix: str = "") -> list[str]:
-        """Lines for true and false where a number or text belongs: pydantic would take them for 1 and 0."""
+    def misplaced_booleans(
+        self, tree: Mapping[str, Any], *, chosen: Mapping[str, str], prefix: str = ""
+    ) -> list[str]:
+        """Lines for true and false where a number or text belongs: pydantic would take them for 1
+        and 0."""
         lines = []
         for key, value in tree.items():
             if isinstance(value, Mapping):
@@ -167,18 +227,30 @@ class ConfigKeys:
         return next((one for one in found if wanted in one.option_of), found[0])
 
     def _accepts_bool(self, key: str) -> bool:
-        kinds = [kind for annotation in self._annotations.get(key, (bool,)) for kind in _members(annotation)]
+        kinds = [
+            kind
+            for annotation in self._annotations.get(key, (bool,))
+            for kind in _members(annotation)
+        ]
         return any(kind in (bool, Any) or get_origin(kind) is Literal for kind in kinds)
 
     def _unknown_key(self, key: str, given: object, chosen: Mapping[str, str]) -> str:
         section = key.split(".")[0]
         elsewhere = [kind for one in self._explanations.get(key, ()) for kind in one.option_of]
         if elsewhere and section in chosen:
-            return f"{key}: unknown key for {section}.type={chosen[section]}; it is an option of {', '.join(elsewhere)}"
-        return f"{key}: unknown key{self.suggestion(key, chosen=chosen, section=isinstance(given, Mapping))}"
+            return (
+                f"{key}: unknown key for {section}.type={chosen[section]}; it is an option of "
+                f"{', '.join(elsewhere)}"
+            )
+        return (
+            f"{key}: unknown "
+            f"key{self.suggestion(key, chosen=chosen, section=isinstance(given, Mapping))}"
+        )
 
 
-def _walk(model: type[pydantic.BaseModel], variants: Variants, prefix: str) -> Iterator[tuple[Explanation, Any]]:
+def _walk(
+    model: type[pydantic.BaseModel], variants: Variants, prefix: str
+) -> Iterator[tuple[Explanation, Any]]:
     """Every key below `model` with its annotation, sections before their contents."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
@@ -186,17 +258,28 @@ def _walk(model: type[pydantic.BaseModel], variants: Variants, prefix: str) -> I
         if section is None:
             yield _explain_field(key, info), info.annotation
             continue
-        yield Explanation(key, _clean(info.description or section.__doc__ or ""), "section", "", ""), info.annotation
+        yield (
+            Explanation(key, _clean(info.description or section.__doc__ or ""), "section", "", ""),
+            info.annotation,
+        )
         if key in variants:
             yield from _walk_variants(key, variants[key])
         else:
             yield from _walk(section, variants, f"{key}.")
 
 
-def _walk_variants(key: str, kinds: Mapping[str, type[pydantic.BaseModel]]) -> Iterator[tuple[Explanation, Any]]:
+def _walk_variants(
+    key: str, kinds: Mapping[str, type[pydantic.BaseModel]]
+) -> Iterator[tuple[Explanation, Any]]:
     names = tuple(kinds)
-    meaning = f"Which {_leaf(key)} it is, and with that which other keys {key} has. `agentevo list {_leaf(key)}s` says what each one is."
-    yield Explanation(f"{key}.type", meaning, f"one of {', '.join(names)}", "", "", choices=names), str
+    meaning = (
+        f"Which {_leaf(key)} it is, and with that which other keys {key} has. `agentevo "
+        f"list {_leaf(key)}s` says what each one is."
+    )
+    yield (
+        Explanation(f"{key}.type", meaning, f"one of {', '.join(names)}", "", "", choices=names),
+        str,
+    )
     for kind, model in kinds.items():
         for explanation, annotation in _walk(model, {}, f"{key}."):
             if explanation.key != f"{key}.type":
@@ -205,40 +288,74 @@ def _walk_variants(key: str, kinds: Mapping[str, type[pydantic.BaseModel]]) -> I
 
 def _explain_field(key: str, info: FieldInfo) -> Explanation:
     kinds = _members(info.annotation)
-    choices = tuple(str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind))
+    choices = tuple(
+        str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
+    )
     if kinds == [bool]:
         choices = ("true", "false")
     limits = [*info.metadata, *_annotated_limits(info.annotation)]
-    words = ", ".join([_alternatives(info.annotation), *_range_in_words(limits)]) + _or_null(info.annotation)
+    words = ", ".join([_alternatives(info.annotation), *_range_in_words(limits)]) + _or_null(
+        info.annotation
+    )
     meaning = _clean(info.description or "")
     default = "" if info.is_required() else _show(info.get_default(call_default_factory=True))
     return Explanation(key, meaning, words, default, _unit(_leaf(key), meaning, kinds), choices)
 
 
 def _section_model(annotation: Any) -> type[pydantic.BaseModel] | None:
-    return next((kind for kind in _members(annotation) if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)), None)
+    return next(
+        (
+            kind
+            for kind in _members(annotation)
+            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
+        ),
+        None,
+    )
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The alternatives of a union without None and without Annotated wrappings; the annotation itself where it is no union."""
+    """The alternatives of a union without None and without Annotated wrappings; the annotation
+    itself where it is no union."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [kind for member in get_args(annotation) if member is not type(None) for kind in _members(member)]
+        return [
+            kind
+            for member in get_args(annotation)
+            if member is not type(None)
+            for kind in _members(member)
+        ]
     return [annotation]
 
 
 def _annotated_limits(annotation: Any) -> list[Any]:
     """Constraints inside a type: those of `Annotated[int, Field(ge=1)]`, alone or in a union."""
     if get_origin(annotation) is Annotated:
-        return [limit for extra in get_args(annotation)[1:] for limit in getattr(extra, "metadata", [extra])]
+        return [
+            limit
+            for extra in get_args(annotation)[1:]
+            for limit in getattr(extra, "metadata", [extra])
+        ]
     if get_origin(annotation) in (Union, types.UnionType):
         return [limit for member in get_args(annotation) for limit in _annotated_limits(member)]
     return []
 
 
-SIMPLE_TYPES: dict[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "any value"}
-PLURALS = {"whole number": "whole numbers", "number": "numbers", "text": "texts", "path": "paths", "true or false": "true or false values"}
+SIMPLE_TYPES: dict[Any, str] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "path",
+    Any: "any value",
+}
+PLURALS = {
+    "whole number": "whole numbers",
+    "number": "numbers",
+    "text": "texts",
+    "path": "paths",
+    "true or false": "true or false values",
+}
 
 
 def _alternatives(annotation: Any) -> str:
@@ -246,7 +363,11 @@ def _alternatives(annotation: Any) -> str:
 
 
 def _or_null(annotation: Any) -> str:
-    return ", or null" if get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation) else ""
+    return (
+        ", or null"
+        if get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+        else ""
+    )
 
 
 def _type_in_words(kind: Any) -> str:
@@ -258,7 +379,9 @@ def _type_in_words(kind: Any) -> str:
     if origin in (tuple, list, set, frozenset) and arguments:
         item, limits = _alternatives(arguments[0]), _range_in_words(_annotated_limits(arguments[0]))
         number = "" if origin is not tuple or Ellipsis in arguments else f"{len(arguments)} "
-        return f"list of {number}{PLURALS.get(item, item)}" + (f", each {', '.join(limits)}" if limits else "")
+        return f"list of {number}{PLURALS.get(item, item)}" + (
+            f", each {', '.join(limits)}" if limits else ""
+        )
     if origin is dict or kind is dict:
         return "mapping"
     return typing.cast(str, getattr(kind, "__name__", str(kind)))
@@ -277,12 +400,17 @@ RANGES = {
 
 
 def _range_in_words(constraints: list[Any]) -> list[str]:
-    found = [(words, getattr(limit, name, None)) for limit in constraints for name, words in RANGES.items()]
+    found = [
+        (words, getattr(limit, name, None))
+        for limit in constraints
+        for name, words in RANGES.items()
+    ]
     return [words.format(_show(bound)) for words, bound in found if bound is not None]
 
 
 def _unit(name: str, meaning: str, kinds: list[Any]) -> str:
-    """From the name (`timeout_s`, `micro_batch_tokens`, `groups_per_step`), else from the docstring (`..., in tokens`)."""
+    """From the name (`timeout_s`, `micro_batch_tokens`, `groups_per_step`), else from the docstring
+    (`..., in tokens`)."""
     if not any(kind in (int, float) for kind in kinds):
         return ""
     last = name.rsplit("_", 1)[-1]
@@ -292,22 +420,31 @@ def _unit(name: str, meaning: str, kinds: list[Any]) -> str:
         return last
     if "_per_" in name:
         return name.replace("_", " ")
-    stated = [word for word in re.findall(r"\bin ([a-z]+)\b", meaning) if word in COUNTED | {"seconds", "units", "bytes", "cells"}]
+    stated = [
+        word
+        for word in re.findall(r"\bin ([a-z]+)\b", meaning)
+        if word in COUNTED | {"seconds", "units", "bytes", "cells"}
+    ]
     return stated[0] if stated else ""
 
 
 def _closeness(wanted: str, known: str) -> float:
-    """0 (unlike) to 1 (equal): mostly the last name, for a right name in a wrong section, and partly what stands before it."""
+    """0 (unlike) to 1 (equal): mostly the last name, for a right name in a wrong section, and
+    partly what stands before it."""
     wanted_parent, wanted_leaf = _parent(wanted), _leaf(wanted)
     known_parent, known_leaf = _parent(known), _leaf(known)
     leaves = _ratio(wanted_leaf, known_leaf)
     if leaves < 0.6:
         return 0.0
-    return 0.7 * leaves + 0.3 * (1.0 if wanted_parent == known_parent else 0.9 * _ratio(wanted_parent, known_parent))
+    return 0.7 * leaves + 0.3 * (
+        1.0 if wanted_parent == known_parent else 0.9 * _ratio(wanted_parent, known_parent)
+    )
 
 
 def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one.replace("-", "_").lower(), other.lower(), autojunk=False).ratio()
+    return difflib.SequenceMatcher(
+        None, one.replace("-", "_").lower(), other.lower(), autojunk=False
+    ).ratio()
 
 
 def _leaf(key: str) -> str:

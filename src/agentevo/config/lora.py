@@ -1,4 +1,5 @@
-"""Which part of the policy is trained: all of it, or LoRA adapters over a base that stays. Keys mean what they mean in PEFT."""
+"""Which part of the policy is trained: all of it, or LoRA adapters over a base that stays. Keys
+mean what they mean in PEFT."""
 
 from __future__ import annotations
 
@@ -14,23 +15,25 @@ Rank = Annotated[int, Field(ge=1)]
 
 
 class LoraSection(Section):
-    """LoRA adapters (arXiv 2106.09685) by PEFT (`pip install 'agentevo[lora]'`): y = W x + scale * B A x with W as it was and A, B trained.
-    Off while rank is 0 and adapter is null. Learning rates are usually about ten times those of full fine-tuning."""
+    """LoRA adapters (arXiv 2106.09685) by PEFT (`pip install 'agentevo[lora]'`): y = W x + scale *
+    B A x with W as it was and A, B trained. Off while rank is 0 and adapter is null. Learning rates
+    are usually about ten times those of full fine-tuning."""
 
     rank: int = Field(default=0, ge=0)
     """Rows of A and columns of B (PEFT's r). 0 trains the whole model."""
     alpha: int | None = Field(default=None, ge=1)
     """scale = alpha / rank (PEFT's lora_alpha). Default: twice the rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that is zeroed in supervised training (cold_start). RL and evaluation never drop out: their
-    log-probs are those that tokens were drawn with."""
+    """Share of an adapter's inputs that is zeroed in supervised training (cold_start). RL and
+    evaluation never drop out: their log-probs are those that tokens were drawn with."""
     targets: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1)
-    """Names of the layers that get an adapter, such as [q_proj, v_proj] (PEFT's target_modules); `all-linear`: every linear layer but the
-    output layer."""
+    """Names of the layers that get an adapter, such as [q_proj, v_proj] (PEFT's target_modules);
+    `all-linear`: every linear layer but the output layer."""
     exclude: tuple[str, ...] = ()
     """Names of layers that get none all the same (PEFT's exclude_modules)."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Decoder layers that get adapters, from 0 (PEFT's layers_to_transform). Empty: all. Needs targets by name."""
+    """Decoder layers that get adapters, from 0 (PEFT's layers_to_transform). Empty: all. Needs
+    targets by name."""
     rank_pattern: dict[str, Rank] = Field(default={})
     """Other ranks for some layers: name (or regular expression) -> rank."""
     alpha_pattern: dict[str, Rank] = Field(default={})
@@ -38,18 +41,22 @@ class LoraSection(Section):
     rslora: bool = False
     """scale = alpha / sqrt(rank) (arXiv 2312.03732)."""
     dora: bool = False
-    """Train each output's magnitude apart from its direction (arXiv 2402.09353). Slower steps; generation costs the same."""
+    """Train each output's magnitude apart from its direction (arXiv 2402.09353). Slower steps;
+    generation costs the same."""
     init: Literal["default", "gaussian", "orthogonal"] = "default"
-    """How A and B start; the policy is the base at first in each. `default`: A uniform, B zero; `gaussian`: A normal, B zero;
-    `orthogonal`: both random with B A = 0 (even ranks)."""
+    """How A and B start; the policy is the base at first in each. `default`: A uniform, B zero;
+    `gaussian`: A normal, B zero; `orthogonal`: both random with B A = 0 (even ranks)."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """Which bias vectors of the base are trained as well: none, all, or those of layers with adapters."""
+    """Which bias vectors of the base are trained as well: none, all, or those of layers with
+    adapters."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole and saved with the adapter."""
     adapter: Path | None = None
-    """Folder of a saved adapter (adapter_config.json) to start from, in place of a fresh one; it brings its own rank and the rest."""
+    """Folder of a saved adapter (adapter_config.json) to start from, in place of a fresh one; it
+    brings its own rank and the rest."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
-    """Keep the base in 8 or 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: less memory, more time. Also on a CPU."""
+    """Keep the base in 8 or 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: less memory, more
+    time. Also on a CPU."""
 
     @field_validator("targets", "exclude", "modules_to_save", mode="before")
     @classmethod
@@ -67,19 +74,38 @@ class LoraSection(Section):
     def _no_contradictions(self) -> Self:
         fields = type(self).model_fields
         others = [key for key in fields if key not in ("rank", "adapter", "quantize")]
-        chosen = [key for key in others if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
+        chosen = [
+            key
+            for key in others
+            if getattr(self, key) != fields[key].get_default(call_default_factory=True)
+        ]
         if self.adapter is not None and (self.rank or chosen):
             what = ", ".join([*(["rank"] if self.rank else []), *chosen])
-            raise ValueError(f"adapter={self.adapter} brings its own settings, so {what} would do nothing: remove it, or remove adapter")
+            raise ValueError(
+                f"adapter={self.adapter} brings its own settings, so {what} would do nothing: "
+                "remove it, or remove adapter"
+            )
         if not self.enabled and (chosen or self.quantize != "none"):
             what = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
-            raise ValueError(f"{what} is for adapters, and there are none while rank is 0: set rank=16, or remove it")
+            raise ValueError(
+                f"{what} is for adapters, and there are none while rank is 0: set rank=16, or "
+                "remove it"
+            )
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
-            raise ValueError(f"targets: {ALL_LINEAR} includes the others: give it alone, or names only")
+            raise ValueError(
+                f"targets: {ALL_LINEAR} includes the others: give it alone, or names only"
+            )
         if self.layers and ALL_LINEAR in self.targets:
-            raise ValueError("layers needs targets by name: set targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]")
-        if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
-            raise ValueError("init=orthogonal needs even ranks: raise odd ones by 1, or set init=default")
+            raise ValueError(
+                "layers needs targets by name: set "
+                "targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
+            )
+        if self.init == "orthogonal" and any(
+            rank % 2 for rank in (self.rank, *self.rank_pattern.values())
+        ):
+            raise ValueError(
+                "init=orthogonal needs even ranks: raise odd ones by 1, or set init=default"
+            )
         return self
 
     @property

@@ -11,24 +11,29 @@ if TYPE_CHECKING:
 
 
 class MemorySection(Section):
-    """What training keeps in memory, and where: for `agentevo train`, `agentevo sft` and the cold start alike. `agentevo doctor` says which
-    key helps when a recipe does not fit. Weights in bfloat16 (model.dtype) are always trained by float32 copies."""
+    """What training keeps in memory, and where: for `agentevo train`, `agentevo sft` and the cold
+    start alike. `agentevo doctor` says which key helps when a recipe does not fit. Weights in
+    bfloat16 (model.dtype) are always trained by float32 copies."""
 
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """What a decoder layer keeps for the backward pass: all it needs (`none`); matrix products and attention, the rest being computed again
-    (`selective`); only its input (`full`: least memory, about a third more computing)."""
+    """What a decoder layer keeps for the backward pass: all it needs (`none`); matrix products and
+    attention, the rest being computed again (`selective`); only its input (`full`: least memory,
+    about a third more computing)."""
     offload_activations: bool = False
-    """Keep on the CPU, until the backward pass, what decoder layers keep. Needs a GPU; not with checkpointing=selective."""
+    """Keep on the CPU, until the backward pass, what decoder layers keep. Needs a GPU; not with
+    checkpointing=selective."""
     offload_optimizer: bool = False
     """Keep optimizer state and float32 weights on the CPU, and step there. Needs a GPU."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit` keeps the two moments in 8 bits per number and a scale per 256 (arXiv 2110.02861), by torchao:
-    pip install 'agentevo[8bit]'."""
+    """`adamw_8bit` keeps the two moments in 8 bits per number and a scale per 256 (arXiv
+    2110.02861), by torchao: pip install 'agentevo[8bit]'."""
 
     @property
     def offloads(self) -> tuple[str, ...]:
         """Keys that are on and need a GPU."""
-        return tuple(key for key in ("offload_activations", "offload_optimizer") if getattr(self, key))
+        return tuple(
+            key for key in ("offload_activations", "offload_optimizer") if getattr(self, key)
+        )
 
 
 def memory_contradictions(config: RunConfig) -> list[str]:
@@ -36,7 +41,8 @@ def memory_contradictions(config: RunConfig) -> list[str]:
     memory, found = config.memory, []
     if memory.offload_activations and memory.checkpointing == "selective":
         found.append(
-            "memory.offload_activations moves nothing of what memory.checkpointing=selective keeps: set the latter to full or none"
+            "memory.offload_activations moves nothing of what memory.checkpointing=selective "
+            "keeps: set the latter to full or none"
         )
     if config.model.device == "cpu":
         found += [offload_refusal(key) for key in memory.offloads]
@@ -45,4 +51,7 @@ def memory_contradictions(config: RunConfig) -> list[str]:
 
 def offload_refusal(key: str) -> str:
     """For a model on the CPU."""
-    return f"memory.{key} moves what a GPU holds to the CPU, and the model is on the CPU already: set memory.{key}=false"
+    return (
+        f"memory.{key} moves what a GPU holds to the CPU, and the model is on the CPU "
+        f"already: set memory.{key}=false"
+    )

@@ -1,4 +1,5 @@
-"""What can't hold together where a recipe trains by a preference loss, and where it does not. Read by `config`."""
+"""What can't hold together where a recipe trains by a preference loss, and where it does not. Read
+by `config`."""
 
 from __future__ import annotations
 
@@ -37,21 +38,35 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
         idle = _changed(section, OF_PREFERENCE)
         if idle:
             raise ValueError(
-                f"{', '.join(idle)} is for presets that train by a preference loss, and name={section.name} does not: "
+                f"{', '.join(idle)} is for presets that train by a preference loss, and "
+                f"name={section.name} does not: "
                 f"remove it, or choose one of {', '.join(PREFERENCE_PRESETS)}"
             )
         return
     what = f"name={section.name} trains by the preference loss {preference.loss}"
     idle = _changed(section, OF_RL)
     if idle:
-        kept = "; its pull to the reference is beta" if "kl_coef" in idle and preference.needs_reference else ""
-        raise ValueError(f"{what}, in which {', '.join(idle)} has no place: remove it (or set it to its default){kept}")
-    own = {key: value for key, value in PREFERENCE_PRESETS[section.name].keys.items() if getattr(section, key) == value}
+        kept = (
+            "; its pull to the reference is beta"
+            if "kl_coef" in idle and preference.needs_reference
+            else ""
+        )
+        raise ValueError(
+            f"{what}, in which {', '.join(idle)} has no place: remove it (or set it to its "
+            f"default){kept}"
+        )
+    own = {
+        key: value
+        for key, value in PREFERENCE_PRESETS[section.name].keys.items()
+        if getattr(section, key) == value
+    }
     idle = [key for key in _changed(section, OF_REFERENCE) if key not in own]
     if idle and not preference.needs_reference:
         raise ValueError(f"{what}, which has no reference: remove {', '.join(idle)}")
     if section.pair_margin > 0 and not preference.within_group:
-        raise ValueError(f"{what} on {_answers(preference)}, which have no margin: remove pair_margin")
+        raise ValueError(
+            f"{what} on {_answers(preference)}, which have no margin: remove pair_margin"
+        )
     if section.pairs_per_group is not None and preference.loss == "kto":
         raise ValueError(f"{what}, which takes every attempt: remove pairs_per_group")
 
@@ -61,33 +76,51 @@ def preference_contradictions(config: RunConfig) -> list[str]:
     section, data = config.algorithm, config.data
     preference, found = section.preference(), []
     if data.pairs is not None and data.pairs_from is not None:
-        found.append("data.pairs and data.pairs_from both say what is trained on: give only one of the two")
+        found.append(
+            "data.pairs and data.pairs_from both say what is trained on: give only one of the two"
+        )
     if preference is None:
         if data.given:
             found.append(
-                f"data.pairs and data.pairs_from are for a preference loss, and algorithm.name={section.name} has none: "
+                "data.pairs and data.pairs_from are for a preference loss, and "
+                f"algorithm.name={section.name} has none: "
                 f"choose one of {', '.join(PREFERENCE_PRESETS)}, or remove them"
             )
         return found
     if config.reward_model.name is not None:
-        found.append(f"reward_model.name pays single tokens, which algorithm.name={section.name} does not look at: remove it")
+        found.append(
+            f"reward_model.name pays single tokens, which algorithm.name={section.name} does not "
+            "look at: remove it"
+        )
     if preference.pairs == "demonstrations" and data.pairs_from is not None:
         found.append(
-            "algorithm.pairs=demonstrations asks the environment's solver about sampled tasks, not about stored groups: "
+            "algorithm.pairs=demonstrations asks the environment's solver about sampled tasks, "
+            "not about stored groups: "
             "set algorithm.pairs=best_worst, or remove data.pairs_from"
         )
-    idle = [] if data.pairs is None else _changed(section, ("pairs", "pairs_per_group", "pair_margin"))
+    idle = (
+        [] if data.pairs is None else _changed(section, ("pairs", "pairs_per_group", "pair_margin"))
+    )
     if idle:
-        found.append(f"data.pairs says what the pairs are, so algorithm.{', algorithm.'.join(idle)} does nothing: remove it")
+        found.append(
+            f"data.pairs says what the pairs are, so algorithm.{', algorithm.'.join(idle)} does "
+            "nothing: remove it"
+        )
     if preference.pairs == "demonstrations" and not data.given and config.environment is None:
         found.append(
-            "algorithm.pairs=demonstrations needs an environment with a solver: set algorithm.pairs=best_worst for an agent function"
+            "algorithm.pairs=demonstrations needs an environment with a solver: set "
+            "algorithm.pairs=best_worst for an agent function"
         )
     return found
 
 
 def _changed(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:
-    return [key for key in keys if getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True)]
+    return [
+        key
+        for key in keys
+        if getattr(section, key)
+        != type(section).model_fields[key].get_default(call_default_factory=True)
+    ]
 
 
 def _answers(preference: PreferenceAlgorithm) -> str:

@@ -11,21 +11,28 @@ from agentevo.config.section import Section
 
 
 class ProfileSection(Section):
-    """A look at where the time and memory of a few steps go: `profile/` in the run's folder gets a trace for https://ui.perfetto.dev and a
-    table (docs/profiling.md). `profile=true` is short for profile.enabled=true. Profiled steps are slower; results are the same."""
+    """A look at where the time and memory of a few steps go: `profile/` in the run's folder gets a
+    trace for https://ui.perfetto.dev and a table (docs/profiling.md). `profile=true` is short for
+    profile.enabled=true. Profiled steps are slower; results are the same."""
 
     enabled: bool = False
     """Profile some steps of the run."""
     after: int = Field(default=2, ge=0)
     """Steps that warm up first, counted from where the run starts or is resumed."""
     steps: int = Field(default=1, ge=1)
-    """Steps that are profiled then, in one trace; evaluations and checkpoints that follow them are part of it."""
+    """Steps that are profiled then, in one trace; evaluations and checkpoints that follow them are
+    part of it."""
 
 
-def spell_out(tree: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """A recipe and its overrides with `profile: true` and `profile=true` written as profile.enabled."""
+def spell_out(
+    tree: Mapping[str, Any], overrides: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """A recipe and its overrides with `profile: true` and `profile=true` written as
+    profile.enabled."""
     spelt = dict(tree)
     if isinstance(spelt.get("profile"), bool):
         spelt["profile"] = {"enabled": spelt["profile"]}
-    short = {f"profile={word}": f"profile.enabled={word}" for word in ("true", "false", "True", "False")}
+    short = {
+        f"profile={word}": f"profile.enabled={word}" for word in ("true", "false", "True", "False")
+    }
     return spelt, [short.get(override, override) for override in overrides]

@@ -1,13 +1,15 @@
 """One tree that says everything about a run: `RunConfig`.
 
-A YAML recipe fills it, dotted `a.b=c` overrides change it, and what comes out is frozen. Every default is the vetted setting and is
-documented once, under its field; `agentevo config explain KEY` prints from there. Importing this module imports no torch.
+A YAML recipe fills it, dotted `a.b=c` overrides change it, and what comes out is frozen. Every
+default is the vetted setting and is documented once, under its field; `agentevo config explain KEY`
+prints from there. Importing this module imports no torch.
 
-Order of work: YAML -> overrides -> unknown keys refused with the nearest right one -> types -> contradictions. All of it happens before
-anything is created. Reading is `sources`; explaining keys and problems is `keys`.
+Order of work: YAML -> overrides -> unknown keys refused with the nearest right one -> types ->
+contradictions. All of it happens before anything is created. Reading is `sources`; explaining keys
+and problems is `keys`.
 
-`environment` is read by the model that the registry has for its `type`, so environments of other packages and of user code (registered
-first) have the same checks as ours.
+`environment` is read by the model that the registry has for its `type`, so environments of other
+packages and of user code (registered first) have the same checks as ours.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     environment: SerializeAsAny[EnvironmentConfig] | None = None
-    """The world, chosen by `type` (`agentevo list environments`), with its difficulty options. A recipe must have one; only a run of an
-    agent function on given tasks (Python API) has none."""
+    """The environment, chosen by `type` (`agentevo list environments`), with its difficulty
+    options. A recipe must have one; only a run of an agent function on given tasks (Python API) has
+    none."""
     agent: AgentSection = AgentSection()
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -100,7 +103,8 @@ class RunConfig(Section):
 
     @property
     def max_actions(self) -> int:
-        """Actions that one episode can really take: the environment's limit or the agent's, whichever is smaller."""
+        """Actions that one episode can really take: the environment's limit or the agent's,
+        whichever is smaller."""
         by_agent = self.agent.max_turns * self.agent.actions_per_turn
         return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
 
@@ -119,30 +123,43 @@ def _contradictions(config: RunConfig) -> list[str]:
     sampling, trainer = config.sampling, config.trainer
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
         found.append(
-            "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance ratio assumes whole: "
+            "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
+            "ratio assumes whole: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
         if config.algorithm.within_group:
             found.append(
-                f"algorithm.name={config.algorithm.name} compares the members of a group, but trainer.group_size is 1: set it to 2 or more"
+                f"algorithm.name={config.algorithm.name} compares the members of a group, but "
+                "trainer.group_size is 1: set it to 2 or more"
             )
         elif config.algorithm.keep_groups < 1:
-            found.append("algorithm.keep_groups ranks groups by their spread of rewards, but trainer.group_size is 1: set it to 2 or more")
+            found.append(
+                "algorithm.keep_groups ranks groups by their spread of rewards, but "
+                "trainer.group_size is 1: set it to 2 or more"
+            )
     found += collect_contradictions(config)
     found += memory_contradictions(config)
     found += rollout_contradictions(config)
     found += _of_the_advantage(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
-        found.append(f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run a folder of its own with run.dir")
+        found.append(
+            f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
+            "a folder of its own with run.dir"
+        )
     if trainer.minibatches > trainer.groups_per_step:
         found.append(
-            f"trainer.minibatches={trainer.minibatches} is more than trainer.groups_per_step={trainer.groups_per_step}: "
-            "a group is never split, so set trainer.minibatches no higher than trainer.groups_per_step"
+            f"trainer.minibatches={trainer.minibatches} is more than "
+            f"trainer.groups_per_step={trainer.groups_per_step}: "
+            "a group is never split, so set trainer.minibatches no higher than "
+            "trainer.groups_per_step"
         )
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():
-        found.append(f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or remove model.tiny")
+        found.append(
+            f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or "
+            "remove model.tiny"
+        )
     if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
         found.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
@@ -150,18 +167,30 @@ def _contradictions(config: RunConfig) -> list[str]:
         )
     if config.algorithm.reference == "base" and not config.model.lora.enabled:
         found.append(
-            "algorithm.reference=base is the policy with its adapters off, but model.lora has none: set model.lora.rank=16, or "
+            "algorithm.reference=base is the policy with its adapters off, but model.lora has "
+            "none: set model.lora.rank=16, or "
             "reference=frozen"
         )
-    supervised = config.cold_start.episodes or config.data.train or config.data.demonstrations or config.data.best_of
+    supervised = (
+        config.cold_start.episodes
+        or config.data.train
+        or config.data.demonstrations
+        or config.data.best_of
+    )
     if config.model.lora.dropout > 0 and not supervised:
         found.append(
-            f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL trains on the log-probs that tokens were "
-            "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or data for `agentevo sft`"
+            f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
+            "trains on the log-probs that tokens were "
+            "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
+            "data for `agentevo sft`"
         )
-    if config.engine.kv_cache_tokens is not None and sampling.max_new_tokens > config.engine.kv_cache_tokens:
+    if (
+        config.engine.kv_cache_tokens is not None
+        and sampling.max_new_tokens > config.engine.kv_cache_tokens
+    ):
         found.append(
-            f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
+            f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit "
+            f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"
         )
     return found
@@ -170,18 +199,26 @@ def _contradictions(config: RunConfig) -> list[str]:
 def _of_the_advantage(config: RunConfig) -> list[str]:
     """Sections and rewards that the chosen advantage has no use for, or can't do with."""
     needs, found = config.algorithm.needs, []
-    for key, section, need in (("critic", config.critic, "values"), ("process_reward", config.process_reward, "process_rewards")):
+    for key, section, need in (
+        ("critic", config.critic, "values"),
+        ("process_reward", config.process_reward, "process_rewards"),
+    ):
         if need not in needs and section != type(section)():
-            found.append(f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, or choose {_users(need)}")
+            found.append(
+                f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, "
+                f"or choose {_users(need)}"
+            )
     if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
         found.append(
-            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of trainer.steps={config.trainer.steps} to the policy: "
+            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of "
+            f"trainer.steps={config.trainer.steps} to the policy: "
             "raise trainer.steps or lower critic.pretrain_steps"
         )
     by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
     if by_mean and config.environment is not None and config.agent.format_penalty > 0:
         found.append(
-            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, but agent.format_penalty is "
+            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
+            "but agent.format_penalty is "
             f"{config.agent.format_penalty:g}: set it to 0"
         )
     return found
@@ -189,25 +226,43 @@ def _of_the_advantage(config: RunConfig) -> list[str]:
 
 def _users(need: str) -> str:
     """Presets whose advantage needs that."""
-    return " or ".join(name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs)
+    return " or ".join(
+        name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs
+    )
 
 
-def load_config(recipe: str | Path, overrides: Sequence[str] = (), *, needs_environment: bool = True) -> RunConfig:
-    """Reads a recipe, applies `a.b=c` overrides, checks everything. Raises `ConfigError` with one line per problem."""
+def load_config(
+    recipe: str | Path, overrides: Sequence[str] = (), *, needs_environment: bool = True
+) -> RunConfig:
+    """Reads a recipe, applies `a.b=c` overrides, checks everything. Raises `ConfigError` with one
+    line per problem."""
     path = sources.find_recipe(str(recipe))
-    return build_config(sources.read_yaml(path), overrides, where=str(path), name=path.stem, needs_environment=needs_environment)
+    return build_config(
+        sources.read_yaml(path),
+        overrides,
+        where=str(path),
+        name=path.stem,
+        needs_environment=needs_environment,
+    )
 
 
 def build_config(
-    tree: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "config", name: str = "run", needs_environment: bool = True
+    tree: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "config",
+    name: str = "run",
+    needs_environment: bool = True,
 ) -> RunConfig:
-    """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the default of `run.name`."""
+    """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the
+    default of `run.name`."""
     keys = config_keys()
     tree, overrides = spell_out(tree, overrides)
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
-            f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, which only `agentevo train` takes "
+            f"{sources.written_in('sweep:', overrides, where)}: sweep: these are several runs, "
+            "which only `agentevo train` takes "
             "(--dry-run lists them): add sweep=null for the recipe without its variants"
         )
     run = plain.setdefault("run", {})
@@ -229,7 +284,12 @@ def build_config(
         errors.extend(error.errors())
     lines.extend(keys.problem(error, chosen=chosen) for error in errors)
     if lines:
-        raise ConfigError("\n".join(f"{sources.written_in(line, overrides, where)}: {line}" for line in dict.fromkeys(lines)))
+        raise ConfigError(
+            "\n".join(
+                f"{sources.written_in(line, overrides, where)}: {line}"
+                for line in dict.fromkeys(lines)
+            )
+        )
     return config
 
 
@@ -248,8 +308,11 @@ def _chosen_type(environment: object) -> dict[str, str]:
     return {"environment": str(kind)} if kind in environments.names() else {}
 
 
-def _read_environment(given: object) -> tuple[EnvironmentConfig | None, list[ErrorDetails], str | None]:
-    """The environment's options checked by the model that its `type` names, or what is wrong with them, or with the type."""
+def _read_environment(
+    given: object,
+) -> tuple[EnvironmentConfig | None, list[ErrorDetails], str | None]:
+    """The environment's options checked by the model that its `type` names, or what is wrong with
+    them, or with the type."""
     if not isinstance(given, dict):
         return None, [], None
     kind, known = given.get("type"), environments.names()
@@ -261,33 +324,49 @@ def _read_environment(given: object) -> tuple[EnvironmentConfig | None, list[Err
     try:
         return environments.get(kind).Config.model_validate(given), [], None
     except pydantic.ValidationError as error:
-        return None, [{**problem, "loc": ("environment", *problem["loc"])} for problem in error.errors()], None
+        return (
+            None,
+            [{**problem, "loc": ("environment", *problem["loc"])} for problem in error.errors()],
+            None,
+        )
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved tree, without hyper-parameters that are their piece's default anyway; loading it gives the same config."""
+    """The whole resolved tree, without hyper-parameters that are their entry's default anyway;
+    loading it gives the same config."""
     tree = config.model_dump(mode="json")
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
-    tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if value is not None or preset[key] is not None}
+    tree["algorithm"] = {
+        key: value
+        for key, value in tree["algorithm"].items()
+        if value is not None or preset[key] is not None
+    }
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree as `to_yaml` wrote it, perhaps before some of today's keys were there, with what they stand at by default."""
+    """A tree as `to_yaml` wrote it, perhaps before some of today's keys were there, with what they
+    stand at by default."""
     defaults = RunConfig().model_dump(mode="json")
     name = (tree.get("algorithm") or {}).get("name")
     if name in PRESETS or name in PREFERENCE_PRESETS:
         defaults["algorithm"] = AlgorithmSection(name=name).model_dump(mode="json")
     kind = (tree.get("environment") or {}).get("type")
     if kind in environments.names():
-        defaults["environment"] = environments.get(kind).Config.model_construct().model_dump(mode="json")
+        defaults["environment"] = (
+            environments.get(kind).Config.model_construct().model_dump(mode="json")
+        )
     return sources.overlay(defaults, tree)
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """The resolved tree to build another configuration from: of the algorithm section only what differs from its preset, so that another
-    preset brings its own."""
+    """The resolved tree to build another configuration from: of the algorithm section only what
+    differs from its preset, so that another preset brings its own."""
     tree = config.model_dump(mode="json")
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
-    tree["algorithm"] = {key: value for key, value in tree["algorithm"].items() if key == "name" or value != preset[key]}
+    tree["algorithm"] = {
+        key: value
+        for key, value in tree["algorithm"].items()
+        if key == "name" or value != preset[key]
+    }
     return tree

@@ -16,17 +16,21 @@ class RolloutSection(Section):
     """Sampling beside training (docs/asynchronous.md)."""
 
     staleness: int = Field(default=0, ge=0)
-    """Most versions that a token may be behind the trainer at the moment it is trained on. 0 samples and trains in turn."""
+    """Most versions that a token may be behind the trainer at the moment it is trained on. 0
+    samples and trains in turn."""
     policy: Literal["wait", "cancel", "mask", "correct"] = "wait"
-    """What keeps that bound. `wait`: groups are trained on in the order their tasks began, stragglers are waited for; nothing is lost. The
-    others take groups as they finish. `cancel`: attempts that became too old are broken off. `mask`: tokens that became too old are not
-    trained on, their reward stays in the group's baseline. `correct`: as mask, and younger ones are weighed by importance (needs
-    algorithm.importance)."""
+    """What keeps that bound. `wait`: groups are trained on in the order their tasks began,
+    stragglers are waited for; nothing is lost. The others take groups as they finish. `cancel`:
+    attempts that became too old are broken off. `mask`: tokens that became too old are not trained
+    on, their reward stays in the group's baseline. `correct`: as mask, and younger ones are weighed
+    by importance (needs algorithm.importance)."""
     in_flight: Literal["continue", "finish"] = "continue"
-    """Requests that are being completed when new weights come: go on under the new ones, or are finished under the old ones first."""
+    """Requests that are being completed when new weights come: go on under the new ones, or are
+    finished under the old ones first."""
     sharing: Literal["turns", "overlap"] = "turns"
-    """Sampler and trainer in one process: the engine sleeps, its key-value memory given back, while the trainer computes (`turns`), or has
-    a copy of the weights and goes on (`overlap`). Tools are waited for in both."""
+    """Sampler and trainer in one process: the engine sleeps, its key-value memory given back, while
+    the trainer computes (`turns`), or has a copy of the weights and goes on (`overlap`). Tools are
+    waited for in both."""
     samplers: int = Field(default=0, ge=0)
     """Sampler processes that `agentevo train` starts. 0: everything is one process."""
     engines: int = Field(default=1, ge=1)
@@ -34,9 +38,11 @@ class RolloutSection(Section):
     max_attempts: int = Field(default=256, ge=1)
     """Most attempts that one sampler has under way."""
     extra_attempts: int = Field(default=0, ge=0)
-    """Attempts begun beside trainer.group_size; when that many have completed, the others are broken off. Favours short attempts."""
+    """Attempts begun beside trainer.group_size; when that many have completed, the others are
+    broken off. Favours short attempts."""
     lease_s: float = Field(default=30.0, gt=0)
-    """A sampler that does not renew its claim on a task for so long is taken for dead, in seconds. It renews every third of this."""
+    """A sampler that does not renew its claim on a task for so long is taken for dead, in seconds.
+    It renews every third of this."""
     poll_s: float = Field(default=0.1, gt=0)
     """How often to look for finished groups, new weights and engines, in seconds."""
     keep_versions: int = Field(default=4, ge=1)
@@ -48,22 +54,31 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
     section, found = config.rollout, []
     apart = section.staleness > 0 or section.samplers > 0
     weighs = (
-        config.algorithm.importance != "none" or config.algorithm.name == "decoupled_ppo" or config.algorithm.policy_loss == "decoupled_ppo"
+        config.algorithm.importance != "none"
+        or config.algorithm.name == "decoupled_ppo"
+        or config.algorithm.policy_loss == "decoupled_ppo"
     )
     if section.policy == "correct" and not weighs:
         found.append(
-            "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance is none: set "
-            "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or rollout.policy=mask"
+            "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance "
+            "is none: set "
+            "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or "
+            "rollout.policy=mask"
         )
     if apart and config.profile.enabled:
         found.append(
-            "profile follows one process that samples and trains in turn: set rollout.staleness=0 rollout.samplers=0, or profile=false"
+            "profile follows one process that samples and trains in turn: set "
+            "rollout.staleness=0 rollout.samplers=0, or profile=false"
         )
     if apart and config.data.given:
-        found.append("rollout.staleness and rollout.samplers are for sampled attempts, and data gives what is trained on: set both to 0")
+        found.append(
+            "rollout.staleness and rollout.samplers are for sampled attempts, and data gives "
+            "what is trained on: set both to 0"
+        )
     if apart and section.policy == "wait" and config.algorithm.dynamic_sampling > 1:
         found.append(
-            "rollout.policy=wait trains on the tasks of each step in order, algorithm.dynamic_sampling needs further ones: set "
+            "rollout.policy=wait trains on the tasks of each step in order, "
+            "algorithm.dynamic_sampling needs further ones: set "
             "rollout.policy=mask, or algorithm.dynamic_sampling=1"
         )
     return found

@@ -1,4 +1,5 @@
-"""The sections of a recipe, but for the algorithm's. Every default is the vetted setting, documented under its field."""
+"""The sections of a recipe, but for the algorithm's. Every default is the vetted setting,
+documented under its field."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ class RunSection(Section):
     """Where the run goes and what drives its random choices."""
 
     name: str = "run"
-    """Name of the run, used in reports and for its folder. In a recipe file the default is the file's name."""
+    """Name of the run, used in reports and for its folder. In a recipe file the default is the
+    file's name."""
     dir: Path | None = None
     """Folder of the run (config, metrics, report, checkpoints, store). Default: runs/NAME."""
     seed: int = 0
     """Changes every random choice of the run: weights of a tiny policy, tasks, sampling, order."""
     overwrite: bool = False
-    """Delete an existing run in the folder first, with what it has in a store outside of it (`store.url`). Without it an existing run is
-    refused, unless it is resumed."""
+    """Delete an existing run in the folder first, with what it has in a store outside of it
+    (`store.url`). Without it an existing run is refused, unless it is resumed."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for tensor work. Default: PyTorch's own choice."""
 
@@ -34,7 +36,10 @@ class RunSection(Section):
     @classmethod
     def _a_file_name(cls, value: str) -> str:
         if not re.fullmatch(r"\w[\w.+-]*", value):
-            raise ValueError(f"got {value!r}; the name becomes a folder: use letters, digits, and `_ . + -` after the first")
+            raise ValueError(
+                f"got {value!r}; the name becomes a folder: use letters, digits, and `_ . + -` "
+                "after the first"
+            )
         return value
 
     @field_validator("dir", mode="before")
@@ -46,7 +51,8 @@ class RunSection(Section):
 
 
 class TinyModel(Section):
-    """Shape of the tiny policy, a Llama made on the spot with random weights (`model.name=tiny`)."""
+    """Shape of the tiny policy, a Llama made on the spot with random weights
+    (`model.name=tiny`)."""
 
     hidden_size: int = Field(default=192, ge=16)
     """Width of the residual stream, in units."""
@@ -57,13 +63,15 @@ class TinyModel(Section):
     context_length: int = Field(default=2048, ge=32)
     """Longest sequence, in tokens."""
     tokenizer: Literal["word", "byte"] = "word"
-    """`word`: one token per word and symbol of the environment's texts; `byte`: 256 bytes, any text."""
+    """`word`: one token per word and symbol of the environment's texts; `byte`: 256 bytes, any
+    text."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} must be an even multiple of num_heads {self.num_heads}: "
+                f"hidden_size {self.hidden_size} must be an even multiple of num_heads "
+                f"{self.num_heads}: "
                 f"choose for example hidden_size={64 * self.num_heads}"
             )
         return self
@@ -73,7 +81,8 @@ class ModelSection(Section):
     """The policy that is trained."""
 
     name: str = "smollm2-135m-instruct"
-    """A local folder, a known small model (`agentevo list models`), a Hugging Face hub name, or `tiny`."""
+    """A local folder, a known small model (`agentevo list models`), a Hugging Face hub name, or
+    `tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and computation. float32 is right, and fastest, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -87,7 +96,8 @@ class ModelSection(Section):
     def _lora_fits(self) -> Self:
         if self.lora.enabled and self.name == "tiny":
             raise ValueError(
-                "lora needs a base that knows something, and the tiny policy's weights are random: set lora.rank=0, or another name"
+                "lora needs a base that knows something, and the tiny policy's weights are "
+                "random: set lora.rank=0, or another name"
             )
         return self
 
@@ -96,14 +106,16 @@ class AgentSection(Section):
     """How the environment agent talks to the policy and reads its answers."""
 
     format: Literal["plain", "answer", "think_answer"] = "answer"
-    """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>; `think_answer`: after <think>...</think>."""
+    """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
+    `think_answer`: after <think>...</think>."""
     format_penalty: float = Field(default=0.1, ge=0)
     """Subtracted from the reward of a turn that breaks the format or holds an invalid action."""
     system_prompt: str | None = None
     """System message. None leaves the chat template's own default."""
     memory: Literal["episode", "turn"] = "episode"
-    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest observation (for worlds that show their
-    whole state: shorter contexts, and much quicker to learn)."""
+    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest
+    observation (for environments that show their whole state: shorter contexts, and much quicker to
+    learn)."""
     max_turns: int = Field(default=10, ge=1)
     """Calls of the policy per episode."""
     actions_per_turn: int = Field(default=1, ge=1)
@@ -111,8 +123,8 @@ class AgentSection(Section):
     action_separator: str = Field(default="||", min_length=1)
     """What separates several actions in one turn."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Longest time for one episode, in seconds; then it is recorded as failed. What the engine sleeps meanwhile (rollout.sharing:
-    turns) does not count."""
+    """Longest time for one episode, in seconds; then it is recorded as failed. What the engine
+    sleeps meanwhile (rollout.sharing: turns) does not count."""
 
 
 class SamplingSection(Section):
@@ -123,7 +135,8 @@ class SamplingSection(Section):
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest completion of one turn, in tokens."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling mass. Training needs 1: a cut distribution makes the importance ratio biased."""
+    """Nucleus sampling mass. Training needs 1: a cut distribution makes the importance ratio
+    biased."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k most likely tokens; 0 keeps all. Training needs 0."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -162,23 +175,26 @@ class TrainerSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
     prefix_merging: bool = True
-    """Compute what several samples begin with once for all of them; the result does not depend on it. Off, every sample is computed
-    whole, as most trainers do: slower, for comparison."""
+    """Compute what several samples begin with once for all of them; the result does not depend on
+    it. Off, every sample is computed whole, as most trainers do: slower, for comparison."""
 
 
 class CriticSection(Section):
     """The critic, trained where the advantage needs values (gae, turn_gae, bi_level_gae)."""
 
     trunk: Literal["own", "shared"] = "own"
-    """`own`: a second model, at first a copy of the policy; `shared`: a head on the policy's last hidden states."""
+    """`own`: a second model, at first a copy of the policy; `shared`: a head on the policy's last
+    hidden states."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic's AdamW (with a shared trunk: of the head's)."""
     clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from what it was at the step's start before the loss turns pessimistic. None does not clip."""
+    """How far a value may move from what it was at the step's start before the loss turns
+    pessimistic. None does not clip."""
     coef: float = Field(default=0.5, gt=0)
     """Weight of the value loss in the policy's, with a shared trunk."""
     pretrain_steps: int = Field(default=0, ge=0)
-    """RL steps at the beginning that teach only the critic, from plain returns (value pretraining, VC-PPO, arXiv 2503.01491)."""
+    """RL steps at the beginning that teach only the critic, from plain returns (value pretraining,
+    VC-PPO, arXiv 2503.01491)."""
 
 
 class ProcessRewardSection(Section):
@@ -191,10 +207,12 @@ class ProcessRewardSection(Section):
 
 
 class RewardModelSection(Section):
-    """A reward model for single tokens, beside the environment's rewards. Off while name is None."""
+    """A reward model for single tokens, beside the environment's rewards. Off while name is
+    None."""
 
     name: str | None = None
-    """A token-classification model with one output and the policy's tokenizer: a local folder or a Hugging Face hub name."""
+    """A token-classification model with one output and the policy's tokenizer: a local folder or a
+    Hugging Face hub name."""
     coef: float = Field(default=1.0)
     """What its output is multiplied by."""
     at: Literal["all", "last"] = "all"
@@ -202,13 +220,14 @@ class RewardModelSection(Section):
 
 
 class DataSection(ConversationKeys, Section):
-    """Given data. `pairs` and `pairs_from` are answers that `agentevo train` trains on by a preference loss (algorithm.name=dpo and its
-    like) in place of sampled ones: nothing is sampled but in evaluations; each step takes trainer.groups_per_step lines or groups, in an
-    order shuffled anew each time round. The other keys are the conversations of `agentevo sft`."""
+    """Given data. `pairs` and `pairs_from` are answers that `agentevo train` trains on by a
+    preference loss (algorithm.name=dpo and its like) in place of sampled ones: nothing is sampled
+    but in evaluations; each step takes trainer.groups_per_step lines or groups, in an order
+    shuffled anew each time round. The other keys are the conversations of `agentevo sft`."""
 
     pairs: Path | None = None
-    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...} or {"prompt": [messages], "completion": ...,
-    "label": true}, an answer being a text or a list of messages."""
+    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...} or {"prompt":
+    [messages], "completion": ..., "label": true}, an answer being a text or a list of messages."""
     pairs_from: Path | None = None
     """Folder of a run whose stored training groups are made to pairs."""
 
@@ -226,7 +245,8 @@ class DataSection(ConversationKeys, Section):
 
 
 class ColdStartSection(Section):
-    """Supervised training on demonstrations of the environment's own solver, before RL. Off while episodes is 0."""
+    """Supervised training on demonstrations of the environment's own solver, before RL. Off while
+    episodes is 0."""
 
     episodes: int = Field(default=0, ge=0)
     """Demonstration episodes, played by the solver on seeds of their own."""
@@ -237,7 +257,8 @@ class ColdStartSection(Section):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate; a tenth of the steps warms up, then cosine to zero."""
     random_action_rate: float = Field(default=0.0, ge=0, le=1)
-    """Share of demonstrated actions drawn at random instead of by the solver (taught all the same)."""
+    """Share of demonstrated actions drawn at random instead of by the solver (taught all the
+    same)."""
 
 
 class EvaluationSection(Section):
@@ -248,7 +269,8 @@ class EvaluationSection(Section):
     every: int = Field(default=10, ge=0)
     """Evaluate after this many, in steps; 0 evaluates only before and after."""
     samples: int = Field(default=1, ge=0)
-    """Sampled attempts per task beside the greedy one, in the evaluations before and after; 0 for none."""
+    """Sampled attempts per task beside the greedy one, in the evaluations before and after; 0 for
+    none."""
     temperature: float = Field(default=1.0, gt=0)
     """Of the sampled attempts."""
 
@@ -263,11 +285,13 @@ class EngineSection(Section):
     max_running: int = Field(default=256, ge=1)
     """Most sequences computed at once."""
     prefill_tokens: int | None = Field(default=None, ge=16)
-    """Most prompt tokens computed in one step. Default: 512 on a CPU, whose caches more would overflow, and 4096 on a GPU."""
+    """Most prompt tokens computed in one step. Default: 512 on a CPU, whose caches more would
+    overflow, and 4096 on a GPU."""
     prefix_sharing: bool = True
     """Compute a common prompt once for all requests that share it."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Longest time for one completion, in seconds. What the engine sleeps meanwhile does not count."""
+    """Longest time for one completion, in seconds. What the engine sleeps meanwhile does not
+    count."""
 
 
 class CheckpointSection(Section):
@@ -283,7 +307,8 @@ class StoreSection(Section):
     """Where trajectories go. `store: sqlite:///runs/x.sqlite` is short for its url."""
 
     url: str | None = None
-    """sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE. Default: store.sqlite in the run's folder."""
+    """sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE.
+    Default: store.sqlite in the run's folder."""
 
     @model_validator(mode="before")
     @classmethod
@@ -293,9 +318,13 @@ class StoreSection(Section):
     @field_validator("url")
     @classmethod
     def _names_a_store(cls, value: str | None) -> str | None:
-        if value is not None and ("://" not in value or (value.startswith("sqlite:") and not re.match("sqlite:///.*[^/]", value))):
+        if value is not None and (
+            "://" not in value
+            or (value.startswith("sqlite:") and not re.match("sqlite:///.*[^/]", value))
+        ):
             raise ValueError(
-                f"got {value!r}; write it as sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE"
+                f"got {value!r}; write it as sqlite:///PATH, "
+                "postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE"
             )
         return value
 

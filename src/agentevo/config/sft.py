@@ -1,4 +1,5 @@
-"""The recipe's keys for supervised fine-tuning (`agentevo sft`): which conversations, and how they are trained on."""
+"""The recipe's keys for supervised fine-tuning (`agentevo sft`): which conversations, and how they
+are trained on."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ class ConversationKeys(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
     train: tuple[str, ...] = ()
-    """Conversations for `agentevo sft`: files (.jsonl, .json, also .gz; .parquet), folders of them, saved datasets, or datasets of the
-    Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. Rows have messages, ShareGPT's or Alpaca's form."""
+    """Conversations for `agentevo sft`: files (.jsonl, .json, also .gz; .parquet), folders of them,
+    saved datasets, or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. Rows
+    have messages, ShareGPT's or Alpaca's form."""
     eval: tuple[str, ...] = ()
     """Held-out conversations, likewise. Default: eval_share of those that are trained on."""
     eval_share: Share = 0.05
-    """Share of the conversations, drawn by run.seed, that is held out where `eval` is empty; 0 holds out none."""
+    """Share of the conversations, drawn by run.seed, that is held out where `eval` is empty; 0
+    holds out none."""
     format: Literal["auto", "messages", "sharegpt", "alpaca"] = "auto"
     """The rows' form; `auto` goes by the first row of each source that has one."""
     train_on: Literal["all", "last"] = "all"
@@ -43,7 +46,8 @@ class ConversationKeys(pydantic.BaseModel):
     random_action_rate: float = Field(default=0.0, ge=0, le=1)
     """Share of the demonstrated actions that is drawn at random (taught all the same)."""
     best_of: Path | None = None
-    """Folder of a run whose best stored training attempts are learnt (rejection sampling), token by token as they were sampled."""
+    """Folder of a run whose best stored training attempts are learnt (rejection sampling), token by
+    token as they were sampled."""
     min_reward: float | None = None
     """Least reward of such an attempt. Default: those that succeeded."""
     per_task: int = Field(default=1, ge=1)
@@ -68,7 +72,8 @@ class SFTSection(Section):
     batch_conversations: int = Field(default=32, ge=1)
     """Conversations per optimizer step."""
     batch_tokens: int | None = Field(default=None, ge=64)
-    """Most tokens per optimizer step; when set, it counts instead of batch_conversations. A longer conversation is a batch of its own."""
+    """Most tokens per optimizer step; when set, it counts instead of batch_conversations. A longer
+    conversation is a batch of its own."""
     learning_rate: float = Field(default=2e-5, gt=0)
     """Peak learning rate of AdamW."""
     warmup_ratio: Share = 0.05
@@ -86,8 +91,9 @@ class SFTSection(Section):
     micro_batch_tokens: int = Field(default=16384, ge=64)
     """Most distinct tokens in one forward and backward pass; the result does not depend on it."""
     prefix_merging: bool = True
-    """Compute what several conversations begin with once for all of them; the result does not depend on it. Off, every conversation is
-    computed whole, as most trainers do: slower, for comparison."""
+    """Compute what several conversations begin with once for all of them; the result does not
+    depend on it. Off, every conversation is computed whole, as most trainers do: slower, for
+    comparison."""
 
 
 def check_sft(config: RunConfig) -> None:
@@ -95,12 +101,26 @@ def check_sft(config: RunConfig) -> None:
     data = config.data
     if not data.taught:
         raise ConfigError(
-            "data: says nothing to train on: give data.train (files or datasets), data.demonstrations (episodes of the environment's "
+            "data: says nothing to train on: give data.train (files or datasets), "
+            "data.demonstrations (episodes of the environment's "
             "solver) or data.best_of (folder of a run)"
         )
     if data.demonstrations and config.environment is None:
-        raise ConfigError("data.demonstrations: needs an environment whose solver plays: add `environment: {type: ...}`")
+        raise ConfigError(
+            "data.demonstrations: needs an environment whose solver plays: add `environment: "
+            "{type: ...}`"
+        )
     if data.best_of is None and data.min_reward is not None:
-        raise ConfigError("data.min_reward: chooses among the attempts of data.best_of, which is not given: remove it")
-    if config.model.name == "tiny" and config.environment is None and config.model.tiny.tokenizer == "word":
-        raise ConfigError("model.tiny.tokenizer: `word` takes its words from an environment, and there is none: set it to byte")
+        raise ConfigError(
+            "data.min_reward: chooses among the attempts of data.best_of, which is not given: "
+            "remove it"
+        )
+    if (
+        config.model.name == "tiny"
+        and config.environment is None
+        and config.model.tiny.tokenizer == "word"
+    ):
+        raise ConfigError(
+            "model.tiny.tokenizer: `word` takes its words from an environment, and there is "
+            "none: set it to byte"
+        )

@@ -1,7 +1,8 @@
-"""The two places that configuration comes from, read into one plain tree: a YAML recipe, and `key.subkey=value` overrides.
+"""The two places that configuration comes from, read into one plain tree: a YAML recipe, and
+`key.subkey=value` overrides.
 
-Reads and merges only; what the keys and values mean is checked afterwards (`agentevo.config`). Every refusal is one line that says in which
-line of the file, or in which override, the mistake is.
+Reads and merges only; what the keys and values mean is checked afterwards (`agentevo.config`).
+Every refusal is one line that says in which line of the file, or in which override, the mistake is.
 """
 
 from __future__ import annotations
@@ -40,19 +41,26 @@ def find_recipe(recipe: str) -> Path:
     if path.exists():
         inside = next(iter(sorted(path.glob("*.yaml"))), None) if path.is_dir() else None
         remedy = f"use {inside}" if inside else "give a file whose name ends in .yaml"
-        raise ConfigError(f"recipe {recipe}: is {'a folder' if path.is_dir() else 'not a .yaml file'}: {remedy}")
+        raise ConfigError(
+            f"recipe {recipe}: is {'a folder' if path.is_dir() else 'not a .yaml file'}: {remedy}"
+        )
     guess = nearest(recipe, recipe_names())
     hint = f"did you mean {guess!r}? " if guess else ""
-    raise UnknownNameError(f"no recipe is called {recipe!r}: {hint}packaged recipes: {known}; or give the path of a .yaml file")
+    raise UnknownNameError(
+        f"no recipe is called {recipe!r}: {hint}packaged recipes: {known}; or give the path of a "
+        ".yaml file"
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file, interpolations not yet resolved. Raises `ConfigError`: unreadable, not UTF-8, not YAML, a key twice,
-    empty, not a mapping."""
+    """The mapping in a recipe file, interpolations not yet resolved. Raises `ConfigError`:
+    unreadable, not UTF-8, not YAML, a key twice, empty, not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     try:
@@ -64,7 +72,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is empty; a recipe needs at least `environment: {{type: ...}}`")
     if not isinstance(node, yaml.MappingNode) or not isinstance(tree, DictConfig):
         what = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-        raise ConfigError(f"{path}: a recipe is a mapping of sections such as `model:` and `environment:`, not {what}")
+        raise ConfigError(
+            f"{path}: a recipe is a mapping of sections such as `model:` and `environment:`, not "
+            f"{what}"
+        )
     return {str(key): value for key, value in _plain(tree, resolve=False).items()}
 
 
@@ -72,13 +83,17 @@ def split_override(override: str) -> tuple[str, str]:
     """`trainer.steps=10` -> ('trainer.steps', '10'); the value may hold further `=`."""
     found = OVERRIDE.fullmatch(override)
     if found is None:
-        raise ConfigError(f"override {override!r}: write it as key.subkey=value, for example trainer.steps=10")
+        raise ConfigError(
+            f"override {override!r}: write it as key.subkey=value, for example trainer.steps=10"
+        )
     return found["key"], found["value"]
 
 
-def merge(tree: dict[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]) -> dict[str, Any]:
-    """`tree` with the overrides on top (later ones win) and `${...}` resolved. A value for a key that `is_text` is taken as it stands; any
-    other is read as YAML."""
+def merge(
+    tree: dict[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]
+) -> dict[str, Any]:
+    """`tree` with the overrides on top (later ones win) and `${...}` resolved. A value for a key
+    that `is_text` is taken as it stands; any other is read as YAML."""
     try:
         merged = OmegaConf.create(tree)
         for override in overrides:
@@ -96,7 +111,10 @@ def merge(tree: dict[str, Any], overrides: Sequence[str], *, where: str, is_text
 def overlay(tree: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with the nested `options` on top; `${...}` stays as it is."""
     try:
-        return _plain(OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(dict(options))), resolve=False)
+        return _plain(
+            OmegaConf.merge(OmegaConf.create(dict(tree)), OmegaConf.create(dict(options))),
+            resolve=False,
+        )
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'options'}: {str(error).splitlines()[0]}") from error
 
@@ -105,7 +123,11 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Every single value of a nested mapping by its dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            leaves(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -113,18 +135,29 @@ def written_in(line: str, overrides: Sequence[str], where: str) -> str:
     """`override` if the key that a problem line begins with was set by one, else `where`."""
     key = line.partition(":")[0].partition("[")[0]
     overridden = [split_override(override)[0] for override in overrides]
-    return "override" if any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in overridden) else where
+    return (
+        "override"
+        if any(
+            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in overridden
+        )
+        else where
+    )
 
 
 def _override_value(override: str, key: str, value: str, text: bool) -> Any:
     if text and not value.startswith(("'", '"')):
         return None if value in ("null", "~") else value
     if not value.strip():
-        raise ConfigError(f"override {override}: nothing after `=`; give a value, or null where the key may be empty")
+        raise ConfigError(
+            f"override {override}: nothing after `=`; give a value, or null where the key may be "
+            "empty"
+        )
     try:
         return _plain(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {override}: not valid YAML after `=`; put quotes around a text") from error
+        raise ConfigError(
+            f"override {override}: not valid YAML after `=`; put quotes around a text"
+        ) from error
 
 
 def _plain(tree: Any, *, resolve: bool) -> dict[str, Any]:

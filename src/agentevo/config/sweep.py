@@ -1,11 +1,13 @@
-"""A sweep: one recipe run as every variant with every seed, each run in a process and a folder of its own.
+"""A sweep: one recipe run as every variant with every seed, each run in a process and a folder of
+its own.
 
-A recipe's top-level key `sweep` says which. What a member of the sweep is configured by, later ones on top:
+A recipe's top-level key `sweep` says which. What a member of the sweep is configured by, later ones
+on top:
 
     the recipe  <-  its variant's overrides  <-  overrides of the command line  <-  run.name, run.dir and run.seed of the member
 
-Reading checks every member, so nothing starts if any would be refused. `RunConfig` knows nothing of sweeps: a member is an ordinary run.
-Importing this module imports no torch.
+Reading checks every member, so nothing starts if any would be refused. `RunConfig` knows nothing of
+sweeps: a member is an ordinary run. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import Field, field_validator
 
-from agentevo.config import RunConfig, RunSection, Section, build_config, environment_variants, sources
+from agentevo.config import (
+    RunConfig,
+    RunSection,
+    Section,
+    build_config,
+    environment_variants,
+    sources,
+)
 from agentevo.config.keys import ConfigKeys
 from agentevo.config.profile import spell_out
 from agentevo.errors import ConfigError
@@ -32,20 +41,23 @@ OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "sweep")
 
 
 class SweepSection(Section):
-    """Several runs of one recipe, every variant with every seed, by `agentevo train`; at the end a table compares them."""
+    """Several runs of one recipe, every variant with every seed, by `agentevo train`; at the end a
+    table compares them."""
 
     variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Name of each variant -> what it changes in the recipe, as dotted keys. An environment of another type has none of the recipe's
-    options. Default: one variant, the recipe as it is, called by the run's name."""
+    """Name of each variant -> what it changes in the recipe, as dotted keys. An environment of
+    another type has none of the recipe's options. Default: one variant, the recipe as it is, called
+    by the run's name."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
     """Each variant is run once with each of these as run.seed."""
     only: tuple[str, ...] | None = None
     """Run these variants only. Default: all."""
     parallel: int | None = Field(default=None, ge=1)
-    """Runs at once, each a process of its own with run.threads threads (1 unless given). Default: as many as the CPU cores hold."""
+    """Runs at once, each a process of its own with run.threads threads (1 unless given). Default:
+    as many as the CPU cores hold."""
     table: Path | None = None
-    """A Markdown file that gets the table between its lines `<!-- table -->` and `<!-- /table -->` when every run has ended well. The
-    table is always in the sweep's folder, too."""
+    """A Markdown file that gets the table between its lines `<!-- table -->` and `<!-- /table -->`
+    when every run has ended well. The table is always in the sweep's folder, too."""
 
     @field_validator("only", mode="before")
     @classmethod
@@ -56,30 +68,47 @@ class SweepSection(Section):
     @classmethod
     def _different_seeds(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(value)) < len(value):
-            raise ValueError(f"got {list(value)}; a seed is there twice, and the same seed is the same run: give each once")
+            raise ValueError(
+                f"got {list(value)}; a seed is there twice, and the same seed is the same run: "
+                "give each once"
+            )
         return value
 
     @field_validator("variants")
     @classmethod
-    def _variants_are_folders_and_keep_to_their_own(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _variants_are_folders_and_keep_to_their_own(
+        cls, value: dict[str, dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
         for name, changes in value.items():
             if not re.fullmatch(r"\w[\w.+-]*", name):
-                raise ValueError(f"got the name {name!r}; it becomes a folder: use letters, digits, and `_ . + -` after the first")
+                raise ValueError(
+                    f"got the name {name!r}; it becomes a folder: use letters, digits, and `_ . "
+                    "+ -` after the first"
+                )
             leaves = sources.leaves(_nested(changes))
-            taken = [key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)]
+            taken = [
+                key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)
+            ]
             if taken:
-                raise ValueError(f"{name} sets {taken[0]}, which the sweep sets for each of its runs: remove it")
+                raise ValueError(
+                    f"{name} sets {taken[0]}, which the sweep sets for each of its runs: remove it"
+                )
         return value
 
     @field_validator("only")
     @classmethod
-    def _only_what_there_is(cls, value: tuple[str, ...] | None, info: pydantic.ValidationInfo) -> tuple[str, ...] | None:
+    def _only_what_there_is(
+        cls, value: tuple[str, ...] | None, info: pydantic.ValidationInfo
+    ) -> tuple[str, ...] | None:
         known = list(info.data.get("variants", {}))
         for name in value or ():
             if name not in known:
                 guess = nearest(name, known)
                 hint = f"did you mean {guess}? " if guess else ""
-                raise ValueError(f"no variant is called {name!r}: {hint}there are {', '.join(known) or 'no variants'}")
+                raise ValueError(
+                    f"no variant is called {name!r}: {hint}there are "
+                    f"{', '.join(known) or 'no variants'}"
+                )
         if value == ():
             raise ValueError("names no variant: leave it out to run all")
         return value
@@ -112,7 +141,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep. Members come seed by seed, so that an early look at the table has every variant."""
+    """A checked sweep. Members come seed by seed, so that an early look at the table has every
+    variant."""
 
     name: str
     dir: Path
@@ -123,7 +153,11 @@ class Sweep:
     @property
     def parallel(self) -> int:
         """Runs at once; never more than there are."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         threads = max(member.config.run.threads or 1 for member in self.members)
         return min(self.section.parallel or max(cores // threads, 1), len(self.members))
 
@@ -139,13 +173,16 @@ def recipe_keys() -> ConfigKeys:
 
 
 def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | None:
-    """The sweep that a recipe and the overrides ask for, or None if they ask for one run (`sweep=null` does).
+    """The sweep that a recipe and the overrides ask for, or None if they ask for one run
+    (`sweep=null` does).
 
     Raises `ConfigError` with a line for each problem of any member.
     """
     path = sources.find_recipe(str(recipe))
     tree, overrides = spell_out(sources.read_yaml(path), overrides)
-    for_sweep = [one for one in overrides if sources.split_override(one)[0].partition(".")[0] == "sweep"]
+    for_sweep = [
+        one for one in overrides if sources.split_override(one)[0].partition(".")[0] == "sweep"
+    ]
     for_runs = [one for one in overrides if one not in for_sweep]
     keys = recipe_keys()
     given = sources.merge(tree, for_sweep, where=str(path), is_text=keys.is_text).get("sweep")
@@ -158,62 +195,107 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
         section = section.model_copy(update={"variants": {run.name: {}}})
     folder = run.dir if run.dir is not None else Path("runs") / run.name
     if run.overwrite and Path.cwd().is_relative_to(folder.resolve()):
-        raise ConfigError(f"run.overwrite would delete {folder.resolve()}, where you are: give the sweep a folder of its own with run.dir")
+        raise ConfigError(
+            f"run.overwrite would delete {folder.resolve()}, where you are: give the sweep a "
+            "folder of its own with run.dir"
+        )
     configs = _member_configs(base, section, for_runs, path)
-    members = [_member(variant, config, section, seed, folder) for seed in section.seeds for variant, config in configs.items()]
+    members = [
+        _member(variant, config, section, seed, folder)
+        for seed in section.seeds
+        for variant, config in configs.items()
+    ]
     return Sweep(run.name, folder, run.overwrite, section, tuple(members))
 
 
-def _read(model: type[S], name: str, given: object, keys: ConfigKeys, overrides: Sequence[str], where: str) -> S:
+def _read(
+    model: type[S], name: str, given: object, keys: ConfigKeys, overrides: Sequence[str], where: str
+) -> S:
     """One section on its own. Raises `ConfigError` as the whole tree would."""
     lines = keys.misplaced_booleans({name: given}, chosen={})
     try:
         section = model.model_validate(given)
     except pydantic.ValidationError as error:
-        lines += [keys.problem({**one, "loc": (name, *one["loc"])}, chosen={}) for one in error.errors()]
+        lines += [
+            keys.problem({**one, "loc": (name, *one["loc"])}, chosen={}) for one in error.errors()
+        ]
     if lines:
-        raise ConfigError("\n".join(f"{sources.written_in(line, overrides, where)}: {line}" for line in dict.fromkeys(lines)))
+        raise ConfigError(
+            "\n".join(
+                f"{sources.written_in(line, overrides, where)}: {line}"
+                for line in dict.fromkeys(lines)
+            )
+        )
     return section
 
 
-def _read_run(base: Mapping[str, Any], overrides: Sequence[str], keys: ConfigKeys, path: Path, *, written: bool) -> RunSection:
-    """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not `written` as a sweep may have a seed."""
+def _read_run(
+    base: Mapping[str, Any],
+    overrides: Sequence[str],
+    keys: ConfigKeys,
+    path: Path,
+    *,
+    written: bool,
+) -> RunSection:
+    """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not
+    `written` as a sweep may have a seed."""
     plain = sources.merge(dict(base), overrides, where=str(path), is_text=keys.is_text)
     given = plain.get("run", {})
     if isinstance(given, dict):
         given = {"name": path.stem, **given}
         where = sources.written_in("run.seed:", overrides, str(path))
         if "seed" in given and (written or where == "override"):
-            raise ConfigError(f"{where}: run.seed: a sweep runs with every seed of sweep.seeds: write sweep.seeds=[{given['seed']}]")
+            raise ConfigError(
+                f"{where}: run.seed: a sweep runs with every seed of sweep.seeds: write "
+                f"sweep.seeds=[{given['seed']}]"
+            )
     store = plain.get("store")
     if isinstance(store, str) or (isinstance(store, dict) and store.get("url") is not None):
-        where = sources.written_in("store:" if isinstance(store, str) else "store.url:", overrides, str(path))
-        raise ConfigError(f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and each has one in its folder")
+        where = sources.written_in(
+            "store:" if isinstance(store, str) else "store.url:", overrides, str(path)
+        )
+        raise ConfigError(
+            f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and "
+            "each has one in its folder"
+        )
     return _read(RunSection, "run", given, keys, overrides, str(path))
 
 
-def _member_configs(base: Mapping[str, Any], section: SweepSection, overrides: Sequence[str], path: Path) -> dict[str, RunConfig]:
-    """Chosen variant -> its checked configuration. A problem that every variant has is the recipe's and told once."""
+def _member_configs(
+    base: Mapping[str, Any], section: SweepSection, overrides: Sequence[str], path: Path
+) -> dict[str, RunConfig]:
+    """Chosen variant -> its checked configuration. A problem that every variant has is the recipe's
+    and told once."""
     configs: dict[str, RunConfig] = {}
     problems: dict[str, list[str]] = {}
     for variant in section.chosen:
         try:
-            tree = sources.overlay({"run": {"threads": 1}}, _with_changes(base, _nested(section.variants[variant])))
-            configs[variant] = build_config(tree, [*overrides, f"run.name={variant}", "run.overwrite=false"], where=str(path))
+            tree = sources.overlay(
+                {"run": {"threads": 1}}, _with_changes(base, _nested(section.variants[variant]))
+            )
+            configs[variant] = build_config(
+                tree, [*overrides, f"run.name={variant}", "run.overwrite=false"], where=str(path)
+            )
         except ConfigError as error:
             for line in str(error).splitlines():
                 problems.setdefault(line, []).append(variant)
     if problems:
-        raise ConfigError("\n".join(line for found in problems.items() for line in _told(*found, section, path)))
+        raise ConfigError(
+            "\n".join(line for found in problems.items() for line in _told(*found, section, path))
+        )
     return configs
 
 
 def _told(line: str, variants: Sequence[str], section: SweepSection, path: Path) -> list[str]:
     if not line.startswith(f"{path}: ") or (
-        len(variants) == len(section.chosen) and (len(variants) > 1 or not section.variants[variants[0]])
+        len(variants) == len(section.chosen)
+        and (len(variants) > 1 or not section.variants[variants[0]])
     ):
         return [line]
-    return [f"{path}: sweep.variants.{variant}: {line.removeprefix(f'{path}: ')}" for variant in variants]
+    return [
+        f"{path}: sweep.variants.{variant}: {line.removeprefix(f'{path}: ')}"
+        for variant in variants
+    ]
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,12 +309,26 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with a variant's changes. The options of an environment mean nothing to one of another type, so they go with it."""
+    """The recipe with a variant's changes. The options of an environment mean nothing to one of
+    another type, so they go with it."""
     was, now = base.get("environment"), changes.get("environment")
-    other_world = isinstance(was, Mapping) and isinstance(now, Mapping) and now.get("type", was.get("type")) != was.get("type")
-    return sources.overlay({key: value for key, value in base.items() if not (key == "environment" and other_world)}, changes)
+    other_environment = (
+        isinstance(was, Mapping)
+        and isinstance(now, Mapping)
+        and now.get("type", was.get("type")) != was.get("type")
+    )
+    return sources.overlay(
+        {
+            key: value
+            for key, value in base.items()
+            if not (key == "environment" and other_environment)
+        },
+        changes,
+    )
 
 
-def _member(variant: str, config: RunConfig, section: SweepSection, seed: int, folder: Path) -> Member:
+def _member(
+    variant: str, config: RunConfig, section: SweepSection, seed: int, folder: Path
+) -> Member:
     run = config.run.model_copy(update={"seed": seed, "dir": folder / member_name(variant, seed)})
     return Member(variant, config.model_copy(update={"run": run}), section.variants[variant])

@@ -1,4 +1,5 @@
-"""Conversations to train on, from files: rows are read, brought into one form and checked; each that can't be used is accounted for.
+"""Conversations to train on, from files: rows are read, brought into one form and checked; each
+that can't be used is accounted for.
 
 Importing this loads no torch and no optional package.
 """

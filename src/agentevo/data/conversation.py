@@ -4,9 +4,10 @@
     sharegpt   {"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}
     alpaca     {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[question, answer], ...]}
 
-Messages stay plain mappings with every key that they came with (`reasoning_content`, `name`, ...), because templates read such keys. Tool
-calls are brought into OpenAI's nesting, their arguments parsed: templates write them as JSON themselves. A row that breaks a rule is a
-RowError, never mended by guessing.
+Messages stay plain mappings with every key that they came with (`reasoning_content`, `name`, ...),
+because templates read such keys. Tool calls are brought into OpenAI's nesting, their arguments
+parsed: templates write them as JSON themselves. A row that breaks a rule is a RowError, never
+mended by guessing.
 """
 
 from __future__ import annotations
@@ -41,21 +42,25 @@ class Conversation:
     where: str
     """The row that it was read from."""
     messages: list[dict[str, Any]]
-    """`role`, `content` (a text), of the assistant also `tool_calls`; `weight` 0 marks an assistant message that is not trained."""
+    """`role`, `content` (a text), of the assistant also `tool_calls`; `weight` 0 marks an assistant
+    message that is not trained."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the functions that the assistant may call."""
 
 
 def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Conversation]:
-    """Every good conversation of a source; the other rows go into the report. `form`: one of FORMS, or `auto`, by which the first row in a
-    known form decides for the source."""
+    """Every good conversation of a source; the other rows go into the report. `form`: one of FORMS,
+    or `auto`, by which the first row in a known form decides for the source."""
     for row in read_rows(source):
         report.rows += 1
         try:
             if isinstance(row.value, RowError):
                 raise row.value
             if not isinstance(row.value, dict):
-                raise RowError("unknown_form", f"a {type(row.value).__name__}, not an object with keys such as messages")
+                raise RowError(
+                    "unknown_form",
+                    f"a {type(row.value).__name__}, not an object with keys such as messages",
+                )
             _check_text(row.value)
             if form == "auto":
                 form = _detect(row.value)
@@ -68,12 +73,20 @@ def _detect(value: Mapping[str, Any]) -> str:
     if "messages" in value:
         return "messages"
     if "conversations" in value:
-        first = next(iter(value["conversations"]), None) if isinstance(value["conversations"], list) else None
+        first = (
+            next(iter(value["conversations"]), None)
+            if isinstance(value["conversations"], list)
+            else None
+        )
         return "messages" if isinstance(first, dict) and "role" in first else "sharegpt"
     if "instruction" in value and "output" in value:
         return "alpaca"
     keys = ", ".join(list(value)[:6]) or "no key"
-    raise RowError("unknown_form", f"has {keys}; a row has messages, conversations, or instruction and output (see data.format)")
+    raise RowError(
+        "unknown_form",
+        f"has {keys}; a row has messages, conversations, or instruction and output (see "
+        "data.format)",
+    )
 
 
 def _of_messages(where: str, value: Mapping[str, Any]) -> Conversation:
@@ -88,8 +101,14 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> Conversation:
     for number, item in enumerate(_list(value, "conversations"), start=1):
         speaker, said = item.get("from"), item.get("value")
         if speaker not in _SPEAKERS:
-            raise RowError("wrong_roles", f"message {number} is from {speaker!r}: use {', '.join(_SPEAKERS)}")
-        message = {**{k: v for k, v in item.items() if k not in ("from", "value")}, "role": _SPEAKERS[speaker], "content": said}
+            raise RowError(
+                "wrong_roles", f"message {number} is from {speaker!r}: use {', '.join(_SPEAKERS)}"
+            )
+        message = {
+            **{k: v for k, v in item.items() if k not in ("from", "value")},
+            "role": _SPEAKERS[speaker],
+            "content": said,
+        }
         if speaker == "function_call":
             calls = _json(said, f"message {number} (function_call)", "bad_tool_call")
             message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -99,17 +118,27 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> Conversation:
 
 def _of_alpaca(where: str, value: Mapping[str, Any]) -> Conversation:
     if "instruction" not in value or "output" not in value:
-        raise RowError("unknown_form", "has no instruction or no output, which every row of an Alpaca file has")
+        raise RowError(
+            "unknown_form", "has no instruction or no output, which every row of an Alpaca file has"
+        )
     messages = [{"role": "system", "content": value["system"]}] if value.get("system") else []
     history = value.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
         raise RowError("unknown_form", "history is no list of [question, answer]")
     for question, answer in history:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     asked = [value["instruction"], *([value["input"]] if value.get("input") else [])]
     if not all(isinstance(part, str) for part in asked):
         raise RowError("unknown_form", "instruction or input is no text")
-    messages += [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": value["output"]}]
+    messages += [
+        {"role": "user", "content": "\n\n".join(asked)},
+        {"role": "assistant", "content": value["output"]},
+    ]
     return _checked(where, messages, None)
 
 
@@ -121,7 +150,8 @@ _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], Conversation]] = {
 
 
 def _checked(where: str, messages: list[dict[str, Any]], tools: Any) -> Conversation:
-    """Every rule of a conversation. What comes after the assistant's last message is left off: nobody answers it."""
+    """Every rule of a conversation. What comes after the assistant's last message is left off:
+    nobody answers it."""
     if not messages:
         raise RowError("empty", "no messages")
     for number, message in enumerate(messages, start=1):
@@ -133,7 +163,9 @@ def _checked(where: str, messages: list[dict[str, Any]], tools: Any) -> Conversa
     _check_order(messages)
     if isinstance(tools, str):
         tools = _json(tools, "tools", "bad_tool_call") if tools.strip() else None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
         raise RowError("bad_tool_call", "tools is no list of JSON schemas")
     return Conversation(where, messages, tools or None)
 
@@ -142,39 +174,63 @@ def _check_message(message: dict[str, Any], number: int) -> None:
     """Also brings content to a text and tool calls to OpenAI's nesting, in place."""
     role = message.get("role")
     if role not in ROLES:
-        raise RowError("wrong_roles", f"message {number} has the role {role!r}: use {', '.join(ROLES)}")
+        raise RowError(
+            "wrong_roles", f"message {number} has the role {role!r}: use {', '.join(ROLES)}"
+        )
     calls = message.get("tool_calls")
     message["content"] = _text(message.get("content"), number)
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise RowError("bad_tool_call", f"message {number}: tool_calls is a list in a message of the assistant")
+            raise RowError(
+                "bad_tool_call",
+                f"message {number}: tool_calls is a list in a message of the assistant",
+            )
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     else:
         message.pop("tool_calls", None)
     if not message["content"].strip() and role != "tool" and not calls:
         raise RowError("empty", f"message {number} (of role {role}) says nothing")
     if message.get("weight", 1) not in (0, 1):
-        raise RowError("unknown_form", f"message {number} has weight {message['weight']!r}: 0 leaves it untrained, 1 does not")
+        raise RowError(
+            "unknown_form",
+            f"message {number} has weight {message['weight']!r}: 0 leaves it untrained, 1 does not",
+        )
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
-        raise RowError("wrong_roles", f"message {roles.index('system', 1) + 1} has the role system, which only the first may have")
+        raise RowError(
+            "wrong_roles",
+            f"message {roles.index('system', 1) + 1} has the role system, which only the first "
+            "may have",
+        )
     start = 1 if roles[0] == "system" else 0
     if roles[start] != "user":
-        raise RowError("wrong_roles", f"it begins with {roles[start]}: the first message after the system's is the user's")
+        raise RowError(
+            "wrong_roles",
+            f"it begins with {roles[start]}: the first message after the system's is the user's",
+        )
     known: set[Any] = set()
     for number in range(start + 1, len(roles)):
         before, role = roles[number - 1], roles[number]
         if role == before == "assistant":
-            raise RowError("wrong_roles", f"messages {number} and {number + 1} are both the assistant's: join them")
+            raise RowError(
+                "wrong_roles",
+                f"messages {number} and {number + 1} are both the assistant's: join them",
+            )
         if role == "tool" and before != "tool" and not messages[number - 1].get("tool_calls"):
-            raise RowError("wrong_roles", f"message {number + 1} has the role tool, but no tool call comes before it")
+            raise RowError(
+                "wrong_roles",
+                f"message {number + 1} has the role tool, but no tool call comes before it",
+            )
         known |= {call.get("id") for call in messages[number - 1].get("tool_calls", ())}
         answered = messages[number].get("tool_call_id") if role == "tool" else None
         if answered is not None and None not in known and answered not in known:
-            raise RowError("bad_tool_call", f"message {number + 1} answers the call {answered!r}, which nobody made")
+            raise RowError(
+                "bad_tool_call",
+                f"message {number + 1} answers the call {answered!r}, which nobody made",
+            )
 
 
 def _text(content: Any, number: int) -> str:
@@ -182,26 +238,57 @@ def _text(content: Any, number: int) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise RowError("unknown_form", f"message {number} holds something other than text, which can't be trained on")
+        if not all(
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            for part in content
+        ):
+            raise RowError(
+                "unknown_form",
+                f"message {number} holds something other than text, which can't be trained on",
+            )
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RowError("unknown_form", f"message {number}: content is a {type(content).__name__}, not a text")
+        raise RowError(
+            "unknown_form", f"message {number}: content is a {type(content).__name__}, not a text"
+        )
     return content
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
     """{"id"?, "type": "function", "function": {"name", "arguments": {...}}}."""
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise RowError("bad_tool_call", f"message {number}: a tool call has no name: write {{'name': ..., 'arguments': {{...}}}}")
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
+        raise RowError(
+            "bad_tool_call",
+            f"message {number}: a tool call has no name: write {{'name': ..., 'arguments': "
+            f"{{...}}}}",
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments, f"message {number}: the arguments of {function['name']}", "bad_tool_call") if arguments.strip() else {}
+        arguments = (
+            _json(
+                arguments, f"message {number}: the arguments of {function['name']}", "bad_tool_call"
+            )
+            if arguments.strip()
+            else {}
+        )
     if not isinstance(arguments, dict):
-        raise RowError("bad_tool_call", f"message {number}: the arguments of {function['name']} are no JSON object")
+        raise RowError(
+            "bad_tool_call",
+            f"message {number}: the arguments of {function['name']} are no JSON object",
+        )
     kept = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {
+        **kept,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -225,12 +312,17 @@ def _json(text: Any, what: str, reason: str) -> Any:
 
 
 def _check_text(value: Any) -> None:
-    """Half of a character pair (`\\ud83d` alone, from a text cut in the middle) is no text that any tokenizer takes."""
+    """Half of a character pair (`\\ud83d` alone, from a text cut in the middle) is no text that any
+    tokenizer takes."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RowError("not_utf8", f"character {error.start} of a text is half of a surrogate pair: {value[error.start]!r}") from error
+            raise RowError(
+                "not_utf8",
+                f"character {error.start} of a text is half of a surrogate pair: "
+                f"{value[error.start]!r}",
+            ) from error
     elif isinstance(value, dict):
         for key, item in value.items():
             _check_text(key)

@@ -1,4 +1,5 @@
-"""What became of every row: used, or left out for a reason that is told, counted and written down."""
+"""What became of every row: used, or left out for a reason that is told, counted and written
+down."""
 
 from __future__ import annotations
 
@@ -80,31 +81,55 @@ class RowReport:
 
     def lines(self) -> list[str]:
         """For people: one line for all, one for each reason with its first rows."""
-        told = [f"{self.kind}: {self.used} of {self.rows} rows are used" + (f", {self.shortened} shortened" if self.shortened else "")]
+        told = [
+            f"{self.kind}: {self.used} of {self.rows} rows are used"
+            + (f", {self.shortened} shortened" if self.shortened else "")
+        ]
         for reason, count in self.counts().items():
             rows = [row for row in self.bad if row.reason == reason]
             more = f", and {count - SHOWN} more" if count > SHOWN else ""
-            told.append(f"{self.kind}: {count} left out, {REASONS[reason]}: {', '.join(row.where for row in rows[:SHOWN])}{more}")
+            told.append(
+                f"{self.kind}: {count} left out, {REASONS[reason]}: "
+                f"{', '.join(row.where for row in rows[:SHOWN])}{more}"
+            )
             told.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
         return told
 
     def metrics(self) -> dict[str, float]:
         """`data/KIND/...`."""
-        found = {"rows": self.rows, "used": self.used, "shortened": self.shortened, "left_out": len(self.bad)}
+        found = {
+            "rows": self.rows,
+            "used": self.used,
+            "shortened": self.shortened,
+            "left_out": len(self.bad),
+        }
         found |= {f"left_out/{reason}": count for reason, count in self.counts().items()}
         return {f"data/{self.kind}/{name}": float(value) for name, value in found.items()}
 
     def summary(self) -> dict[str, Any]:
         """For summary.json."""
         reasons = {
-            reason: {"count": count, "first": [row.where for row in self.bad if row.reason == reason][:SHOWN]}
+            reason: {
+                "count": count,
+                "first": [row.where for row in self.bad if row.reason == reason][:SHOWN],
+            }
             for reason, count in self.counts().items()
         }
-        return {"rows": self.rows, "used": self.used, "shortened": self.shortened, "left_out": reasons}
+        return {
+            "rows": self.rows,
+            "used": self.used,
+            "shortened": self.shortened,
+            "left_out": reasons,
+        }
 
     def write(self, path: Path) -> None:
         """Appends every bad row to a JSONL file: {"kind", "where", "reason", "detail"}."""
         with path.open("a", encoding="utf-8") as file:
             for row in self.bad:
-                told = {"kind": self.kind, "where": row.where, "reason": row.reason, "detail": row.detail}
+                told = {
+                    "kind": self.kind,
+                    "where": row.where,
+                    "reason": row.reason,
+                    "detail": row.detail,
+                }
                 file.write(json.dumps(told) + "\n")

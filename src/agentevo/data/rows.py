@@ -6,8 +6,8 @@
     FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the order of their names
     ORG/NAME[:SPLIT]    a dataset of the Hugging Face hub, split `train` unless given (pip install 'agentevo[data]')
 
-A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and reading goes on; a file that is broken as a
-whole is a ConfigError.
+A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
+reading goes on; a file that is broken as a whole is a ConfigError.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from agentevo.data.row_report import RowError
 from agentevo.errors import ConfigError, MissingExtraError
 
 _KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>\w[\w.\[\]:%-]*))?")
+_HUB_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>\w[\w.\[\]:%-]*))?"
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ def check_source(source: str, key: str) -> None:
     if path.is_file() and _kind(path) is None:
         raise ConfigError(f"{key}: {source} is none of {', '.join(_KINDS)}: rename or convert it")
     if path.is_dir() and not _is_saved_dataset(path) and not _files(path):
-        raise ConfigError(f"{key}: {source} holds no {', '.join(_KINDS)} and no saved dataset: give a file or another folder")
+        raise ConfigError(
+            f"{key}: {source} holds no {', '.join(_KINDS)} and no saved dataset: give a file or "
+            "another folder"
+        )
     if not path.exists() and (_kind(path) is not None or not _HUB_NAME.fullmatch(source)):
         raise ConfigError(
-            f"{key}: {source} does not exist: give a file, a folder, or a dataset of the hub written ORG/NAME or ORG/NAME:SPLIT"
+            f"{key}: {source} does not exist: give a file, a folder, or a dataset of the hub "
+            "written ORG/NAME or ORG/NAME:SPLIT"
         )
     if not path.exists() or _is_saved_dataset(path):
         _package("datasets", source)
@@ -57,7 +63,8 @@ def check_source(source: str, key: str) -> None:
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """Every row of a source that `check_source` accepts. Raises ConfigError for a file that can't be read on."""
+    """Every row of a source that `check_source` accepts. Raises ConfigError for a file that can't
+    be read on."""
     path = Path(source).expanduser()
     if path.is_dir() and not _is_saved_dataset(path):
         for file in _files(path):
@@ -78,20 +85,27 @@ def _read_file(path: Path) -> Iterator[Row]:
         else:
             yield from _read_array(path)
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} can't be read ({type(error).__name__}: {error}): write it again") from error
+        raise ConfigError(
+            f"{path} can't be read ({type(error).__name__}: {error}): write it again"
+        ) from error
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            yield Row(f"{path}:{number}", _parsed_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line))
+            yield Row(
+                f"{path}:{number}",
+                _parsed_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line),
+            )
 
 
 def _parsed_line(line: bytes) -> Any:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        return RowError("not_utf8", f"byte {error.start} of the line is not UTF-8: convert the file to UTF-8")
+        return RowError(
+            "not_utf8", f"byte {error.start} of the line is not UTF-8: convert the file to UTF-8"
+        )
     if not text.strip():
         return RowError("empty", "an empty line: remove it")
     try:
@@ -108,10 +122,16 @@ def _read_array(path: Path) -> Iterator[Row]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{path}:{line}: byte {error.start} is not UTF-8: convert the file to UTF-8, or write JSONL") from error
+        raise ConfigError(
+            f"{path}:{line}: byte {error.start} is not UTF-8: convert the file to UTF-8, or "
+            "write JSONL"
+        ) from error
     decoder, place, line, counted = json.JSONDecoder(), _blank(text, 0), 1, 0
     if not text.startswith("[", place):
-        raise ConfigError(f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file named .jsonl")
+        raise ConfigError(
+            f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file "
+            "named .jsonl"
+        )
     place = _blank(text, place + 1)
     while not text.startswith("]", place):
         line, counted = line + text.count("\n", counted, place), place
@@ -119,14 +139,17 @@ def _read_array(path: Path) -> Iterator[Row]:
             value, place = decoder.raw_decode(text, place)
         except ValueError as error:
             raise ConfigError(
-                f"{path}:{line}: is not JSON ({error}): mend it, or write JSONL, of which a bad line costs only itself"
+                f"{path}:{line}: is not JSON ({error}): mend it, or write JSONL, of which a bad "
+                "line costs only itself"
             ) from error
         yield Row(f"{path}:{line}", value)
         place = _blank(text, place)
         if text.startswith(",", place):
             place = _blank(text, place + 1)
         elif not text.startswith("]", place):
-            raise ConfigError(f"{path}:{line}: neither `,` nor `]` follows the element: the file is not whole")
+            raise ConfigError(
+                f"{path}:{line}: neither `,` nor `]` follows the element: the file is not whole"
+            )
 
 
 def _blank(text: str, place: int) -> int:
@@ -147,7 +170,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(f"{path}:row {number}", _parsed_row(batch.slice(place, 1)))
     except arrow.ArrowException as error:
-        raise ConfigError(f"{path} can't be read as Parquet ({type(error).__name__}: {error}): write it again") from error
+        raise ConfigError(
+            f"{path} can't be read as Parquet ({type(error).__name__}: {error}): write it again"
+        ) from error
 
 
 def _parsed_row(batch: Any) -> Any:
@@ -155,7 +180,9 @@ def _parsed_row(batch: Any) -> Any:
     try:
         (value,) = batch.to_pylist()
     except UnicodeDecodeError as error:
-        return RowError("not_utf8", f"byte {error.start} of a text is not UTF-8: write the file again")
+        return RowError(
+            "not_utf8", f"byte {error.start} of a text is not UTF-8: write the file again"
+        )
     return _without_nulls(value)
 
 
@@ -170,12 +197,14 @@ def _read_dataset(source: str, path: Path) -> Iterator[Row]:
     except (OSError, ValueError, RuntimeError, pickle.PickleError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"dataset {source} can't be had ({type(error).__name__}: {reason}): check name, split and network, or convert it to JSONL"
+            f"dataset {source} can't be had ({type(error).__name__}: {reason}): check name, "
+            "split and network, or convert it to JSONL"
         ) from error
     if isinstance(data, dict):
         if "train" not in data:
             raise ConfigError(
-                f"{source} holds the splits {', '.join(data)}: give the folder of one of them, such as {path / next(iter(data))}"
+                f"{source} holds the splits {', '.join(data)}: give the folder of one of them, "
+                f"such as {path / next(iter(data))}"
             )
         data = data["train"]
     for number, value in enumerate(data, start=1):
@@ -183,14 +212,17 @@ def _read_dataset(source: str, path: Path) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give every row all keys that any row has; those that a row does not have are null there."""
+    """Tables give every row all keys that any row has; those that a row does not have are null
+    there."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _kind(path: Path) -> str | None:
-    return next((kind for kind in sorted(_KINDS, key=len, reverse=True) if path.name.endswith(kind)), None)
+    return next(
+        (kind for kind in sorted(_KINDS, key=len, reverse=True) if path.name.endswith(kind)), None
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -206,5 +238,6 @@ def _package(name: str, source: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"{source}: needs the package {error.name}: pip install 'agentevo[data]', or convert it to JSONL"
+            f"{source}: needs the package {error.name}: pip install 'agentevo[data]', or convert "
+            "it to JSONL"
         ) from error

@@ -1,6 +1,8 @@
-"""Seeded text worlds: the contract (`environment`), our own worlds, and adapters to other people's.
+"""Seeded text environments: the contract (`environment`), our own environments, and adapters to
+other people's.
 
-Importing this package registers our own environments; it imports neither torch nor an optional package.
+Importing this package registers our own environments; it imports neither torch nor an optional
+package.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ __all__ = ["EnvironmentConfig", "TextEnvironment", "environments", "make", "mean
 
 
 def make(config: EnvironmentConfig) -> TextEnvironment:
-    """The environment that `config` describes. Raises `UnknownNameError`, or `MissingExtraError` where an optional package is needed."""
+    """The environment that `config` describes. Raises `UnknownNameError`, or `MissingExtraError`
+    where an optional package is needed."""
     return environments.get(config.type)(config)
 
 
-def mean_baselines(config: EnvironmentConfig, seeds: Iterable[int], max_actions: int | None = None) -> Baselines:
-    """Mean success rates of the two reference players over the worlds of `seeds`; None where one world's is unknown. Needs a seed."""
+def mean_baselines(
+    config: EnvironmentConfig, seeds: Iterable[int], max_actions: int | None = None
+) -> Baselines:
+    """Mean success rates of the two reference players over the environments of `seeds`; None where
+    one environment's is unknown. Needs a seed."""
     environment = make(config)
     rates: list[Baselines] = []
     for seed in seeds:
@@ -37,7 +43,10 @@ def mean_baselines(config: EnvironmentConfig, seeds: Iterable[int], max_actions:
         rates.append(environment.baselines(max_actions))
     if not rates:
         raise ValueError("mean_baselines needs at least one seed")
-    return Baselines(random=_mean([rate.random for rate in rates]), optimal=_mean([rate.optimal for rate in rates]))
+    return Baselines(
+        random=_mean([rate.random for rate in rates]),
+        optimal=_mean([rate.optimal for rate in rates]),
+    )
 
 
 def _mean(values: list[float | None]) -> float | None:

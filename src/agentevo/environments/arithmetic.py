@@ -1,7 +1,8 @@
-"""Arithmetic over given numbers: a safe evaluator of expressions, a search for one with a wanted value, and the random player's chances.
+"""Arithmetic over given numbers: a safe evaluator of expressions, a search for one with a wanted
+value, and the random player's chances.
 
-Values are exact fractions. Two moves make every expression that uses each number once: take two of the remaining terms in order, and join
-them by an operation, until one term is left.
+Values are exact fractions. Two moves make every expression that uses each number once: take two of
+the remaining terms in order, and join them by an operation, until one term is left.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ Term = tuple[Fraction, str]
 
 
 def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None, list[int]] | None:
-    """(value, numbers used) of an expression of whole numbers, parentheses and `operations` (`-` also as a sign).
+    """(value, numbers used) of an expression of whole numbers, parentheses and `operations` (`-`
+    also as a sign).
 
-    The value is None where it divides by zero. Returns None if the text is anything else. Nothing is executed.
+    The value is None where it divides by zero. Returns None if the text is anything else. Nothing
+    is executed.
     """
     if len(expression) > MAX_CHARACTERS or not PLAIN.fullmatch(expression):
         return None
@@ -56,7 +59,11 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
     try:
         return value(tree), numbers
     except ZeroDivisionError:
-        return None, [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int)]
+        return None, [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, int)
+        ]
     except SyntaxError:
         return None
 
@@ -80,12 +87,14 @@ def join(left: Term, right: Term, sign: str) -> Term:
 
 
 def bare(expression: str) -> str:
-    """The expression without the parentheses around the whole of it (every joined term has them)."""
+    """The expression without the parentheses around the whole of it (every joined term has
+    them)."""
     return expression[1:-1] if expression.startswith("(") else expression
 
 
 def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | None:
-    """An expression that uses every number once and equals `target`; None if there is none. Depth-first, visiting equal terms once."""
+    """An expression that uses every number once and equals `target`; None if there is none.
+    Depth-first, visiting equal terms once."""
     seen: set[tuple[Fraction, ...]] = set()
 
     def search(terms: list[Term]) -> str | None:
@@ -95,14 +104,17 @@ def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | No
         if key in seen:
             return None
         seen.add(key)
-        return next((found for following in joins(terms, operations) if (found := search(following))), None)
+        return next(
+            (found for following in joins(terms, operations) if (found := search(following))), None
+        )
 
     found = search([(Fraction(number), str(number)) for number in numbers])
     return None if found is None else bare(found)
 
 
 def random_expression(numbers: list[int], operations: str, rng: random.Random) -> str:
-    """An expression over all the numbers, by uniformly random moves; one that divides by zero is possible and written out all the same."""
+    """An expression over all the numbers, by uniformly random moves; one that divides by zero is
+    possible and written out all the same."""
     terms = [str(number) for number in numbers]
     while len(terms) > 1:
         first, second = rng.sample(range(len(terms)), 2)
@@ -127,7 +139,9 @@ def random_expression_success(numbers: list[int], target: int, operations: str =
                 for sign in operations:
                     if sign == "/" and values[second] == 0:
                         continue
-                    total += chance(tuple(sorted([*rest, OPERATIONS[sign](values[first], values[second])])))
+                    total += chance(
+                        tuple(sorted([*rest, OPERATIONS[sign](values[first], values[second])]))
+                    )
         return total / (len(values) * (len(values) - 1) * len(operations))
 
     return chance(tuple(sorted(Fraction(number) for number in numbers)))

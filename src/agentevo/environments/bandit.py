@@ -1,7 +1,9 @@
-"""RAGEN's two-armed bandit: one dull arm that always pays a little, one lively arm that pays more on average but seldom.
+"""RAGEN's two-armed bandit: one dull arm that always pays a little, one lively arm that pays more
+on average but seldom.
 
-The names carry the rule (a Phoenix is dull, a Dragon is lively, or the other way round), so a policy that learned "take the lively one" can
-be tested on other names. Reward: low arm 0.1; high arm 1.0 with probability 0.25, else 0. Success: the high arm was chosen.
+The names carry the rule (a Phoenix is dull, a Dragon is lively, or the other way round), so a
+policy that learned "take the lively one" can be tested on other names. Reward: low arm 0.1; high
+arm 1.0 with probability 0.25, else 0. Success: the high arm was chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from agentevo.types import Baselines
 
 
 class BanditConfig(EnvironmentConfig):
-    """Two arms, one pull. For RAGEN's test of other names: `low_arm: Trader`, `high_arm: Librarian`."""
+    """Two arms, one pull. For RAGEN's test of other names: `low_arm: Trader`, `high_arm:
+    Librarian`."""
 
     type: Literal["bandit"] = "bandit"
     max_actions: int = pydantic.Field(default=1, ge=1)
@@ -36,9 +39,14 @@ class BanditConfig(EnvironmentConfig):
     @pydantic.model_validator(mode="after")
     def _arms_differ(self) -> BanditConfig:
         if self.low_arm.casefold() == self.high_arm.casefold():
-            raise ValueError(f"low_arm and high_arm are both {self.low_arm!r}: give the arms different names")
+            raise ValueError(
+                f"low_arm and high_arm are both {self.low_arm!r}: give the arms different names"
+            )
         if self.high_probability * self.high_reward <= self.low_reward:
-            raise ValueError("the high arm must pay more on average: raise high_probability or high_reward, or lower low_reward")
+            raise ValueError(
+                "the high arm must pay more on average: raise high_probability or high_reward, "
+                "or lower low_reward"
+            )
         return self
 
 
@@ -52,7 +60,8 @@ class BanditEnvironment(EpisodicEnvironment):
     @property
     def instructions(self) -> str:
         return (
-            "You play a bandit machine with two arms. Each arm pays by its own rule, which its name hints at. Choose the arm that pays "
+            "You play a bandit machine with two arms. Each arm pays by its own rule, which its "
+            "name hints at. Choose the arm that pays "
             "more on average. Your action is the name of one arm."
         )
 
@@ -71,7 +80,9 @@ class BanditEnvironment(EpisodicEnvironment):
             return INVALID
         if self._arms[chosen] == self.config.low_arm:
             return Outcome(reward=self.config.low_reward, terminated=True)
-        return Outcome(reward=self.config.high_reward if self._pays else 0.0, terminated=True, success=True)
+        return Outcome(
+            reward=self.config.high_reward if self._pays else 0.0, terminated=True, success=True
+        )
 
     def random_action(self, rng: random.Random) -> str:
         return rng.choice(self._arms)

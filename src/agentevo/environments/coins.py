@@ -1,4 +1,5 @@
-"""Coins: look, then name the one coin that is best. One turn, one word; the smallest task that still needs reading.
+"""Coins: look, then name the one coin that is best. One turn, one word; the smallest task that
+still needs reading.
 
 Which coin is best follows from `rule`, in rising order of what the policy must be able to do:
 
@@ -7,8 +8,9 @@ Which coin is best follows from `rule`, in rising order of what the policy must 
     table    the lamp's colour decides, by a mapping shown each time              (look up)
     value    each coin's value is shown: take the highest                         (compare)
 
-Success takes the coin's exact name and nothing else (case is ignored). An instruction-tuned model starts near 0%, since it says more than
-the name; `mention_credit` pays it a little for saying little else, so that learning has a slope to climb.
+Success takes the coin's exact name and nothing else (case is ignored). An instruction-tuned model
+starts near 0%, since it says more than the name; `mention_credit` pays it a little for saying
+little else, so that learning has a slope to climb.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class CoinsConfig(EnvironmentConfig):
 
     type: Literal["coins"] = "coins"
     max_actions: int = pydantic.Field(default=1, ge=1)
-    """Actions after which an unfinished episode is truncated; more than 1 lets a player that named no coin try again."""
+    """Actions after which an unfinished episode is truncated; more than 1 lets a player that named
+    no coin try again."""
     rule: Literal["match", "hidden", "table", "value"] = "value"
     """What makes a coin the best one: see the module."""
     num_coins: int = pydantic.Field(default=3, ge=2, le=8)
@@ -51,17 +54,20 @@ class CoinsConfig(EnvironmentConfig):
     wording: Literal["terse", "plain", "story"] = "terse"
     """How the task is put."""
     other_credit: float = pydantic.Field(default=0.2, ge=0, lt=1)
-    """Reward for naming another coin than the best; under the rule `value` times its share of the best value."""
+    """Reward for naming another coin than the best; under the rule `value` times its share of the
+    best value."""
     mention_credit: float = pydantic.Field(default=0.5, ge=0, lt=1)
-    """An answer that isn't a coin's name but mentions exactly one coin earns this, times what that coin earns, times the share of the
-    answer's letters that are the name. 0 pays exact names only."""
+    """An answer that isn't a coin's name but mentions exactly one coin earns this, times what that
+    coin earns, times the share of the answer's letters that are the name. 0 pays exact names
+    only."""
 
     @pydantic.model_validator(mode="after")
     def _values_fit(self) -> CoinsConfig:
         needed = self.num_coins - 1 + self.min_gap
         if self.max_value < needed:
             raise ValueError(
-                f"max_value={self.max_value} is too low for num_coins={self.num_coins}, min_gap={self.min_gap}: take at least {needed}"
+                f"max_value={self.max_value} is too low for num_coins={self.num_coins}, "
+                f"min_gap={self.min_gap}: take at least {needed}"
             )
         return self
 
@@ -99,7 +105,10 @@ class CoinsEnvironment(EpisodicEnvironment):
             self._lamps = rng.sample(lamps[: config.num_coins], config.num_coins)
         if config.rule == "value":
             top = rng.randint(config.num_coins - 1 + config.min_gap, config.max_value)
-            self._values = [top, *rng.sample(range(1, top - config.min_gap + 1), config.num_coins - 1)]
+            self._values = [
+                top,
+                *rng.sample(range(1, top - config.min_gap + 1), config.num_coins - 1),
+            ]
             rng.shuffle(self._values)
             self._best = self._values.index(top)
         else:
@@ -108,10 +117,18 @@ class CoinsEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         rule = self.config.rule
         if rule == "value":
-            return ", ".join(f"{coin} = {value}" for coin, value in zip(self._coins, self._values, strict=True))
+            return ", ".join(
+                f"{coin} = {value}" for coin, value in zip(self._coins, self._values, strict=True)
+            )
         lamp = f"The lamp is {self._lamps[self._best]}."
         if rule == "table":
-            return ", ".join(f"{lamp} = {coin}" for lamp, coin in zip(self._lamps, self._coins, strict=True)) + "\n" + lamp
+            return (
+                ", ".join(
+                    f"{lamp} = {coin}" for lamp, coin in zip(self._lamps, self._coins, strict=True)
+                )
+                + "\n"
+                + lamp
+            )
         return f"Coins: {', '.join(self._coins)}.\n{lamp}"
 
     def _worth(self, coin: int) -> float:
@@ -123,12 +140,20 @@ class CoinsEnvironment(EpisodicEnvironment):
     def act(self, action: str) -> Outcome:
         chosen = choose(action, self._coins)
         if chosen is not None:
-            return Outcome(reward=self._worth(chosen), terminated=True, success=chosen == self._best)
-        mentioned = [index for index, coin in enumerate(self._coins) if re.search(rf"\b{coin}\b", action, re.IGNORECASE)]
+            return Outcome(
+                reward=self._worth(chosen), terminated=True, success=chosen == self._best
+            )
+        mentioned = [
+            index
+            for index, coin in enumerate(self._coins)
+            if re.search(rf"\b{coin}\b", action, re.IGNORECASE)
+        ]
         if len(mentioned) != 1:
             return INVALID
         share = len(self._coins[mentioned[0]]) / len(action)
-        return INVALID._replace(reward=self.config.mention_credit * self._worth(mentioned[0]) * share)
+        return INVALID._replace(
+            reward=self.config.mention_credit * self._worth(mentioned[0]) * share
+        )
 
     def random_action(self, rng: random.Random) -> str:
         return rng.choice(self._coins)

@@ -1,7 +1,8 @@
 """Countdown: write an arithmetic expression that uses each given number once and equals the target.
 
-Reward: 1 for the target; 0.1 for an expression that uses the numbers exactly once but has another value; else 0, and the action is invalid.
-Instances are made by evaluating a random expression, so all are solvable.
+Reward: 1 for the target; 0.1 for an expression that uses the numbers exactly once but has another
+value; else 0, and the action is invalid. Instances are made by evaluating a random expression, so
+all are solvable.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from typing import ClassVar, Literal
 
 import pydantic
 
-from agentevo.environments.arithmetic import evaluate, random_expression, random_expression_success, solve
+from agentevo.environments.arithmetic import (
+    evaluate,
+    random_expression,
+    random_expression_success,
+    solve,
+)
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, stream
 from agentevo.errors import EnvironmentFailure
@@ -30,7 +36,8 @@ class CountdownConfig(EnvironmentConfig):
 
     type: Literal["countdown"] = "countdown"
     max_actions: int = pydantic.Field(default=1, ge=1)
-    """Actions after which an unfinished episode is truncated; more than 1 forgives malformed expressions."""
+    """Actions after which an unfinished episode is truncated; more than 1 forgives malformed
+    expressions."""
     num_numbers: int = pydantic.Field(default=3, ge=2, le=5)
     """Numbers given, all to be used."""
     max_number: int = pydantic.Field(default=20, ge=1)
@@ -45,7 +52,10 @@ class CountdownConfig(EnvironmentConfig):
     @pydantic.model_validator(mode="after")
     def _targets_exist(self) -> CountdownConfig:
         if self.min_target > self.max_target:
-            raise ValueError(f"min_target={self.min_target} is above max_target={self.max_target}: swap or widen them")
+            raise ValueError(
+                f"min_target={self.min_target} is above max_target={self.max_target}: swap or "
+                "widen them"
+            )
         if len(set(self.operations)) != len(self.operations):
             raise ValueError(f"operations={self.operations!r} repeats a sign: name each once")
         return self
@@ -62,7 +72,8 @@ class CountdownEnvironment(EpisodicEnvironment):
     def instructions(self) -> str:
         signs = " ".join(sign for sign in SIGN_ORDER if sign in self.config.operations)
         return (
-            f"Write an arithmetic expression that equals the target. Use each number exactly once, with {signs} and parentheses. "
+            "Write an arithmetic expression that equals the target. Use each number exactly "
+            f"once, with {signs} and parentheses. "
             "Your action is the expression alone."
         )
 
@@ -71,15 +82,23 @@ class CountdownEnvironment(EpisodicEnvironment):
         config = self.config
         for _ in range(MAX_TRIES):
             self.numbers = [rng.randint(1, config.max_number) for _ in range(config.num_numbers)]
-            made = evaluate(random_expression(self.numbers, config.operations, rng), config.operations)
+            made = evaluate(
+                random_expression(self.numbers, config.operations, rng), config.operations
+            )
             value = made[0] if made else None
-            if value is not None and value.denominator == 1 and config.min_target <= value <= config.max_target:
+            if (
+                value is not None
+                and value.denominator == 1
+                and config.min_target <= value <= config.max_target
+            ):
                 self.target = int(value)
                 self._solution: str | None = None
                 return
         raise EnvironmentFailure(
-            f"countdown: none of {MAX_TRIES} expressions over {config.num_numbers} numbers up to {config.max_number} "
-            f"with {config.operations} lies in {config.min_target}..{config.max_target}: widen the target's range"
+            f"countdown: none of {MAX_TRIES} expressions over {config.num_numbers} numbers up to "
+            f"{config.max_number} "
+            f"with {config.operations} lies in {config.min_target}..{config.max_target}: widen "
+            "the target's range"
         )
 
     def observe(self) -> str:
@@ -90,7 +109,9 @@ class CountdownEnvironment(EpisodicEnvironment):
         if made is None or sorted(made[1]) != sorted(self.numbers):
             return INVALID
         success = made[0] == self.target
-        return Outcome(reward=1.0 if success else WRONG_VALUE_REWARD, terminated=True, success=success)
+        return Outcome(
+            reward=1.0 if success else WRONG_VALUE_REWARD, terminated=True, success=success
+        )
 
     def random_action(self, rng: random.Random) -> str:
         return random_expression(self.numbers, self.config.operations, rng)
@@ -103,7 +124,15 @@ class CountdownEnvironment(EpisodicEnvironment):
     def baselines(self, max_actions: int | None = None) -> Baselines:
         numbers, operations = self.numbers, self.config.operations
         if len(numbers) <= EXACT_NUMBERS:
-            return Baselines(random=random_expression_success(numbers, self.target, operations), optimal=1.0)
+            return Baselines(
+                random=random_expression_success(numbers, self.target, operations), optimal=1.0
+            )
         rng = random.Random(f"{numbers} {self.target}")
-        made = (evaluate(random_expression(numbers, operations, rng), operations) for _ in range(SAMPLED_EXPRESSIONS))
-        return Baselines(random=sum(1 for m in made if m and m[0] == self.target) / SAMPLED_EXPRESSIONS, optimal=1.0)
+        made = (
+            evaluate(random_expression(numbers, operations, rng), operations)
+            for _ in range(SAMPLED_EXPRESSIONS)
+        )
+        return Baselines(
+            random=sum(1 for m in made if m and m[0] == self.target) / SAMPLED_EXPRESSIONS,
+            optimal=1.0,
+        )

@@ -1,7 +1,8 @@
 """The environment contract: Gymnasium's reset and step, with text for observations and actions.
 
-An environment is one world for one player. Everything random in it comes from the seed given to `reset`. A bad action is part of the game
-(`info["valid"]` is false, the world does not change, it still counts as an action), never an exception.
+An environment is one environment for one player. Everything random in it comes from the seed given
+to `reset`. A bad action is part of the game (`info["valid"]` is false, the environment does not
+change, it still counts as an action), never an exception.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from agentevo.types import Baselines
 
 
 class EnvironmentConfig(pydantic.BaseModel):
-    """Options shared by every environment; each environment subclasses this with its own `type` and difficulty."""
+    """Options shared by every environment; each environment subclasses this with its own `type` and
+    difficulty."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -29,10 +31,11 @@ class EnvironmentConfig(pydantic.BaseModel):
 
 
 class TextEnvironment(gymnasium.Env[str, str], ABC):
-    """A seeded text world. Subclasses also say how to play it: the actions, a random player, a solver.
+    """A seeded text environment. Subclasses also say how to play it: the actions, a random player,
+    a solver.
 
-    `info` of `reset` and `step` holds `valid: bool` (was the action understood and legal), `effective: bool` (did it change the world) and
-    `success: bool` (is the task solved).
+    `info` of `reset` and `step` holds `valid: bool` (was the action understood and legal),
+    `effective: bool` (did it change the environment) and `success: bool` (is the task solved).
     """
 
     Config: ClassVar[type[EnvironmentConfig]]
@@ -47,7 +50,9 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
         """Rules, legend and action names, told to the player once, before the first observation."""
 
     @abstractmethod
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]: ...
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]: ...
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -59,12 +64,14 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
 
     @abstractmethod
     def optimal_action(self) -> str | None:
-        """The action an optimal player takes now with the actions it has left; None where no solver exists or nothing can still succeed."""
+        """The action an optimal player takes now with the actions it has left; None where no solver
+        exists or nothing can still succeed."""
 
     @abstractmethod
     def baselines(self, max_actions: int | None = None) -> Baselines:
-        """Success rates, from the state after `reset`, of a uniform random and an optimal player with at most `max_actions` actions
-        (default: the config's). Exact where the world is small, else by seeded play; None where unknown. Does not disturb the episode."""
+        """Success rates, from the state after `reset`, of a uniform random and an optimal player
+        with at most `max_actions` actions (default: the config's). Exact where the environment is
+        small, else by seeded play; None where unknown. Does not disturb the episode."""
 
 
 environments: Registry[type[TextEnvironment]] = Registry("environments")

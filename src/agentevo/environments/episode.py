@@ -1,7 +1,8 @@
 """One episode's bookkeeping, shared by every environment of this room.
 
-A subclass says how a world starts (`start`), looks (`observe`) and answers an action (`act`); this class counts the actions, truncates
-at `config.max_actions`, fills `info`, and refuses a step after the end. Lifecycle:
+A subclass says how an environment starts (`start`), looks (`observe`) and answers an action
+(`act`); this class counts the actions, truncates at `config.max_actions`, fills `info`, and refuses
+a step after the end. Lifecycle:
 
     reset(seed) -> start -> observe ;  step(action) -> act -> observe ;  ... until terminated or truncated ;  reset(seed) again
 """
@@ -23,16 +24,17 @@ class Outcome(NamedTuple):
     valid: bool = True
     """Understood and legal."""
     effective: bool = True
-    """Changed the world."""
+    """Changed the environment."""
     terminated: bool = False
-    """The world has ended (won or lost)."""
+    """The environment has ended (won or lost)."""
     success: bool = False
     truncated: bool = False
-    """Ended by a limit of the world's own."""
+    """Ended by a limit of the environment's own."""
 
 
 class EpisodicEnvironment(TextEnvironment):
-    """Gymnasium's reset and step, written once. `num_actions` counts the actions taken in this episode, invalid ones too."""
+    """Gymnasium's reset and step, written once. `num_actions` counts the actions taken in this
+    episode, invalid ones too."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config)
@@ -41,7 +43,7 @@ class EpisodicEnvironment(TextEnvironment):
 
     @abstractmethod
     def start(self, seed: int) -> None:
-        """Builds the world of `seed`; everything random in the episode comes from it."""
+        """Builds the environment of `seed`; everything random in the episode comes from it."""
 
     @abstractmethod
     def observe(self) -> str:
@@ -49,14 +51,17 @@ class EpisodicEnvironment(TextEnvironment):
 
     @abstractmethod
     def act(self, action: str) -> Outcome:
-        """Plays one action (white space at both ends is gone). An action it does not understand is `Outcome(valid=False, ...)`."""
+        """Plays one action (white space at both ends is gone). An action it does not understand is
+        `Outcome(valid=False, ...)`."""
 
     @property
     def actions_left(self) -> int:
         """How many more actions `config.max_actions` allows."""
         return self.config.max_actions - self.num_actions
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Starts the episode of `seed`; None draws a seed from the operating system."""
         self.start(random.SystemRandom().randrange(2**31) if seed is None else seed)
         self.num_actions = 0
@@ -65,7 +70,9 @@ class EpisodicEnvironment(TextEnvironment):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         if not self._running:
-            raise EnvironmentFailure(f"{self.config.type}: step() outside an episode; call reset(seed=...) first")
+            raise EnvironmentFailure(
+                f"{self.config.type}: step() outside an episode; call reset(seed=...) first"
+            )
         self.num_actions += 1
         outcome = self.act(action.strip())
         truncated = not outcome.terminated and (outcome.truncated or self.actions_left <= 0)
@@ -75,7 +82,8 @@ class EpisodicEnvironment(TextEnvironment):
 
 
 def stream(config: EnvironmentConfig, seed: int, name: str) -> random.Random:
-    """The random stream called `name` of one seed's world: streams of other names, seeds and environment types are unrelated."""
+    """The random stream called `name` of one seed's environment: streams of other names, seeds and
+    environment types are unrelated."""
     return random.Random(f"{config.type}/{name}/{seed}")
 
 

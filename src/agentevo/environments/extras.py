@@ -13,4 +13,6 @@ def load_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"the package {error.name!r} is not installed: pip install 'agentevo[{extra}]'") from error
+        raise MissingExtraError(
+            f"the package {error.name!r} is not installed: pip install 'agentevo[{extra}]'"
+        ) from error

@@ -1,8 +1,9 @@
 """FrozenLake on random solvable maps: reach the goal, avoid the holes, slip on the ice.
 
-Rules as in RAGEN's variant of Gymnasium's FrozenLake: each tile is frozen with probability 0.8, start and goal are random tiles joined by a
-path, +1 at the goal, else 0, a hole ends the episode. On slippery ice a move goes the intended way with probability 1/3 and each
-perpendicular way with probability 1/3. Both reference players are computed exactly from the map (see `planning`).
+Rules as in RAGEN's variant of Gymnasium's FrozenLake: each tile is frozen with probability 0.8,
+start and goal are random tiles joined by a path, +1 at the goal, else 0, a hole ends the episode.
+On slippery ice a move goes the intended way with probability 1/3 and each perpendicular way with
+probability 1/3. Both reference players are computed exactly from the map (see `planning`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class FrozenLakeConfig(EnvironmentConfig):
     slippery: bool = True
     """Moves go astray two times in three."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: RAGEN's drawn map; `words`: where goal and holes are and what lies on the four sides, as the player sees them."""
+    """`grid`: RAGEN's drawn map; `words`: where goal and holes are and what lies on the four sides,
+    as the player sees them."""
     alphabet: Literal["ragen", "ascii"] = "ragen"
     """Symbols of the map: RAGEN's `P_OGX√`, or `P_OGXV` for tokenizers that split `√`."""
 
@@ -55,7 +57,9 @@ class LakeMap(NamedTuple):
         """The tile next to `tile`; `tile` itself at the shore."""
         row, column = divmod(tile, self.size)
         row, column = row + STEPS[direction][0], column + STEPS[direction][1]
-        return row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
+        return (
+            row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else tile
+        )
 
     def has_path(self) -> bool:
         """Whether the goal can be reached from the start over frozen tiles."""
@@ -72,7 +76,8 @@ class LakeMap(NamedTuple):
 
 
 def random_map(size: int, frozen_probability: float, rng: random.Random) -> LakeMap:
-    """A map with start != goal and a path between them, drawn by rejection. With very few frozen tiles start and goal end up adjacent."""
+    """A map with start != goal and a path between them, drawn by rejection. With very few frozen
+    tiles start and goal end up adjacent."""
     num_tiles = size * size
     while True:
         holes = {tile for tile in range(num_tiles) if rng.random() >= frozen_probability}
@@ -111,30 +116,52 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
     @property
     def instructions(self) -> str:
         player, frozen, hole, goal, fallen, arrived = tuple(ALPHABETS[self.config.alphabet])
-        ice = " The ice is slippery: a move may go to either side instead." if self.config.slippery else ""
+        ice = (
+            " The ice is slippery: a move may go to either side instead."
+            if self.config.slippery
+            else ""
+        )
         task = f"Walk on the frozen lake to the goal without falling into a hole.{ice}\n"
         if self.config.view == "words":
             return f"{task}Actions: {', '.join(ACTIONS)}."
-        legend = f"{player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player in hole, {arrived} player on goal"
+        legend = (
+            f"{player} player, {frozen} frozen, {hole} hole, {goal} goal, {fallen} player "
+            f"in hole, {arrived} player on goal"
+        )
         return f"{task}Symbols: {legend}.\nActions: {', '.join(ACTIONS)}."
 
     def start(self, seed: int) -> None:
-        self.lake = random_map(self.config.size, self.config.frozen_probability, stream(self.config, seed, "map"))
+        self.lake = random_map(
+            self.config.size, self.config.frozen_probability, stream(self.config, seed, "map")
+        )
         self._tile = self.lake.start
         self._slips = stream(self.config, seed, "slips")
         self._tables: SuccessTables | None = None
 
     def _describe(self) -> str:
         """The view in words."""
-        size, (row, column), goal = self.lake.size, divmod(self._tile, self.lake.size), divmod(self.lake.goal, self.lake.size)
+        size = self.lake.size
+        (row, column) = divmod(self._tile, self.lake.size)
+        goal = divmod(self.lake.goal, self.lake.size)
         sides = []
         for name, (down, right) in zip(ACTIONS, STEPS, strict=True):
             there = (row + down) * size + column + right
             inside = 0 <= row + down < size and 0 <= column + right < size
-            tile = "edge" if not inside else "hole" if there in self.lake.holes else "goal" if there == self.lake.goal else "ice"
+            tile = (
+                "edge"
+                if not inside
+                else "hole"
+                if there in self.lake.holes
+                else "goal"
+                if there == self.lake.goal
+                else "ice"
+            )
             sides.append(f"{name.lower()} {tile}")
         state = "You fell into a hole. " if self._tile in self.lake.holes else ""
-        near = sorted((divmod(hole, size) for hole in self.lake.holes), key=lambda h: (abs(h[0] - row) + abs(h[1] - column), h))
+        near = sorted(
+            (divmod(hole, size) for hole in self.lake.holes),
+            key=lambda h: (abs(h[0] - row) + abs(h[1] - column), h),
+        )
         holes = "; ".join(["", *(f"hole {offset(h[0] - row, h[1] - column)}" for h in near)])
         return f"{state}Goal {offset(goal[0] - row, goal[1] - column)}; {', '.join(sides)}{holes}"
 
@@ -144,7 +171,13 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         player, frozen, hole, goal, fallen, arrived = tuple(ALPHABETS[self.config.alphabet])
         tiles = [hole if tile in self.lake.holes else frozen for tile in range(self.lake.size**2)]
         tiles[self.lake.goal] = goal
-        tiles[self._tile] = fallen if self._tile in self.lake.holes else arrived if self._tile == self.lake.goal else player
+        tiles[self._tile] = (
+            fallen
+            if self._tile in self.lake.holes
+            else arrived
+            if self._tile == self.lake.goal
+            else player
+        )
         size = self.lake.size
         return "\n".join("".join(tiles[row * size : (row + 1) * size]) for row in range(size))
 
@@ -152,7 +185,9 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         chosen = choose(action, ACTIONS)
         if chosen is None:
             return INVALID
-        direction = (chosen + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else chosen
+        direction = (
+            (chosen + self._slips.choice((-1, 0, 1))) % 4 if self.config.slippery else chosen
+        )
         previous, self._tile = self._tile, self.lake.neighbour(self._tile, direction)
         success = self._tile == self.lake.goal
         return Outcome(
@@ -179,4 +214,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
     def baselines(self, max_actions: int | None = None) -> Baselines:
         limit = self.config.max_actions if max_actions is None else max_actions
         tables = self.tables()
-        return Baselines(random=tables.random(self.lake.start, limit), optimal=tables.optimal(self.lake.start, limit))
+        return Baselines(
+            random=tables.random(self.lake.start, limit),
+            optimal=tables.optimal(self.lake.start, limit),
+        )

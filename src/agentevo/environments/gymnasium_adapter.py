@@ -1,12 +1,14 @@
-"""Any Gymnasium environment as a text world.
+"""Any Gymnasium environment as a text environment.
 
-Observations: strings pass through; an environment that renders as `ansi` shows that picture (a highlighted cell becomes `[cell]`); other
-spaces are written as text. Actions: a Discrete space takes the action's name (`action_names`, default its number), a Text space takes any
-text that it contains. The action limit is `max_actions`; Gymnasium's own time limit is switched off.
+Observations: strings pass through; an environment that renders as `ansi` shows that picture (a
+highlighted cell becomes `[cell]`); other spaces are written as text. Actions: a Discrete space
+takes the action's name (`action_names`, default its number), a Text space takes any text that it
+contains. The action limit is `max_actions`; Gymnasium's own time limit is switched off.
 
-Success is what the environment says in `info["success"]` or `info["is_success"]`, else what `success_on` says. Where the environment
-publishes its transitions (`env.unwrapped.P`, as Gymnasium's toy texts do) both reference players are computed exactly and there is a
-solver; elsewhere the random player is sampled and the optimal one unknown.
+Success is what the environment says in `info["success"]` or `info["is_success"]`, else what
+`success_on` says. Where the environment publishes its transitions (`env.unwrapped.P`, as
+Gymnasium's toy texts do) both reference players are computed exactly and there is a solver;
+elsewhere the random player is sampled and the optimal one unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class GymnasiumConfig(EnvironmentConfig):
 
     type: Literal["gymnasium"] = "gymnasium"
     id: str = pydantic.Field(min_length=1)
-    """Gymnasium's id, such as `FrozenLake-v1`, or `module:Id-v0` to import a module that registers it."""
+    """Gymnasium's id, such as `FrozenLake-v1`, or `module:Id-v0` to import a module that registers
+    it."""
     kwargs: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
     """Options handed to `gymnasium.make`."""
     action_names: tuple[str, ...] = ()
@@ -47,9 +50,11 @@ class GymnasiumConfig(EnvironmentConfig):
     instructions: str = ""
     """Rules told to the player; empty: the id and the actions."""
     observation: Literal["auto", "text", "ansi"] = "auto"
-    """`text`: the observation written out; `ansi`: the rendered picture; `auto`: the picture if there is one and no text."""
+    """`text`: the observation written out; `ansi`: the rendered picture; `auto`: the picture if
+    there is one and no text."""
     success_on: Literal["reward", "termination"] = "reward"
-    """An ended episode succeeded if its last reward was positive (`reward`), or in any case (`termination`)."""
+    """An ended episode succeeded if its last reward was positive (`reward`), or in any case
+    (`termination`)."""
 
 
 def as_text(observation: object) -> str:
@@ -73,7 +78,8 @@ def picture_as_text(picture: str) -> str:
 
 
 Transitions = dict[int, dict[int, list[tuple[float, int, float, bool]]]]
-"""state -> action -> [(chance, next state, reward, ended), ...], as Gymnasium's toy texts publish them."""
+"""state -> action -> [(chance, next state, reward, ended), ...], as Gymnasium's toy texts publish
+them."""
 
 
 def transition_tables(published: Transitions, num_actions: int, success_on: str) -> SuccessTables:
@@ -102,42 +108,66 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         self._world = self._make()
         space = self._world.action_space
         if not isinstance(space, spaces.Discrete | spaces.Text):
-            raise ConfigError(f"gymnasium: {config.id} takes {space}; only Discrete and Text actions can be said in words")
+            raise ConfigError(
+                f"gymnasium: {config.id} takes {space}; only Discrete and Text actions can be "
+                "said in words"
+            )
         self._names: list[str] = []
         if isinstance(space, spaces.Discrete):
-            self._names = list(config.action_names) or [str(number) for number in range(space.start, space.start + space.n)]
+            self._names = list(config.action_names) or [
+                str(number) for number in range(space.start, space.start + space.n)
+            ]
             if len(self._names) != space.n:
                 raise ConfigError(
-                    f"gymnasium: action_names has {len(self._names)} entries, but {config.id} has {space.n} actions: name each"
+                    f"gymnasium: action_names has {len(self._names)} entries, but {config.id} "
+                    f"has {space.n} actions: name each"
                 )
         published = getattr(self._world.unwrapped, "P", None)
-        known = isinstance(published, dict) and bool(self._names) and len(published) <= MAX_TABLE_STATES
+        known = (
+            isinstance(published, dict) and bool(self._names) and len(published) <= MAX_TABLE_STATES
+        )
         self._published: Transitions | None = published if known else None
 
     @cached_property
     def _tables(self) -> SuccessTables | None:
         """Made when first asked for: playing doesn't need them."""
-        return None if self._published is None else transition_tables(self._published, len(self._names), self.config.success_on)
+        return (
+            None
+            if self._published is None
+            else transition_tables(self._published, len(self._names), self.config.success_on)
+        )
 
     def _make(self) -> gymnasium.Env[Any, Any]:
         config = self.config
-        options: dict[str, Any] = {"max_episode_steps": -1, "disable_env_checker": True, **config.kwargs}
+        options: dict[str, Any] = {
+            "max_episode_steps": -1,
+            "disable_env_checker": True,
+            **config.kwargs,
+        }
         try:
-            world = gymnasium.make(config.id, **options)
-            drawable = "ansi" in world.metadata.get("render_modes", []) and not isinstance(world.observation_space, spaces.Text)
-            self._drawn = config.observation == "ansi" or (config.observation == "auto" and drawable)
+            environment = gymnasium.make(config.id, **options)
+            drawable = "ansi" in environment.metadata.get("render_modes", []) and not isinstance(
+                environment.observation_space, spaces.Text
+            )
+            self._drawn = config.observation == "ansi" or (
+                config.observation == "auto" and drawable
+            )
             if not self._drawn:
-                return world
-            world.close()
+                return environment
+            environment.close()
             return gymnasium.make(config.id, **{"render_mode": "ansi", **options})
         except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise ConfigError(f"gymnasium: can't make {config.id!r} with kwargs {config.kwargs}: {error}") from error
+            raise ConfigError(
+                f"gymnasium: can't make {config.id!r} with kwargs {config.kwargs}: {error}"
+            ) from error
 
     @property
     def instructions(self) -> str:
         if self.config.instructions:
             return self.config.instructions
-        return f"You play {self.config.id}." + (f" Actions: {', '.join(self._names)}." if self._names else "")
+        return f"You play {self.config.id}." + (
+            f" Actions: {', '.join(self._names)}." if self._names else ""
+        )
 
     def start(self, seed: int) -> None:
         self._seed = seed
@@ -154,7 +184,10 @@ class GymnasiumEnvironment(EpisodicEnvironment):
             return as_text(observation)
         picture = self._world.render()
         if not isinstance(picture, str):
-            raise EnvironmentFailure(f"gymnasium: {self.config.id} drew {type(picture).__name__}, not text: set observation: text")
+            raise EnvironmentFailure(
+                f"gymnasium: {self.config.id} drew {type(picture).__name__}, not text: set "
+                "observation: text"
+            )
         return picture_as_text(picture)
 
     def observe(self) -> str:
@@ -164,7 +197,9 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         move: Any = choose(action, self._names)
         if isinstance(self._world.action_space, spaces.Discrete) and move is not None:
             move += int(self._world.action_space.start)
-        elif isinstance(self._world.action_space, spaces.Text) and self._world.action_space.contains(action):
+        elif isinstance(
+            self._world.action_space, spaces.Text
+        ) and self._world.action_space.contains(action):
             move = action
         if move is None:
             return INVALID
@@ -195,11 +230,18 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         limit = self.config.max_actions if max_actions is None else max_actions
         if self._tables is not None:
             start = self._start_state
-            return Baselines(random=self._tables.random(start, limit), optimal=self._tables.optimal(start, limit))
+            return Baselines(
+                random=self._tables.random(start, limit), optimal=self._tables.optimal(start, limit)
+            )
         if not self._names:
             return Baselines(random=None, optimal=None)
         config = self.config.model_copy(update={"max_actions": limit})
-        return Baselines(random=random_play_success(lambda: GymnasiumEnvironment(config), self._seed, SAMPLED_PLAYS), optimal=None)
+        return Baselines(
+            random=random_play_success(
+                lambda: GymnasiumEnvironment(config), self._seed, SAMPLED_PLAYS
+            ),
+            optimal=None,
+        )
 
     def close(self) -> None:
         self._world.close()

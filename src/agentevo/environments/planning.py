@@ -1,7 +1,9 @@
-"""What reference players reach in a world: exactly, for a small Markov decision process, and by seeded play for any environment.
+"""What reference players reach in an environment: exactly, for a small Markov decision process, and
+by seeded play for any environment.
 
-With `win[a, s]` the chance that action `a` in state `s` succeeds at once, `move[a, s, t]` the chance that it goes on in `t` (rows may sum
-to less than 1: the rest ended, won or lost), and V_0 = 0, the success rate with k actions left is
+With `win[a, s]` the chance that action `a` in state `s` succeeds at once, `move[a, s, t]` the
+chance that it goes on in `t` (rows may sum to less than 1: the rest ended, won or lost), and V_0 =
+0, the success rate with k actions left is
 
     Q_k[a, s] = win[a, s] + sum_t move[a, s, t] V_{k-1}[t]      V_k = max_a Q_k (optimal)  or  mean_a Q_k (uniform random)
 """
@@ -18,7 +20,8 @@ from agentevo.environments.environment import TextEnvironment
 
 Table = NDArray[np.float64]
 PATIENCE = 0.95
-"""Discount per action that breaks ties between optimal actions, so that the player neither dawdles nor gives up when time is short."""
+"""Discount per action that breaks ties between optimal actions, so that the player neither dawdles
+nor gives up when time is short."""
 
 
 class SuccessTables:
@@ -44,13 +47,15 @@ class SuccessTables:
         return float(self._optimal[num_actions][state])
 
     def random(self, state: int, num_actions: int) -> float:
-        """Success rate of the uniform random player that starts in `state` with `num_actions` actions."""
+        """Success rate of the uniform random player that starts in `state` with `num_actions`
+        actions."""
         while len(self._random) <= num_actions:
             self._random.append(self._values(self._random[-1]).mean(axis=0))
         return float(self._random[num_actions][state])
 
     def best_action(self, state: int, num_actions: int) -> int:
-        """The action that maximizes success with `num_actions` left; among equals, the one whose success comes soonest."""
+        """The action that maximizes success with `num_actions` left; among equals, the one whose
+        success comes soonest."""
         self.optimal(state, num_actions - 1)
         values = self._values_of(state, self._optimal[num_actions - 1])
         equals = values >= values.max() - 1e-12
@@ -72,7 +77,8 @@ class SuccessTables:
 
 
 def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_plays: int) -> float:
-    """Share of `num_plays` episodes of the world `seed` that a random player solves; its choices come from `seed` too."""
+    """Share of `num_plays` episodes of the environment `seed` that a random player solves; its
+    choices come from `seed` too."""
     environment = make()
     rng = random.Random(f"random player/{seed}")
     wins = 0

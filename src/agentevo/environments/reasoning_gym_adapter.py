@@ -1,7 +1,9 @@
-"""reasoning-gym's procedural datasets as one-turn worlds: the question is the observation, the action is the whole answer.
+"""reasoning-gym's procedural datasets as one-turn environments: the question is the observation,
+the action is the whole answer.
 
-The episode's seed is the dataset's, of which the first item is asked. Reward is the dataset's own score of the answer (0..1), success a
-score of 1. Answers are free text, so what a random player reaches is unknown; the optimal player gives the reference answer.
+The episode's seed is the dataset's, of which the first item is asked. Reward is the dataset's own
+score of the answer (0..1), success a score of 1. Answers are free text, so what a random player
+reaches is unknown; the optimal player gives the reference answer.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ class ReasoningGymConfig(EnvironmentConfig):
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     max_actions: int = pydantic.Field(default=1, ge=1)
-    """Actions after which an unfinished episode is truncated; more than 1 forgives empty answers."""
+    """Actions after which an unfinished episode is truncated; more than 1 forgives empty
+    answers."""
     dataset: str = pydantic.Field(min_length=1)
     """Name of the dataset, such as `chain_sum`."""
     options: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
-    """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`; its `seed` and `size` are set here."""
+    """Options of the dataset, such as `{min_terms: 2, max_terms: 3}`; its `seed` and `size` are set
+    here."""
     instructions: str = "Answer the question. Your action is the answer alone."
     """Told to the player before the question."""
 
@@ -49,17 +53,28 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         if config.dataset not in known:
             guess = nearest(config.dataset, known)
             hint = f"did you mean {guess!r}? " if guess else ""
-            raise ConfigError(f"reasoning_gym: no dataset is called {config.dataset!r}: {hint}known: {', '.join(known)}")
+            raise ConfigError(
+                f"reasoning_gym: no dataset is called {config.dataset!r}: {hint}known: "
+                f"{', '.join(known)}"
+            )
         self._dataset(0)
 
     def _dataset(self, seed: int) -> Any:
         taken = {"seed", "size"} & set(self.config.options)
         if taken:
-            raise ConfigError(f"reasoning_gym: options must not set {' or '.join(sorted(taken))}: the episode's seed does")
+            raise ConfigError(
+                f"reasoning_gym: options must not set {' or '.join(sorted(taken))}: the "
+                "episode's seed does"
+            )
         try:
-            return self._package.create_dataset(self.config.dataset, seed=seed, size=1, **self.config.options)
+            return self._package.create_dataset(
+                self.config.dataset, seed=seed, size=1, **self.config.options
+            )
         except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"reasoning_gym: dataset {self.config.dataset!r} refuses options {self.config.options}: {error}") from error
+            raise ConfigError(
+                f"reasoning_gym: dataset {self.config.dataset!r} refuses options "
+                f"{self.config.options}: {error}"
+            ) from error
 
     @property
     def instructions(self) -> str:
@@ -82,13 +97,16 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         return Outcome(reward=score, terminated=True, success=score >= FULL_SCORE)
 
     def random_action(self, rng: random.Random) -> str:
-        """The reference answer to another question of the same kind: the right form, the content by chance."""
+        """The reference answer to another question of the same kind: the right form, the content by
+        chance."""
         answer = self._dataset(rng.randrange(2**31))[0]["answer"]
         return "" if answer is None else str(answer)
 
     def optimal_action(self) -> str | None:
         answer = self._entry["answer"]
-        return str(answer) if answer is not None and self._score(str(answer)) >= FULL_SCORE else None
+        return (
+            str(answer) if answer is not None and self._score(str(answer)) >= FULL_SCORE else None
+        )
 
     def baselines(self, max_actions: int | None = None) -> Baselines:
         return Baselines(random=None, optimal=None if self.optimal_action() is None else 1.0)

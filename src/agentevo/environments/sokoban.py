@@ -1,9 +1,11 @@
 """Sokoban in generated, solvable rooms: push every box onto a target.
 
-Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets rises, -1 when it falls, +10 when all are
-there (so one box solved in n actions earns 11 - 0.1 n). The default rooms are about as hard as RAGEN's 6x6 ones with one box: a random
-player solves 19% within 10 actions, and the shortest solution has at most 5 actions in 71% of the rooms and at most 7 in all.
-`dim: [8, 8], num_boxes: 2, min_solution: 3, max_solution: 8` comes close to its larger rooms.
+Symbols and rewards are RAGEN's: -0.1 for every action, +1 when the number of boxes on targets
+rises, -1 when it falls, +10 when all are there (so one box solved in n actions earns 11 - 0.1 n).
+The default rooms are about as hard as RAGEN's 6x6 ones with one box: a random player solves 19%
+within 10 actions, and the shortest solution has at most 5 actions in 71% of the rooms and at most 7
+in all. `dim: [8, 8], num_boxes: 2, min_solution: 3, max_solution: 8` comes close to its larger
+rooms.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import pydantic
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
 from agentevo.environments.planning import random_play_success
-from agentevo.environments.sokoban_rooms import ACTIONS, PLAYER_BITS, PLAYER_MASK, RoomSettings, distances, generate, random_player_success
+from agentevo.environments.sokoban_rooms import (
+    ACTIONS,
+    PLAYER_BITS,
+    PLAYER_MASK,
+    RoomSettings,
+    distances,
+    generate,
+    random_player_success,
+)
 from agentevo.environments.words import offset
 from agentevo.errors import EnvironmentFailure
 from agentevo.types import Baselines
@@ -44,21 +54,35 @@ class SokobanConfig(EnvironmentConfig):
     max_solution: int = pydantic.Field(default=7, ge=1)
     """Most actions that the shortest solution may have; lengths in between are equally frequent."""
     view: Literal["grid", "words"] = "grid"
-    """`grid`: the drawn room; `words`: for each box where it is, what lies around it and where the targets are, as seen from the player."""
+    """`grid`: the drawn room; `words`: for each box where it is, what lies around it and where the
+    targets are, as seen from the player."""
     alphabet: Literal["ragen", "ascii", "letters"] = "ragen"
-    """Symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or RAGEN's test of other symbols, `W.GCBA@`."""
+    """Symbols of the room: RAGEN's `#_O√XPS`, `#_OVXPS` for tokenizers that split `√`, or RAGEN's
+    test of other symbols, `W.GCBA@`."""
 
     @pydantic.model_validator(mode="after")
     def _room_is_possible(self) -> SokobanConfig:
         height, width = self.dim
         if min(height, width) < 4 or height * width > PLAYER_MASK + 1:
-            raise ValueError(f"dim={list(self.dim)}: each side needs at least 4 cells, and the whole room at most {PLAYER_MASK + 1}")
+            raise ValueError(
+                f"dim={list(self.dim)}: each side needs at least 4 cells, and the whole room at "
+                f"most {PLAYER_MASK + 1}"
+            )
         if (height - 2) * (width - 2) < self.num_boxes + 3:
-            raise ValueError(f"num_boxes={self.num_boxes} don't fit into dim={list(self.dim)}: enlarge dim or take fewer boxes")
+            raise ValueError(
+                f"num_boxes={self.num_boxes} don't fit into dim={list(self.dim)}: enlarge dim or "
+                "take fewer boxes"
+            )
         if self.min_solution > self.max_solution:
-            raise ValueError(f"min_solution={self.min_solution} is above max_solution={self.max_solution}: swap or widen them")
+            raise ValueError(
+                f"min_solution={self.min_solution} is above max_solution={self.max_solution}: "
+                "swap or widen them"
+            )
         if self.max_solution < self.num_boxes:
-            raise ValueError(f"max_solution={self.max_solution} can't move {self.num_boxes} boxes: raise it to at least {self.num_boxes}")
+            raise ValueError(
+                f"max_solution={self.max_solution} can't move {self.num_boxes} boxes: raise it "
+                f"to at least {self.num_boxes}"
+            )
         return self
 
 
@@ -76,17 +100,26 @@ class SokobanEnvironment(EpisodicEnvironment):
         if self.config.view == "words":
             return f"{task}Actions: {', '.join(ACTIONS)}."
         return (
-            f"{task}Symbols: {wall} wall, {floor} floor, {target} target, {stored} box on target, {box} box, {player} player, "
+            f"{task}Symbols: {wall} wall, {floor} floor, {target} target, {stored} box on "
+            f"target, {box} box, {player} player, "
             f"{on_target} player on target.\n"
             f"Actions: {', '.join(ACTIONS)}."
         )
 
     def start(self, seed: int) -> None:
         config = self.config
-        settings = RoomSettings(*config.dim, config.num_boxes, max(config.min_solution, config.num_boxes), config.max_solution)
+        settings = RoomSettings(
+            *config.dim,
+            config.num_boxes,
+            max(config.min_solution, config.num_boxes),
+            config.max_solution,
+        )
         generated = generate(settings, stream(config, seed, "room"))
         if generated is None:
-            raise EnvironmentFailure(f"sokoban: no room found for {settings}, seed {seed}: enlarge dim or shorten the solution")
+            raise EnvironmentFailure(
+                f"sokoban: no room found for {settings}, seed {seed}: enlarge dim or shorten the "
+                "solution"
+            )
         self._seed = seed
         self.room, self._start = generated
         self._state = self._start
@@ -99,25 +132,37 @@ class SokobanEnvironment(EpisodicEnvironment):
         for name, step in zip(ACTIONS, (-width, width, -1, 1), strict=True):
             there = cell + step
             free = "you" if there == self._state & PLAYER_MASK else "floor"
-            found.append(f"{name.lower()} {'wall' if there not in self.room.floor else 'box' if boxes >> there & 1 else free}")
+            found.append(
+                f"{name.lower()} {'wall' if there not in self.room.floor else 'box' if boxes >> there & 1 else free}"
+            )
         return ", ".join(found)
 
     def _describe(self) -> str:
         """The view in words."""
-        boxes, here, targets = self._state >> PLAYER_BITS, self._state & PLAYER_MASK, self.room.targets
+        boxes = self._state >> PLAYER_BITS
+        here = self._state & PLAYER_MASK
+        targets = self.room.targets
         width = self.room.width
         lines = [f"You: {self._sides(here)}"]
         for box in [cell for cell in self.room.floor if boxes >> cell & 1]:
-            lines.append(f"Box {offset(box // width - here // width, box % width - here % width)}: {self._sides(box)}")
+            lines.append(
+                f"Box {offset(box // width - here // width, box % width - here % width)}: "
+                f"{self._sides(box)}"
+            )
             for target in [cell for cell in self.room.floor if targets >> cell & 1]:
-                lines.append(f"Target from box {offset(target // width - box // width, target % width - box % width)}")
+                lines.append(
+                    "Target from box "
+                    f"{offset(target // width - box // width, target % width - box % width)}"
+                )
         return "\n".join(lines)
 
     def observe(self) -> str:
         if self.config.view == "words":
             return self._describe()
         wall, floor, target, stored, box, player, on_target = tuple(ALPHABETS[self.config.alphabet])
-        boxes, here, targets = self._state >> PLAYER_BITS, self._state & PLAYER_MASK, self.room.targets
+        boxes = self._state >> PLAYER_BITS
+        here = self._state & PLAYER_MASK
+        targets = self.room.targets
         cells = [wall] * (self.room.height * self.room.width)
         for cell in self.room.floor:
             is_target = targets >> cell & 1
@@ -128,7 +173,9 @@ class SokobanEnvironment(EpisodicEnvironment):
             else:
                 cells[cell] = target if is_target else floor
         width = self.room.width
-        return "\n".join("".join(cells[row * width : (row + 1) * width]) for row in range(self.room.height))
+        return "\n".join(
+            "".join(cells[row * width : (row + 1) * width]) for row in range(self.room.height)
+        )
 
     def _num_stored(self) -> int:
         return (self._state >> PLAYER_BITS & self.room.targets).bit_count()
@@ -141,10 +188,13 @@ class SokobanEnvironment(EpisodicEnvironment):
         self._state = self.room.step(previous, chosen)
         solved = self.room.solved(self._state)
         reward = ACTION_REWARD + BOX_REWARD * (self._num_stored() - stored) + SOLVED_REWARD * solved
-        return Outcome(reward=reward, effective=self._state != previous, terminated=solved, success=solved)
+        return Outcome(
+            reward=reward, effective=self._state != previous, terminated=solved, success=solved
+        )
 
     def solution_length(self) -> int | None:
-        """Fewest actions from the current state to the solved room; None if it can't be solved any more."""
+        """Fewest actions from the current state to the solved room; None if it can't be solved any
+        more."""
         if self._distances is None:
             self._distances = distances(self.room)
         return self._distances.get(self._state)
@@ -156,7 +206,9 @@ class SokobanEnvironment(EpisodicEnvironment):
         length = self.solution_length()
         if not length or self._distances is None:
             return None
-        following = [self._distances.get(self.room.step(self._state, action)) for action in range(4)]
+        following = [
+            self._distances.get(self.room.step(self._state, action)) for action in range(4)
+        ]
         return ACTIONS[following.index(length - 1)]
 
     def baselines(self, max_actions: int | None = None) -> Baselines:
@@ -164,6 +216,8 @@ class SokobanEnvironment(EpisodicEnvironment):
         by_chance = random_player_success(self.room, self._start, limit, EXACT_STATES)
         if by_chance is None:
             config = self.config.model_copy(update={"max_actions": limit})
-            by_chance = random_play_success(lambda: SokobanEnvironment(config), self._seed, SAMPLED_PLAYS)
+            by_chance = random_play_success(
+                lambda: SokobanEnvironment(config), self._seed, SAMPLED_PLAYS
+            )
         shortest = distances(self.room, self.config.max_solution)[self._start]
         return Baselines(random=by_chance, optimal=float(shortest <= limit))

@@ -1,8 +1,10 @@
-"""Sokoban rooms: push rules, exact distances to the solved room, and a generator that plays backwards.
+"""Sokoban rooms: push rules, exact distances to the solved room, and a generator that plays
+backwards.
 
-A state is one integer, `boxes << 8 | player`, where `boxes` has bit `cell` set for each box and cells are numbered row by row (so a room
-has at most 256 cells). `distances` maps states to the fewest actions that solve them, by breadth-first search from all solved states along
-reversed moves; that gives the generator rooms of any wanted length, and the solver its next action by a look-up.
+A state is one integer, `boxes << 8 | player`, where `boxes` has bit `cell` set for each box and
+cells are numbered row by row (so a room has at most 256 cells). `distances` maps states to the
+fewest actions that solve them, by breadth-first search from all solved states along reversed moves;
+that gives the generator rooms of any wanted length, and the solver its next action by a look-up.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ KEEP_DIRECTION = 0.6
 
 
 class Room(NamedTuple):
-    """What never changes in an episode. `neighbours[cell][action]` is the floor cell there, or -1 for a wall."""
+    """What never changes in an episode. `neighbours[cell][action]` is the floor cell there, or -1
+    for a wall."""
 
     height: int
     width: int
@@ -40,14 +43,18 @@ class Room(NamedTuple):
             other = row * width + column
             return other if 0 <= row < height and 0 <= column < width and other in floor else -1
 
-        neighbours = tuple((beside(cell, 0), beside(cell, 1), beside(cell, 2), beside(cell, 3)) for cell in range(height * width))
+        neighbours = tuple(
+            (beside(cell, 0), beside(cell, 1), beside(cell, 2), beside(cell, 3))
+            for cell in range(height * width)
+        )
         return cls(height, width, neighbours, tuple(sorted(floor)), targets)
 
     def solved(self, state: int) -> bool:
         return state >> PLAYER_BITS == self.targets
 
     def step(self, state: int, action: int) -> int:
-        """The state after the action: the player walks, or pushes one box onto free floor; blocked, nothing changes."""
+        """The state after the action: the player walks, or pushes one box onto free floor; blocked,
+        nothing changes."""
         boxes = state >> PLAYER_BITS
         ahead = self.neighbours[state & PLAYER_MASK][action]
         if ahead < 0:
@@ -60,7 +67,8 @@ class Room(NamedTuple):
         return boxes << PLAYER_BITS | ahead
 
     def before(self, state: int) -> list[int]:
-        """The states from which one effective action leads to `state`: the player stepped back, and may have pulled a box along."""
+        """The states from which one effective action leads to `state`: the player stepped back, and
+        may have pulled a box along."""
         boxes, player = state >> PLAYER_BITS, state & PLAYER_MASK
         found = []
         for action in range(4):
@@ -76,8 +84,11 @@ class Room(NamedTuple):
 
 
 def distances(room: Room, max_actions: int | None = None) -> dict[int, int]:
-    """Fewest actions to the solved room, for every state within `max_actions` (None: every solvable state, up to `MAX_STATES`)."""
-    frontier = [room.targets << PLAYER_BITS | cell for cell in room.floor if not room.targets >> cell & 1]
+    """Fewest actions to the solved room, for every state within `max_actions` (None: every solvable
+    state, up to `MAX_STATES`)."""
+    frontier = [
+        room.targets << PLAYER_BITS | cell for cell in room.floor if not room.targets >> cell & 1
+    ]
     found = dict.fromkeys(frontier, 0)
     depth = 0
     while frontier and len(found) < MAX_STATES and (max_actions is None or depth < max_actions):
@@ -117,15 +128,17 @@ class RoomSettings(NamedTuple):
 
 
 OPENNESS = (0.4, 0.9)
-"""Share of the inner cells that are floor, lowest and highest; with the default lengths it gives rooms as hard as RAGEN's."""
+"""Share of the inner cells that are floor, lowest and highest; with the default lengths it gives
+rooms as hard as RAGEN's."""
 MAX_TRIES = 500
 
 
 def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | None:
-    """A room and a start state whose shortest solution has the drawn number of actions; None if `MAX_TRIES` rooms had none.
+    """A room and a start state whose shortest solution has the drawn number of actions; None if
+    `MAX_TRIES` rooms had none.
 
-    The length is uniform over `min_solution..max_solution`; targets are random floor cells; the start is drawn uniformly from the states at
-    that exact distance in which no box is on a target.
+    The length is uniform over `min_solution..max_solution`; targets are random floor cells; the
+    start is drawn uniformly from the states at that exact distance in which no box is on a target.
     """
     height, width, num_boxes, shortest, longest = settings
     inner = (height - 2) * (width - 2)
@@ -136,14 +149,21 @@ def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | N
         targets = sum(1 << cell for cell in rng.sample(sorted(floor), num_boxes))
         room = Room.build(height, width, floor, targets)
         found = distances(room, length).items()
-        starts = [state for state, actions in found if actions == length and not state >> PLAYER_BITS & targets]
+        starts = [
+            state
+            for state, actions in found
+            if actions == length and not state >> PLAYER_BITS & targets
+        ]
         if starts:
             return room, rng.choice(starts)
     return None
 
 
-def random_player_success(room: Room, state: int, num_actions: int, max_states: int) -> float | None:
-    """Exact success rate of a uniform random player within `num_actions`; None once it can be in more than `max_states` states."""
+def random_player_success(
+    room: Room, state: int, num_actions: int, max_states: int
+) -> float | None:
+    """Exact success rate of a uniform random player within `num_actions`; None once it can be in
+    more than `max_states` states."""
     chances = {state: 1.0}
     success = 0.0
     for _ in range(num_actions):

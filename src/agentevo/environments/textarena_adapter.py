@@ -1,11 +1,15 @@
-"""TextArena's games as text worlds for one seat; other seats are played by a seeded random player.
+"""TextArena's games as text environments for one seat; other seats are played by a seeded random
+player.
 
-An observation is what the game has told this seat since its last action, with only the newest board. The reward is paid at the end and is
-the game's own for this seat; success is a reward of at least `success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An
-invalid action never ends the game here (TextArena's error allowance is lifted): it costs an action and the game repeats its board.
+An observation is what the game has told this seat since its last action, with only the newest
+board. The reward is paid at the end and is the game's own for this seat; success is a reward of at
+least `success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An invalid action never
+ends the game here (TextArena's error allowance is lifted): it costs an action and the game repeats
+its board.
 
-TextArena draws from Python's and numpy's global generators. Each episode has its own pair of states, put in place under a lock for the
-duration of a call and taken out again, so that episodes neither disturb each other nor anyone else's random numbers.
+TextArena draws from Python's and numpy's global generators. Each episode has its own pair of
+states, put in place under a lock for the duration of a call and taken out again, so that episodes
+neither disturb each other nor anyone else's random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +32,10 @@ from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.registry import nearest
 from agentevo.types import Baselines
 
-LISTING = re.compile(r"\b(?:available|valid|legal|allowed|possible)\s+(?:moves|actions)\b[^:\n]*:([^\n]*)", re.IGNORECASE)
+LISTING = re.compile(
+    r"\b(?:available|valid|legal|allowed|possible)\s+(?:moves|actions)\b[^:\n]*:([^\n]*)",
+    re.IGNORECASE,
+)
 BRACKETED = re.compile(r"\[[^\[\]\n]+\]")
 UNLIMITED_ERRORS = 10**9
 MAX_OPPONENT_TRIES = 200
@@ -51,7 +58,8 @@ class TextArenaConfig(EnvironmentConfig):
     seat: int = pydantic.Field(default=0, ge=0)
     """The agent's seat, from 0."""
     actions: tuple[str, ...] = ()
-    """Every action of the game, for the random player and random opponents; empty: those that the game lists in its messages."""
+    """Every action of the game, for the random player and random opponents; empty: those that the
+    game lists in its messages."""
     success_reward: float = 1.0
     """Reward at the end from which the game counts as won."""
     instructions: str = ""
@@ -60,12 +68,15 @@ class TextArenaConfig(EnvironmentConfig):
     @pydantic.model_validator(mode="after")
     def _seat_exists(self) -> TextArenaConfig:
         if self.seat >= self.num_players:
-            raise ValueError(f"seat={self.seat}, but num_players={self.num_players}: seats count from 0")
+            raise ValueError(
+                f"seat={self.seat}, but num_players={self.num_players}: seats count from 0"
+            )
         return self
 
 
 def listed_actions(text: str) -> list[str]:
-    """The bracketed actions after the last "Available moves:" (or the like) in a message; empty if it lists none."""
+    """The bracketed actions after the last "Available moves:" (or the like) in a message; empty if
+    it lists none."""
     listings = LISTING.findall(text)
     return list(dict.fromkeys(BRACKETED.findall(listings[-1]))) if listings else []
 
@@ -83,14 +94,29 @@ class TextArenaEnvironment(EpisodicEnvironment):
         known = load_extra("textarena.envs.registration", "textarena").ENV_REGISTRY
         if config.game not in known:
             guess = nearest(config.game, list(known))
-            raise ConfigError(f"textarena: no game is called {config.game!r}" + (f": did you mean {guess!r}?" if guess else ""))
+            raise ConfigError(
+                f"textarena: no game is called {config.game!r}"
+                + (f": did you mean {guess!r}?" if guess else "")
+            )
         try:
             self._game: Any = self._package.make(config.game, **config.kwargs)
         except LookupError as error:
-            reason = next((line.strip() for line in str(error).splitlines() if any(letter.isalpha() for letter in line)), "")
-            raise ConfigError(f"textarena: {config.game} needs data that is not on this machine: {reason} Choose another game.") from error
+            reason = next(
+                (
+                    line.strip()
+                    for line in str(error).splitlines()
+                    if any(letter.isalpha() for letter in line)
+                ),
+                "",
+            )
+            raise ConfigError(
+                f"textarena: {config.game} needs data that is not on this machine: {reason} "
+                "Choose another game."
+            ) from error
         except TypeError as error:
-            raise ConfigError(f"textarena: {config.game} refuses kwargs {config.kwargs}: {error}") from error
+            raise ConfigError(
+                f"textarena: {config.game} refuses kwargs {config.kwargs}: {error}"
+            ) from error
         self._table: Any = self._game
         while isinstance(self._table, self._package.Wrapper):
             self._table = self._table.env
@@ -104,7 +130,8 @@ class TextArenaEnvironment(EpisodicEnvironment):
             raise ConfigError(str(error)) from error
         if self.config.num_players > 1 and not self._known_actions(self.config.seat):
             raise ConfigError(
-                f"textarena: {self.config.game} doesn't list its legal actions, so the other seats can't be played at random: "
+                f"textarena: {self.config.game} doesn't list its legal actions, so the other "
+                "seats can't be played at random: "
                 "set `actions`, or choose a game for one"
             )
 
@@ -130,13 +157,19 @@ class TextArenaEnvironment(EpisodicEnvironment):
     def start(self, seed: int) -> None:
         config = self.config
         self._seed = seed
-        self._random_state = random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state()
+        self._random_state = (
+            random.Random(seed).getstate(),
+            np.random.RandomState(seed % 2**32).get_state(),
+        )
         self._opponent = random.Random(f"textarena/opponent/{seed}")
         try:
             with self._own_randomness():
                 self._game.reset(num_players=config.num_players, seed=seed)
         except (AssertionError, ValueError, TypeError) as error:
-            raise ConfigError(f"textarena: {config.game} can't be played by num_players={config.num_players}: {error}") from error
+            raise ConfigError(
+                f"textarena: {config.game} can't be played by num_players={config.num_players}: "
+                f"{error}"
+            ) from error
         self._table.state.error_allowance = UNLIMITED_ERRORS
         self._board: dict[int, str] = {}
         self._shown: dict[int, str] = {}
@@ -153,8 +186,12 @@ class TextArenaEnvironment(EpisodicEnvironment):
                 self._board[seat] = message.strip()
             elif kind is not kinds.PLAYER_ACTION:
                 said.append(message.strip())
-            elif sender != seat and self.config.num_players > 1:  # some games don't say who acted; alone, it was the agent
-                said.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {message.strip()}")
+            elif (
+                sender != seat and self.config.num_players > 1
+            ):  # some games don't say who acted; alone, it was the agent
+                said.append(
+                    f"[{state.role_mapping.get(sender, f'Player {sender}')}] {message.strip()}"
+                )
         state.observations[seat] = []
         board = self._board.get(seat)
         self._shown[seat] = "\n".join([*said, *([board] if board else [])])
@@ -183,7 +220,10 @@ class TextArenaEnvironment(EpisodicEnvironment):
             self._read(seat)
             actions = self._known_actions(seat)
             if not actions or tries > MAX_OPPONENT_TRIES:
-                raise EnvironmentFailure(f"textarena: {self.config.game} shows seat {seat} no legal action: set `actions` to all it has")
+                raise EnvironmentFailure(
+                    f"textarena: {self.config.game} shows seat {seat} no legal action: set "
+                    "`actions` to all it has"
+                )
             tries = 0 if self._move(self._opponent.choice(actions)) else tries + 1
         self._read(self.config.seat)
 
@@ -193,12 +233,21 @@ class TextArenaEnvironment(EpisodicEnvironment):
         state = self._table.state
         reward = float((state.rewards or {}).get(self.config.seat, 0.0)) if state.done else 0.0
         success = bool(state.done) and reward >= self.config.success_reward
-        return Outcome(reward=reward, valid=valid, effective=valid, terminated=bool(state.done), success=success)
+        return Outcome(
+            reward=reward,
+            valid=valid,
+            effective=valid,
+            terminated=bool(state.done),
+            success=success,
+        )
 
     def random_action(self, rng: random.Random) -> str:
         actions = self._known_actions(self.config.seat)
         if not actions:
-            raise EnvironmentFailure(f"textarena: {self.config.game} doesn't list its actions, so none can be drawn: set `actions`")
+            raise EnvironmentFailure(
+                f"textarena: {self.config.game} doesn't list its actions, so none can be drawn: "
+                "set `actions`"
+            )
         return rng.choice(actions)
 
     def optimal_action(self) -> str | None:
@@ -208,6 +257,11 @@ class TextArenaEnvironment(EpisodicEnvironment):
         limit = self.config.max_actions if max_actions is None else max_actions
         config = self.config.model_copy(update={"max_actions": limit})
         try:
-            return Baselines(random=random_play_success(lambda: TextArenaEnvironment(config), self._seed, SAMPLED_PLAYS), optimal=None)
+            return Baselines(
+                random=random_play_success(
+                    lambda: TextArenaEnvironment(config), self._seed, SAMPLED_PLAYS
+                ),
+                optimal=None,
+            )
         except EnvironmentFailure:
             return Baselines(random=None, optimal=None)

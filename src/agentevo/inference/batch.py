@@ -1,4 +1,5 @@
-"""One engine step as tensors: which tokens of which sequences, where their keys go, and which rows of attention that makes."""
+"""One engine step as tensors: which tokens of which sequences, where their keys go, and which rows
+of attention that makes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class StepBatch:
 
 
 def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequence, int]]:
-    """Every sequence that needs one token gets it; longer stretches share `prefill_tokens`, first come first served."""
+    """Every sequence that needs one token gets it; longer stretches share `prefill_tokens`, first
+    come first served."""
     work = []
     left = prefill_tokens
     for sequence in running:
@@ -45,8 +47,11 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
     return work
 
 
-def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.device) -> StepBatch:
-    """Lays out the step; sequences come in order of slots so that neighbouring slots can be viewed instead of copied."""
+def build_batch(
+    cache: KVCache, work: list[tuple[Sequence, int]], device: torch.device
+) -> StepBatch:
+    """Lays out the step; sequences come in order of slots so that neighbouring slots can be viewed
+    instead of copied."""
     work = sorted(work, key=lambda item: item[0].slot)
     ids = [token for s, n in work for token in s.ids[s.cached : s.cached + n]]
     counts = np.array([n for _, n in work])
@@ -61,18 +66,25 @@ def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.
     def tensor(array: np.ndarray | list[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(array, dtype=np.int64), device=device)
 
-    rows = [_rows(bucket, slots, starts, counts, cached + counts - offsets, tensor, cache.num_slots) for bucket in _buckets(counts)]
+    rows = [
+        _rows(bucket, slots, starts, counts, cached + counts - offsets, tensor, cache.num_slots)
+        for bucket in _buckets(counts)
+    ]
     by_segment: dict[int, tuple[PrefixSegment, list[int]]] = {}
     for index, (sequence, _) in enumerate(work):
         if sequence.segment is not None:
             tokens = by_segment.setdefault(id(sequence.segment), (sequence.segment, []))[1]
             tokens.extend(range(starts[index], starts[index] + counts[index]))
     shared = [
-        SharedRows(segment, tensor(tokens), tensor(positions[tokens]), every=len(tokens) == len(ids))
+        SharedRows(
+            segment, tensor(tokens), tensor(positions[tokens]), every=len(tokens) == len(ids)
+        )
         for segment, tokens in by_segment.values()
     ]
     done = [
-        index for index, (s, n) in enumerate(work) if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None
+        index
+        for index, (s, n) in enumerate(work)
+        if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None
     ]
     return StepBatch(
         work=work,
@@ -85,12 +97,16 @@ def build_batch(cache: KVCache, work: list[tuple[Sequence, int]], device: torch.
 
 
 def _buckets(counts: np.ndarray) -> list[np.ndarray]:
-    """Indices of sequences, bucketed so that none is padded to more than about twice its tokens; single tokens are a bucket of their
-    own."""
+    """Indices of sequences, bucketed so that none is padded to more than about twice its tokens;
+    single tokens are a bucket of their own."""
     order = np.argsort(counts, kind="stable")
     found: list[list[int]] = []
     for index in order:
-        if found and counts[index] <= 2 * counts[found[-1][0]] and (counts[index] == 1) == (counts[found[-1][0]] == 1):
+        if (
+            found
+            and counts[index] <= 2 * counts[found[-1][0]]
+            and (counts[index] == 1) == (counts[found[-1][0]] == 1)
+        ):
             found[-1].append(int(index))
         else:
             found.append([int(index)])
@@ -112,7 +128,9 @@ def _rows(
     span = last - first + 1
     dense = span <= 1.25 * len(bucket) + 2 and last < num_slots
     batch = span if dense else len(bucket)
-    lines = slots[bucket] - first if dense else np.arange(len(bucket))  # row of each sequence; a dense span may hold idle slots between
+    lines = (
+        slots[bucket] - first if dense else np.arange(len(bucket))
+    )  # row of each sequence; a dense span may hold idle slots between
     width = int(counts[bucket].max())
     tokens = np.zeros((batch, width), dtype=np.int64)
     queries, keys = np.ones(batch, dtype=np.int64), np.ones(batch, dtype=np.int64)

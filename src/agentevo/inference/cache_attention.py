@@ -1,12 +1,15 @@
-"""Attention of an engine step: every new token against its own sequence's keys and values, and against a shared prefix.
+"""Attention of an engine step: every new token against its own sequence's keys and values, and
+against a shared prefix.
 
-A sequence either copied a short prefix into its slot, or refers to a long one: then its queries meet the segment together with those of
-all other sequences that refer to it, as one matrix product, and the two parts of the softmax are joined by their log-sum-exp (cascade
-attention, as in Hydragen, arXiv 2402.05099).
+A sequence either copied a short prefix into its slot, or refers to a long one: then its queries
+meet the segment together with those of all other sequences that refer to it, as one matrix product,
+and the two parts of the softmax are joined by their log-sum-exp (cascade attention, as in Hydragen,
+arXiv 2402.05099).
 
-On a CPU the few queries of a decoding step are too little work for matrix products: one per sequence and head, each smaller than its own
-overhead. There, scores are sums of the table of keys weighted by the query, and outputs sums of the table of values weighted by attention:
-one call for all sequences, wherever their slots are.
+On a CPU the few queries of a decoding step are too little work for matrix products: one per
+sequence and head, each smaller than its own overhead. There, scores are sums of the table of keys
+weighted by the query, and outputs sums of the table of values weighted by attention: one call for
+all sequences, wherever their slots are.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from agentevo.models.linear import available, product, weighted_sums
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
-"""Up to so many queries of a sequence and key-value head, weighted sums are faster on a CPU than PyTorch's fused attention
-(`benchmarks/passes.py`)."""
+"""Up to so many queries of a sequence and key-value head, weighted sums are faster on a CPU than
+PyTorch's fused attention (`benchmarks/passes.py`)."""
 BLOCK_SCORES = 512 * 1024
 """Scores of a prefix that are computed at once, so that they stay in the processor's cache."""
 VANISHING = 1e-30
@@ -39,12 +42,16 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax attention and, if asked for, its log-sum-exp.
 
-    Scaled queries q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out [B, G, Q, D], lse [B, G, Q]. Every row
-    must see a key.
+    Scaled queries q [B, G, Q, D], k and v [B, G, K, D], mask [B, 1, Q, K] additive or None -> out
+    [B, G, Q, D], lse [B, G, Q]. Every row must see a key.
     """
     if q.device.type == "cpu" and softcap is None and q.dtype == k.dtype:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)
-    weights, lse = _softmax(torch.matmul(q.float(), k.float().transpose(-1, -2)), mask, softcap, with_lse)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=1.0
+        )
+    weights, lse = _softmax(
+        torch.matmul(q.float(), k.float().transpose(-1, -2)), mask, softcap, with_lse
+    )
     return torch.matmul(weights, v.float()).to(v.dtype), lse
 
 
@@ -61,15 +68,19 @@ def _softmax(
 
 
 def _logsumexp(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, from the softmax that is there already: weight = exp(score - lse). Any key gives it whose weight is not
-    vanishing: the first one, most often, and else the largest."""
+    """Over the last dimension, from the softmax that is there already: weight = exp(score - lse).
+    Any key gives it whose weight is not vanishing: the first one, most often, and else the
+    largest."""
     if weights.device.type == "cpu" and float(weights[..., 0].min()) > VANISHING:
         return scores[..., 0] - weights[..., 0].log()
     return scores.amax(dim=-1) - weights.amax(dim=-1).log_()
 
 
-def prefix_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` without a mask of scaled queries q [G, N, D], k and v [G, K, D] -> out [G, N, D], lse [G, N], through oneDNN."""
+def prefix_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` without a mask of scaled queries q [G, N, D], k and v [G, K, D] -> out [G, N, D],
+    lse [G, N], through oneDNN."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
     step = max(16, BLOCK_SCORES // k.shape[1])
     for group in range(len(q)):
@@ -83,8 +94,8 @@ def prefix_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple
 
 
 class TableRows(NamedTuple):
-    """Which rows of the buffers, seen as tables [slots * Hkv * blocks * D, KEY_BLOCK] and [slots * Hkv * capacity, D], each query sums:
-    flat lists with their starts, int32."""
+    """Which rows of the buffers, seen as tables [slots * Hkv * blocks * D, KEY_BLOCK] and [slots *
+    Hkv * capacity, D], each query sums: flat lists with their starts, int32."""
 
     keys: torch.Tensor
     key_starts: torch.Tensor
@@ -105,8 +116,8 @@ def _starts(lists: torch.Tensor) -> torch.Tensor:
 class Rows:
     """Sequences that a step computes together: the same number of query tokens each, after padding.
 
-    `tokens` [B, Q] are places in the step's flat token row (padding repeats a real one), `lengths` [B] the keys in the slot after this
-    step, `queries` [B] how many of the Q are real.
+    `tokens` [B, Q] are places in the step's flat token row (padding repeats a real one), `lengths`
+    [B] the keys in the slot after this step, `queries` [B] how many of the Q are real.
     """
 
     slots: torch.Tensor
@@ -116,43 +127,61 @@ class Rows:
     lengths: torch.Tensor
     max_length: int
     first_slot: int | None
-    """When set, slots are exactly first_slot .. first_slot + B - 1, so that the buffers are viewed instead of copied."""
+    """When set, slots are exactly first_slot .. first_slot + B - 1, so that the buffers are viewed
+    instead of copied."""
     take_rows: torch.Tensor
     """[n] flat places b * Q + i of the real queries, in the order of `take_tokens`."""
     take_tokens: torch.Tensor
     """[n] the places in the step's token row that these queries are."""
     in_order: bool
-    """One query per sequence, and exactly the step's tokens in their order: nothing to gather or to put back."""
+    """One query per sequence, and exactly the step's tokens in their order: nothing to gather or to
+    put back."""
     even: bool
-    """In order, in neighbouring slots, and all of the same length: a group that started together."""
+    """In order, in neighbouring slots, and all of the same length: a group that started
+    together."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
     _tables: TableRows | None = None
 
     def mask(self, window: int | None, repeat: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [B, 1, Q * repeat, K]: causal at the end of each sequence, and `window` back; None where every query sees every
-        key. One per window, kept for all layers."""
+        """Additive mask [B, 1, Q * repeat, K]: causal at the end of each sequence, and `window`
+        back; None where every query sees every key. One per window, kept for all layers."""
         if self.even and (window is None or window >= self.max_length):
             return None
         if window not in self._masks:
             num_queries = self.tokens.shape[1]
             key = torch.arange(self.max_length, device=self.lengths.device)  # [K]
-            query = self.lengths[:, None] - self.queries[:, None] + torch.arange(num_queries, device=key.device)  # [B, Q] place in the slot
+            query = (
+                self.lengths[:, None]
+                - self.queries[:, None]
+                + torch.arange(num_queries, device=key.device)
+            )  # [B, Q] place in the slot
             query = torch.minimum(query, self.lengths[:, None] - 1).clamp_min(0)
             seen = key[None, None, :] <= query[:, :, None]
             if window is not None:
                 seen &= key[None, None, :] > query[:, :, None] - window
-            mask = torch.zeros(seen.shape, dtype=dtype, device=key.device).masked_fill_(~seen, NEG_INF)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=key.device).masked_fill_(
+                ~seen, NEG_INF
+            )
             self._masks[window] = mask.repeat_interleave(repeat, dim=1).unsqueeze(1)
         return self._masks[window]
 
     def table_rows(self, groups: int, num_queries: int, dim: int, capacity: int) -> TableRows:
-        """Where the keys and values lie that each of `num_queries` queries per key-value head meets. The same for all layers."""
+        """Where the keys and values lie that each of `num_queries` queries per key-value head
+        meets. The same for all layers."""
         if self._tables is None:
-            heads = (self.slots[:, None] * groups + torch.arange(groups)).view(-1).repeat_interleave(num_queries)  # [B * G * Q]
-            blocks = heads[:, None] * (capacity // KEY_BLOCK) + torch.arange(num_blocks(self.max_length))
+            heads = (
+                (self.slots[:, None] * groups + torch.arange(groups))
+                .view(-1)
+                .repeat_interleave(num_queries)
+            )  # [B * G * Q]
+            blocks = heads[:, None] * (capacity // KEY_BLOCK) + torch.arange(
+                num_blocks(self.max_length)
+            )
             in_keys = blocks.view(-1, 1) * dim + torch.arange(dim)
             in_values = heads[:, None] * capacity + torch.arange(self.max_length)
-            self._tables = TableRows(_flat(in_keys), _starts(in_keys), _flat(in_values), _starts(in_values))
+            self._tables = TableRows(
+                _flat(in_keys), _starts(in_keys), _flat(in_values), _starts(in_values)
+            )
         return self._tables
 
 
@@ -169,25 +198,42 @@ class SharedRows:
     """They are the whole row in its order: nothing to gather or to put back."""
 
     def mask(self, window: int, repeat: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [1, 1, n * repeat, tokens of the segment]: `window` back from each position."""
+        """Additive mask [1, 1, n * repeat, tokens of the segment]: `window` back from each
+        position."""
         place = torch.arange(len(self.segment.ids), device=self.positions.device)
         seen = place[None, :] > self.positions[:, None] - window
-        # A row that sees nothing of the prefix keeps one key of weight exp(-1e30): a log-sum-exp of -inf would make the join a NaN.
+        # A row that sees nothing of the prefix keeps one key of weight exp(-1e30): a log-sum-exp of
+        # -inf would make the join a NaN.
         mask = torch.zeros(seen.shape, dtype=dtype, device=place.device).masked_fill_(~seen, -1e30)
         return mask.repeat_interleave(repeat, dim=0)[None, None]
 
 
 class CacheAttention:
-    """The plan of one engine step: writes the new keys and values, then lets every new token see its own sequence."""
+    """The plan of one engine step: writes the new keys and values, then lets every new token see
+    its own sequence."""
 
-    def __init__(self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows], shared: list[SharedRows]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        slots: torch.Tensor,
+        places: torch.Tensor,
+        rows: list[Rows],
+        shared: list[SharedRows],
+    ) -> None:
         self.cache = cache
         self.slots, self.places = slots, places  # [T] each: the slot of a token and its place there
         self.blocks, self.offsets = places // KEY_BLOCK, places % KEY_BLOCK
         self.rows, self.shared = rows, shared
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         keys, values = self.cache.layer(layer, k)
@@ -200,22 +246,42 @@ class CacheAttention:
             out, lse = self._own_keys(self.rows[0], q, keys, values, window, softcap)
         else:
             out = torch.empty_like(q)
-            lse = torch.empty(num_tokens, groups, repeat, dtype=torch.float32, device=q.device) if self.shared else None
+            lse = (
+                torch.empty(num_tokens, groups, repeat, dtype=torch.float32, device=q.device)
+                if self.shared
+                else None
+            )
             for rows in self.rows:
                 batch, num_queries = rows.tokens.shape
-                q_rows = q[rows.tokens.reshape(-1)].view(batch, num_queries, groups, repeat, dim).transpose(1, 2)
-                part, part_lse = self._own_keys(rows, q_rows.reshape(batch, groups, -1, dim), keys, values, window, softcap)
-                part = part.view(batch, groups, num_queries, repeat, dim).transpose(1, 2).reshape(-1, groups, repeat, dim)
+                q_rows = (
+                    q[rows.tokens.reshape(-1)]
+                    .view(batch, num_queries, groups, repeat, dim)
+                    .transpose(1, 2)
+                )
+                part, part_lse = self._own_keys(
+                    rows, q_rows.reshape(batch, groups, -1, dim), keys, values, window, softcap
+                )
+                part = (
+                    part.view(batch, groups, num_queries, repeat, dim)
+                    .transpose(1, 2)
+                    .reshape(-1, groups, repeat, dim)
+                )
                 out[rows.take_tokens] = part[rows.take_rows]
                 if lse is not None and part_lse is not None:
-                    part_lse = part_lse.view(batch, groups, num_queries, repeat).transpose(1, 2).reshape(-1, groups, repeat)
+                    part_lse = (
+                        part_lse.view(batch, groups, num_queries, repeat)
+                        .transpose(1, 2)
+                        .reshape(-1, groups, repeat)
+                    )
                     lse[rows.take_tokens] = part_lse[rows.take_rows].float()
         for shared in self.shared:
             assert lse is not None
             self._join_prefix(shared, layer, q, out, lse, window, softcap)
         return out.reshape(num_tokens, num_heads, dim)
 
-    def _write(self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _write(
+        self, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         """The new keys and values [T, Hkv, D] into their slots."""
         rows = self.rows[0]
         if rows.even and rows.first_slot is not None:
@@ -236,7 +302,11 @@ class CacheAttention:
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scaled queries q [B, G, Q * R, D] of `rows` against what lies in their slots."""
-        where = rows.slots if rows.first_slot is None else slice(rows.first_slot, rows.first_slot + len(rows.tokens))
+        where = (
+            rows.slots
+            if rows.first_slot is None
+            else slice(rows.first_slot, rows.first_slot + len(rows.tokens))
+        )
         mask = rows.mask(window, q.shape[2] // rows.tokens.shape[1], q.dtype)
         length, with_lse = rows.max_length, bool(self.shared)
         if q.device.type != "cpu" or q.dtype != torch.float32 or q.shape[2] > FEW_QUERIES:
@@ -246,8 +316,12 @@ class CacheAttention:
         tables = rows.table_rows(groups, q.shape[2], dim, capacity)
         per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
         scores = weighted_sums(keys.view(-1, KEY_BLOCK), tables.keys, tables.key_starts, per_block)
-        weights, lse = _softmax(scores.view(*q.shape[:3], -1)[..., :length], mask, softcap, with_lse)
-        return weighted_sums(values.view(-1, dim), tables.values, tables.value_starts, weights).view(q.shape), lse
+        weights, lse = _softmax(
+            scores.view(*q.shape[:3], -1)[..., :length], mask, softcap, with_lse
+        )
+        return weighted_sums(
+            values.view(-1, dim), tables.values, tables.value_starts, weights
+        ).view(q.shape), lse
 
     def _join_prefix(
         self,
@@ -259,12 +333,19 @@ class CacheAttention:
         window: int | None,
         softcap: float | None,
     ) -> None:
-        """Adds the prefix's part to `out` [T, G, R, D], in place: softmax over the union, by the two log-sum-exps."""
+        """Adds the prefix's part to `out` [T, G, R, D], in place: softmax over the union, by the
+        two log-sum-exps."""
         count, (groups, repeat, dim) = len(shared.tokens), q.shape[1:]
         tokens = slice(None) if shared.every else shared.tokens
         q_rows = q[tokens].transpose(0, 1).reshape(groups, count * repeat, dim)
         k, v = shared.segment.keys[layer], shared.segment.values[layer]
-        if available() and q.device.type == "cpu" and q.dtype == torch.float32 and window is None and softcap is None:
+        if (
+            available()
+            and q.device.type == "cpu"
+            and q.dtype == torch.float32
+            and window is None
+            and softcap is None
+        ):
             part, part_lse = prefix_attention(q_rows, k, v)
         else:
             mask = shared.mask(window, repeat, q.dtype) if window is not None else None
@@ -273,7 +354,9 @@ class CacheAttention:
             part_lse = found
         part = part.view(groups, count, repeat, dim).transpose(0, 1)
         part_lse = part_lse.view(groups, count, repeat).transpose(0, 1).float()
-        weight = torch.sigmoid(part_lse - lse[tokens]).unsqueeze(-1).to(out.dtype)  # share of the softmax mass that lies in the prefix
+        weight = (
+            torch.sigmoid(part_lse - lse[tokens]).unsqueeze(-1).to(out.dtype)
+        )  # share of the softmax mass that lies in the prefix
         joined = out[tokens].lerp_(part, weight)
         if not shared.every:
             out[tokens] = joined

@@ -1,8 +1,9 @@
-"""A client's WebSocket to one engine, over which all of its requests go side by side (`messages.py`; the other end is
-`server_connection.py`).
+"""A client's WebSocket to one engine, over which all of its requests go side by side
+(`messages.py`; the other end is `server_connection.py`).
 
-When the connection ends, by whichever side or by nobody's wish, every request on it ends with LostError, and the engine drops them too.
-An engine that hangs keeps its connection open: that it is silent is for the owner to notice, by the times of its states, and to `abandon`.
+When the connection ends, by whichever side or by nobody's wish, every request on it ends with
+LostError, and the engine drops them too. An engine that hangs keeps its connection open: that it is
+silent is for the owner to notice, by the times of its states, and to `abandon`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ try:
     from websockets.asyncio.client import connect
     from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 except ModuleNotFoundError as missing:
-    raise MissingExtraError(f"engines in other processes need the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
+    raise MissingExtraError(
+        f"engines in other processes need the package {missing.name!r}: pip install "
+        "'agentevo[serve]'"
+    ) from missing
 
 CONNECT_S = 2.0
 CLOSE_S = 1.0
@@ -57,7 +61,9 @@ class RefusedError(LostError):
 class ClientConnection:
     """See the module. Belongs to one event loop; made by `open`."""
 
-    def __init__(self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[State], None]) -> None:
+    def __init__(
+        self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[State], None]
+    ) -> None:
         self._websocket, self._url, self._every_s, self._hear = websocket, url, every_s, hear
         self._outbox = Outbox()
         self._ids = itertools.count(1)
@@ -65,13 +71,18 @@ class ClientConnection:
         self._watches: dict[int, asyncio.Future[None]] = {}
         self.lost: LostError | None = None
         """Why it has ended."""
-        self._tasks = [asyncio.ensure_future(self._guarded(self._read)), asyncio.ensure_future(self._guarded(self._write))]
+        self._tasks = [
+            asyncio.ensure_future(self._guarded(self._read)),
+            asyncio.ensure_future(self._guarded(self._write)),
+        ]
         self._watch()
 
     @classmethod
-    async def open(cls, url: str, *, secret: RunSecret, every_s: float, hear: Callable[[State], None]) -> ClientConnection:
-        """To the engine at `url`, whose state `hear` is called with every `every_s`. Raises LostError if it is not to be reached, and
-        RefusedError if it is of another run."""
+    async def open(
+        cls, url: str, *, secret: RunSecret, every_s: float, hear: Callable[[State], None]
+    ) -> ClientConnection:
+        """To the engine at `url`, whose state `hear` is called with every `every_s`. Raises
+        LostError if it is not to be reached, and RefusedError if it is of another run."""
         address = "ws" + url.rstrip("/").removeprefix("http") + PATH
         try:
             websocket = await connect(
@@ -89,7 +100,10 @@ class ClientConnection:
         except InvalidStatus as error:
             if error.response.status_code != FORBIDDEN:
                 raise LostError(f"{url}: {error}") from error
-            raise RefusedError(f"{url} is of another run: it refuses the secret in {secret.file}; put its own run's there") from error
+            raise RefusedError(
+                f"{url} is of another run: it refuses the secret in {secret.file}; put its own "
+                "run's there"
+            ) from error
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: a URL that is none
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
         return cls(websocket, url, every_s, hear)
@@ -99,19 +113,35 @@ class ClientConnection:
         """Requests that have no answer yet."""
         return len(self._answers)
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, session: str | None, deadline_s: float) -> Completion:
-        """See Engine.generate. Raises LostError when the connection ends before the answer has come."""
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        session: str | None,
+        deadline_s: float,
+    ) -> Completion:
+        """See Engine.generate. Raises LostError when the connection ends before the answer has
+        come."""
         if self.lost is not None:
             raise LostError(str(self.lost))
         number = next(self._ids)
-        self._outbox.put(Generate(id=number, prompt_ids=prompt_ids, sampling=sampling, session=session, deadline_s=deadline_s))
+        self._outbox.put(
+            Generate(
+                id=number,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                session=session,
+                deadline_s=deadline_s,
+            )
+        )
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(deadline_s):
                 answer = await future
         except TimeoutError:
             raise DeadlineExceededError(
-                f"{self._url}: no completion within {deadline_s:g} s: raise engine.timeout_s or lower sampling.max_new_tokens"
+                f"{self._url}: no completion within {deadline_s:g} s: raise engine.timeout_s or "
+                "lower sampling.max_new_tokens"
             ) from None
         finally:
             del self._answers[number]
@@ -127,12 +157,14 @@ class ClientConnection:
             self._outbox.put(Release(session=session))
 
     async def look(self) -> None:
-        """Returns when a state has been heard that is younger than this call, or the connection has ended. Without a deadline."""
+        """Returns when a state has been heard that is younger than this call, or the connection has
+        ended. Without a deadline."""
         if self.lost is None:
             await self._watch()
 
     def abandon(self, reason: str) -> None:
-        """Ends it at once, without a word to the other side, and every request on it with LostError."""
+        """Ends it at once, without a word to the other side, and every request on it with
+        LostError."""
         if self.lost is not None:
             return
         self.lost = LostError(f"{self._url}: {reason}")

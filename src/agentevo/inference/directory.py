@@ -1,11 +1,14 @@
-"""Where the engines of a run are: a folder in which each announces itself and shows every second that it lives.
+"""Where the engines of a run are: a folder in which each announces itself and shows every second
+that it lives.
 
-An announcement is `NAME.json`; its heartbeat is the file's time of change. A reader believes changes of that time, counted by its own
-monotonic clock, so clocks that jump or differ between machines don't make an engine dead or alive; only a file that a reader has never
-seen before is judged by its age.
+An announcement is `NAME.json`; its heartbeat is the file's time of change. A reader believes
+changes of that time, counted by its own monotonic clock, so clocks that jump or differ between
+machines don't make an engine dead or alive; only a file that a reader has never seen before is
+judged by its age.
 
-A name is one living engine's: it holds a lock on `.NAME.lock`, which ends with its process, so a name is free again at once when its engine
-is killed. Where the folder's file system loses locks, an engine leaves the announcement of another one alone while that one's heart beats.
+A name is one living engine's: it holds a lock on `.NAME.lock`, which ends with its process, so a
+name is free again at once when its engine is killed. Where the folder's file system loses locks, an
+engine leaves the announcement of another one alone while that one's heart beats.
 """
 
 from __future__ import annotations
@@ -56,14 +59,18 @@ class EngineDirectory:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """The name is this process's while the block runs. Raises ConfigError if another engine keeps it for longer than ENDING_S."""
+        """The name is this process's while the block runs. Raises ConfigError if another engine
+        keeps it for longer than ENDING_S."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self._lock(name)
         lock = FileLock(file)
         try:
             lock.acquire(timeout=ENDING_S)
         except Timeout:
-            raise ConfigError(f"{self.folder}: an engine named {name} is running: give another --name, or stop that one first") from None
+            raise ConfigError(
+                f"{self.folder}: an engine named {name} is running: give another --name, or stop "
+                "that one first"
+            ) from None
         try:
             yield
         finally:
@@ -78,7 +85,8 @@ class EngineDirectory:
         os.replace(staging, self._file(announcement.name))
 
     def beat(self, announcement: Announcement) -> None:
-        """It lives. Announces it again if somebody has deleted the file, or an engine has replaced it that is dead by now."""
+        """It lives. Announces it again if somebody has deleted the file, or an engine has replaced
+        it that is dead by now."""
         file = self._file(announcement.name)
         found = self._read(file)
         if found == announcement:
@@ -96,8 +104,9 @@ class EngineDirectory:
             self._file(announcement.name).unlink(missing_ok=True)
 
     def forget_dead(self, mine: Announcement, *, after_s: float = FORGET_S) -> None:
-        """Deletes what has not changed for `after_s` before `mine` was announced, by the clock of the files. An engine that lives after all
-        announces itself again with its next beat, and keeps its name."""
+        """Deletes what has not changed for `after_s` before `mine` was announced, by the clock of
+        the files. An engine that lives after all announces itself again with its next beat, and
+        keeps its name."""
         with suppress(OSError):  # nothing depends on it
             now = self._file(mine.name).stat().st_mtime
             for file in self.folder.iterdir():
@@ -113,13 +122,18 @@ class EngineDirectory:
                         file.unlink()
 
     @asynccontextmanager
-    async def announced(self, announcement: Announcement, *, every_s: float = HEARTBEAT_S) -> AsyncIterator[None]:
-        """Announced with a heartbeat from this event loop while the block runs: a loop that hangs is not taken for alive."""
+    async def announced(
+        self, announcement: Announcement, *, every_s: float = HEARTBEAT_S
+    ) -> AsyncIterator[None]:
+        """Announced with a heartbeat from this event loop while the block runs: a loop that hangs
+        is not taken for alive."""
 
         async def beat() -> None:
             while True:
                 await asyncio.sleep(every_s)
-                with suppress(OSError):  # a file system that is away for a moment: the next beat tells
+                with suppress(
+                    OSError
+                ):  # a file system that is away for a moment: the next beat tells
                     self.beat(announcement)
 
         self.announce(announcement)
@@ -147,7 +161,8 @@ class EngineDirectory:
         return found
 
     def _last_beat(self, file: Path) -> tuple[int, float] | None:
-        """(the file's time of change in ns, the monotonic time in s at which it came to be that)."""
+        """(the file's time of change in ns, the monotonic time in s at which it came to be
+        that)."""
         try:
             changed = file.stat().st_mtime_ns
         except FileNotFoundError:
@@ -158,7 +173,8 @@ class EngineDirectory:
         return before if before[0] == changed else (changed, time.monotonic())
 
     def _other_is_dead(self, file: Path) -> bool:
-        """Whether the heart of the engine that announces itself there, instead of us, has not beaten for DEAD_S while we looked."""
+        """Whether the heart of the engine that announces itself there, instead of us, has not
+        beaten for DEAD_S while we looked."""
         changed = file.stat().st_mtime_ns
         if self._others is None or self._others[0] != changed:
             self._others = (changed, time.monotonic())

@@ -1,6 +1,8 @@
-"""The engine contract: token ids in, token ids out, with the log-probs of the distribution that each token was really drawn from.
+"""The engine contract: token ids in, token ids out, with the log-probs of the distribution that
+each token was really drawn from.
 
-An engine knows nothing of agents, rewards or text. It stamps every token with the version of the weights that emitted it.
+An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
+weights that emitted it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch
 from agentevo.types import Completion, SamplingParams
 
 InFlight = Literal["continue", "finish"]
-"""What becomes of running requests when an engine gets new weights or goes to sleep: they go on afterwards from where they are, or end
-first."""
+"""What becomes of running requests when an engine gets new weights or goes to sleep: they go on
+afterwards from where they are, or end first."""
 
 
 class Engine(Protocol):
@@ -26,13 +28,19 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
     ) -> Completion:
         """Completes `prompt_ids`, the whole context.
 
-        `session` names a conversation whose key-value cache is kept: the next call with the same name costs only its new tokens.
-        Raises RequestTooLongError if the tokens can never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees
-        whatever the request held.
+        `session` names a conversation whose key-value cache is kept: the next call with the same
+        name costs only its new tokens. Raises RequestTooLongError if the tokens can never fit,
+        DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees whatever the
+        request held.
         """
         ...
 
@@ -40,13 +48,17 @@ class Engine(Protocol):
         """Forgets a conversation; unknown names are fine."""
         ...
 
-    async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float) -> None:
-        """Serves new weights from now on; verifies all of them before it changes any. None: they were changed in place. Weights that are
-        not trained (the base under adapters) may be left out."""
+    async def publish(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
+    ) -> None:
+        """Serves new weights from now on; verifies all of them before it changes any. None: they
+        were changed in place. Weights that are not trained (the base under adapters) may be left
+        out."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start: generated and computed tokens, prefix hits, queue lengths, memory."""
+        """Counters since the start: generated and computed tokens, prefix hits, queue lengths,
+        memory."""
         ...
 
 
@@ -59,7 +71,8 @@ class SleepingEngine(Protocol):
 
     @property
     def slept_s(self) -> float:
-        """Seconds asleep so far, those of a sleep under way among them. They count towards no request's deadline."""
+        """Seconds asleep so far, those of a sleep under way among them. They count towards no
+        request's deadline."""
         ...
 
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:

@@ -1,11 +1,14 @@
 """Key-value memory of the embedded engine.
 
-Layout, per layer: keys [slots, Hkv, capacity / KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity, D]; a sequence owns one slot. In a
-block of keys the positions lie side by side, in values the numbers of a head: so each is a table whose rows are to be summed, which is what
-attention does with them (`cache_attention.py`). Shared prefixes lie outside of the slots, once each, as `PrefixSegment`s.
+Layout, per layer: keys [slots, Hkv, capacity / KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv,
+capacity, D]; a sequence owns one slot. In a block of keys the positions lie side by side, in values
+the numbers of a head: so each is a table whose rows are to be summed, which is what attention does
+with them (`cache_attention.py`). Shared prefixes lie outside of the slots, once each, as
+`PrefixSegment`s.
 
-Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of positions; `offset` is 0 without a reference.
-Memory: slots x capacity + tokens of the segments <= the budget; `resize` compacts, so slots in use are always movable.
+Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
+positions; `offset` is 0 without a reference. Memory: slots x capacity + tokens of the segments <=
+the budget; `resize` compacts, so slots in use are always movable.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ def num_blocks(tokens: int) -> int:
 
 
 def in_rows(keys: torch.Tensor) -> torch.Tensor:
-    """Blocks of keys [..., blocks, D, KEY_BLOCK] -> a copy, one key after the other [..., blocks * KEY_BLOCK, D]."""
+    """Blocks of keys [..., blocks, D, KEY_BLOCK] -> a copy, one key after the other [..., blocks *
+    KEY_BLOCK, D]."""
     return keys.transpose(-1, -2).flatten(-3, -2).contiguous()
 
 
@@ -54,13 +58,15 @@ class KVCache:
         """Buffers of one layer; `like` [T, Hkv, D] gives shape, type and device for a new one."""
         while len(self.keys) <= index:
             groups, dim = like.shape[1:]
-            self.keys.append(like.new_zeros(self.num_slots, groups, self.capacity // KEY_BLOCK, dim, KEY_BLOCK))
+            self.keys.append(
+                like.new_zeros(self.num_slots, groups, self.capacity // KEY_BLOCK, dim, KEY_BLOCK)
+            )
             self.values.append(like.new_zeros(self.num_slots, groups, self.capacity, dim))
         return self.keys[index], self.values[index]
 
     def resize(self, num_slots: int, capacity: int, used: list[tuple[int, int]]) -> dict[int, int]:
-        """New buffers that keep the `used` slots, given as (slot, length); returns old slot -> new slot (0, 1, ... in the given order).
-        `capacity` is a multiple of KEY_BLOCK."""
+        """New buffers that keep the `used` slots, given as (slot, length); returns old slot -> new
+        slot (0, 1, ... in the given order). `capacity` is a multiple of KEY_BLOCK."""
         for layer, (old_keys, old_values) in enumerate(zip(self.keys, self.values, strict=True)):
             _, groups, _, dim = old_values.shape
             keys = old_keys.new_zeros(num_slots, groups, capacity // KEY_BLOCK, dim, KEY_BLOCK)
@@ -76,12 +82,18 @@ class KVCache:
     def cut_segment(self, slot: int, ids: list[int]) -> PrefixSegment:
         """A copy of the slot's first len(ids) keys and values."""
         size = len(ids)
-        return PrefixSegment(ids, [in_rows(k[slot])[:, :size].clone() for k in self.keys], [v[slot, :, :size].clone() for v in self.values])
+        return PrefixSegment(
+            ids,
+            [in_rows(k[slot])[:, :size].clone() for k in self.keys],
+            [v[slot, :, :size].clone() for v in self.values],
+        )
 
     def paste_segment(self, slot: int, segment: PrefixSegment, length: int) -> None:
         """Copies the first `length` tokens of the segment to the front of the slot."""
         for layer, (k, v) in enumerate(zip(segment.keys, segment.values, strict=True)):
             blocks = num_blocks(length)
             padded = torch.nn.functional.pad(k[:, :length], (0, 0, 0, blocks * KEY_BLOCK - length))
-            self.keys[layer][slot, :, :blocks] = padded.unflatten(1, (blocks, KEY_BLOCK)).transpose(-1, -2)
+            self.keys[layer][slot, :, :blocks] = padded.unflatten(1, (blocks, KEY_BLOCK)).transpose(
+                -1, -2
+            )
             self.values[layer][slot, :, :length] = v[:, :length]

@@ -1,8 +1,9 @@
 """What an engine's server and its clients say to one another, and how errors travel.
 
-Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in MessagePack, `list[ToEngine]` one way
-and `list[FromEngine]` the other; whoever sends puts into one frame what is to be sent at that moment (`Outbox`). An answer has the id that
-the client has given its request; it comes whenever it is ready, in any order. People's scripts use JSON over HTTP.
+Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in
+MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other; whoever sends puts into one
+frame what is to be sent at that moment (`Outbox`). An answer has the id that the client has given
+its request; it comes whenever it is ready, in any order. People's scripts use JSON over HTTP.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from collections import deque
 
 import msgspec
 
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    RequestTooLongError,
+)
 from agentevo.inference.engine import InFlight
 from agentevo.types import Completion, SamplingParams
 
@@ -115,7 +121,9 @@ ERRORS: dict[str, tuple[int, type[EngineError]]] = {
 
 def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
     """How the server says it over HTTP."""
-    name, (status, _) = next((name, entry) for name, entry in ERRORS.items() if isinstance(error, entry[1]))
+    name, (status, _) = next(
+        (name, entry) for name, entry in ERRORS.items() if isinstance(error, entry[1])
+    )
     return status, ErrorAnswer(error=name, message=str(error))
 
 
@@ -137,7 +145,8 @@ read_answers = msgspec.msgpack.Decoder(list[FromEngine]).decode
 
 
 class Outbox:
-    """Messages that are to be sent, encoded when they are put in and sent in that order, as many in a frame as there are."""
+    """Messages that are to be sent, encoded when they are put in and sent in that order, as many in
+    a frame as there are."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -152,7 +161,10 @@ class Outbox:
         """Raises RequestTooLongError for one that is more than a frame can carry."""
         encoded = self._encoder.encode(message)
         if len(encoded) + 16 > MAX_BYTES:
-            raise RequestTooLongError(f"a request of {len(encoded)} bytes is more than an engine's server takes ({MAX_BYTES}): shorten it")
+            raise RequestTooLongError(
+                f"a request of {len(encoded)} bytes is more than an engine's server takes "
+                f"({MAX_BYTES}): shorten it"
+            )
         self._waiting.append(encoded)
         self._filled.set()
 

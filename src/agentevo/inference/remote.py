@@ -1,16 +1,20 @@
 """Engines in other processes, as one engine.
 
-A conversation stays with the engine that holds its cache; a new one goes to the engine with the least to do, of those that are awake and
-serve the newest version. When an engine dies, hangs or refuses, the same request (same ids, same seed) goes to another one within the same
-deadline: what the first has computed of it is lost, and nothing else, since engines keep no state that an answer depends on. Only when none
-is left until the deadline is the request given up (EngineUnavailableError).
+A conversation stays with the engine that holds its cache; a new one goes to the engine with the
+least to do, of those that are awake and serve the newest version. When an engine dies, hangs or
+refuses, the same request (same ids, same seed) goes to another one within the same deadline: what
+the first has computed of it is lost, and nothing else, since engines keep no state that an answer
+depends on. Only when none is left until the deadline is the request given up
+(EngineUnavailableError).
 
-`version` is the smallest of the engines that may be asked, so no token is older than it says. An engine that stays at an older version than
-others for LATE_S is not asked any more, and does not count, until it has newer weights or nobody has: alone it would hold up everybody.
+`version` is the smallest of the engines that may be asked, so no token is older than it says. An
+engine that stays at an older version than others for LATE_S is not asked any more, and does not
+count, until it has newer weights or nobody has: alone it would hold up everybody.
 
-Each engine is reached over one connection (`client_connection.py`), on which it tells its state every `poll_s`; `version` and `stats` are
-as it said last. An engine is lost when its connection ends, and taken for dead when it has said nothing for `max_age_s`; either way the
-requests that it holds are moved.
+Each engine is reached over one connection (`client_connection.py`), on which it tells its state
+every `poll_s`; `version` and `stats` are as it said last. An engine is lost when its connection
+ends, and taken for dead when it has said nothing for `max_age_s`; either way the requests that it
+holds are moved.
 """
 
 from __future__ import annotations
@@ -22,8 +26,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, RequestTooLongError
-from agentevo.inference.client_connection import CONNECT_S, ClientConnection, LostError, RefusedError
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    RequestTooLongError,
+)
+from agentevo.inference.client_connection import (
+    CONNECT_S,
+    ClientConnection,
+    LostError,
+    RefusedError,
+)
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.messages import EngineState, State
 from agentevo.inference.secret import RunSecret
@@ -35,9 +49,11 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 GAUGES = ("engine/running", "engine/waiting", "engine/kv_tokens")
-"""Statistics that say how things stand; the others count up, and an engine's count stays in the sum when the engine is gone."""
+"""Statistics that say how things stand; the others count up, and an engine's count stays in the sum
+when the engine is gone."""
 LATE_S = 60.0
-"""Long enough for an engine to load new weights, and to look at weights that it has refused once more."""
+"""Long enough for an engine to load new weights, and to look at weights that it has refused once
+more."""
 
 
 @dataclass(eq=False)
@@ -51,7 +67,8 @@ class _Known:
     yours: int = 0
     """Requests of this client that it held when it said its state."""
     suspect: bool = True
-    """Nothing new goes there until it says its state again: it has just been connected to, or refused."""
+    """Nothing new goes there until it says its state again: it has just been connected to, or
+    refused."""
     behind: tuple[int, float] | None = None
     """(its version, when another engine was first seen to have a newer one), if that is so."""
     connection: ClientConnection | None = None
@@ -81,22 +98,31 @@ class _Known:
         return self.connection.num_open if self.connection is not None else 0
 
     def load(self) -> int:
-        """Requests that it has to do with: those that others had there when it said its state, and ours."""
+        """Requests that it has to do with: those that others had there when it said its state, and
+        ours."""
         stats = self.state.stats if self.state is not None else {}
         there = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
         return max(there - self.yours, 0) + self.open
 
 
 class RemoteEngine:
-    """See the module. `engines`: where they announce themselves, or their URLs, and then the `secret` that they know. Belongs to one event
-    loop; `close` it there."""
+    """See the module. `engines`: where they announce themselves, or their URLs, and then the
+    `secret` that they know. Belongs to one event loop; `close` it there."""
 
     def __init__(
-        self, engines: EngineDirectory | Sequence[str], *, secret: RunSecret | None = None, poll_s: float = 0.1, max_age_s: float = 15.0
+        self,
+        engines: EngineDirectory | Sequence[str],
+        *,
+        secret: RunSecret | None = None,
+        poll_s: float = 0.1,
+        max_age_s: float = 15.0,
     ) -> None:
         if secret is None:
             if not isinstance(engines, EngineDirectory):
-                raise TypeError("engines by URL want a secret: give that of their run, RunSecret(RUN / 'engines')")
+                raise TypeError(
+                    "engines by URL want a secret: give that of their run, RunSecret(RUN / "
+                    "'engines')"
+                )
             secret = RunSecret(engines.folder)
         self._secret = secret
         self._engines, self._poll_s, self._max_age_s = engines, poll_s, max_age_s
@@ -117,9 +143,15 @@ class RemoteEngine:
         return min((one.version for one in self._able()), default=-1)
 
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
     ) -> Completion:
-        """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the deadline."""
+        """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
+        deadline."""
         deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
         while (left := deadline - time.monotonic()) > 0:
@@ -141,25 +173,35 @@ class RemoteEngine:
             except EngineError as error:
                 refused[engine.url] = error
         raise EngineUnavailableError(
-            f"no engine answered within {deadline_s:g} s ({len(self._known)} known; {self._trouble}): are processes of `agentevo serve` "
+            f"no engine answered within {deadline_s:g} s ({len(self._known)} known; "
+            f"{self._trouble}): are processes of `agentevo serve` "
             f"running and announced in {self._place()}?"
         )
 
     async def release(self, session: str) -> None:
-        """See Engine.release. An engine that is lost has nothing to be told: it gives up idle conversations by itself."""
+        """See Engine.release. An engine that is lost has nothing to be told: it gives up idle
+        conversations by itself."""
         engine = self._homes.pop(session, None)
         if engine is not None:
             engine.homes.discard(session)
             if engine.connection is not None:
                 engine.connection.release(session)
 
-    async def publish(self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float) -> None:
+    async def publish(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
+    ) -> None:
         """Not this way: engines in other processes take the weights from the run's folder."""
-        raise EngineError("weights do not go to other processes through RemoteEngine: write them with WeightsFolder, engines follow it")
+        raise EngineError(
+            "weights do not go to other processes through RemoteEngine: write them with "
+            "WeightsFolder, engines follow it"
+        )
 
     def stats(self) -> dict[str, float]:
-        """See Engine.stats: sums over the engines, and `engine/engines`, how many of them are living."""
-        living = [one.state.stats for one in self._known.values() if one.state is not None and one.usable]
+        """See Engine.stats: sums over the engines, and `engine/engines`, how many of them are
+        living."""
+        living = [
+            one.state.stats for one in self._known.values() if one.state is not None and one.usable
+        ]
         gauges = [{key: stats.get(key, 0.0) for key in GAUGES} for stats in living]
         found = {"engine/engines": float(len(living))}
         for counts in (*self._counts.values(), *gauges):
@@ -168,12 +210,15 @@ class RemoteEngine:
         return found
 
     async def refresh(self) -> None:
-        """Looks at every engine now: who lives, at which version, with how much to do. Goes on looking in the background."""
+        """Looks at every engine now: who lives, at which version, with how much to do. Goes on
+        looking in the background."""
         self._watch()
         await self._look_once()
         asked = [asyncio.ensure_future(self._ask_state(one)) for one in self._known.values()]
         if asked:
-            _, late = await asyncio.wait(asked, timeout=CONNECT_S)  # a long step, or it hangs: `heard` tells
+            _, late = await asyncio.wait(
+                asked, timeout=CONNECT_S
+            )  # a long step, or it hangs: `heard` tells
             for one in late:
                 one.cancel()
 
@@ -191,12 +236,15 @@ class RemoteEngine:
     def _watch(self) -> None:
         """Keeps looking in the background, whatever has ended the looking before."""
         if self._closed:
-            raise EngineUnavailableError("this client of the engines is closed: make another RemoteEngine")
+            raise EngineUnavailableError(
+                "this client of the engines is closed: make another RemoteEngine"
+            )
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
 
     async def _look_once(self) -> None:
-        """What goes wrong here (a file system that is away) is told once and in the error of requests that find no engine."""
+        """What goes wrong here (a file system that is away) is told once and in the error of
+        requests that find no engine."""
         try:
             await self._look()
         except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
@@ -217,11 +265,15 @@ class RemoteEngine:
     async def _look(self) -> None:
         """Who is announced, and a connection to each; forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
-            urls = [one.url for one in await asyncio.to_thread(self._engines.living, self._max_age_s)]
+            urls = [
+                one.url for one in await asyncio.to_thread(self._engines.living, self._max_age_s)
+            ]
         else:
             urls = list(self._engines)
         for one in list(self._known.values()):
-            if time.monotonic() - one.heard > self._max_age_s or (one.url not in urls and not one.connected):
+            if time.monotonic() - one.heard > self._max_age_s or (
+                one.url not in urls and not one.connected
+            ):
                 self._forget(one)
         for url in urls:
             one = self._known.setdefault(url, _Known(url, time.monotonic()))
@@ -231,12 +283,19 @@ class RemoteEngine:
     async def _connect(self, engine: _Known) -> None:
         def hear(told: State) -> None:
             state = told.state
-            engine.state, engine.yours, engine.suspect, engine.heard = state, told.yours, False, time.monotonic()
-            self._counts[engine.url, state.pid] = {key: value for key, value in state.stats.items() if key not in GAUGES}
+            engine.state = state
+            engine.yours = told.yours
+            engine.suspect = False
+            engine.heard = time.monotonic()
+            self._counts[engine.url, state.pid] = {
+                key: value for key, value in state.stats.items() if key not in GAUGES
+            }
 
         engine.suspect = True
         try:
-            engine.connection = await ClientConnection.open(engine.url, secret=self._secret, every_s=self._poll_s, hear=hear)
+            engine.connection = await ClientConnection.open(
+                engine.url, secret=self._secret, every_s=self._poll_s, hear=hear
+            )
         except LostError as error:
             if isinstance(error, RefusedError):
                 self._warn(str(error))
@@ -262,19 +321,29 @@ class RemoteEngine:
                 found.append(one)
             else:
                 self._warn(
-                    f"{one.url} stays at version {one.version} while others have newer weights: it is not asked until it has them too "
+                    f"{one.url} stays at version {one.version} while others have newer weights: "
+                    "it is not asked until it has them too "
                     "(its own log says what keeps it)"
                 )
         return found
 
     def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
-        """The conversation's engine if it may be asked, else the one with the least to do among those of the newest version: an engine
-        that is late with new weights gets no more conversations whose tokens would be old. One that sleeps is asked when all of them do."""
+        """The conversation's engine if it may be asked, else the one with the least to do among
+        those of the newest version: an engine that is late with new weights gets no more
+        conversations whose tokens would be old. One that sleeps is asked when all of them do."""
         able = [one for one in self._able() if one.url not in refused]
         home = self._homes.get(session) if session is not None else None
-        if home is not None and home in able and (not home.asleep or all(one.asleep for one in able)):
+        if (
+            home is not None
+            and home in able
+            and (not home.asleep or all(one.asleep for one in able))
+        ):
             return home
-        return min(able, key=lambda one: (one.asleep, -one.version, one.load(), len(one.homes), one.url), default=None)
+        return min(
+            able,
+            key=lambda one: (one.asleep, -one.version, one.load(), len(one.homes), one.url),
+            default=None,
+        )
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -299,4 +368,8 @@ class RemoteEngine:
             engine.connection.abandon(f"it has said nothing for {self._max_age_s:g} s")
 
     def _place(self) -> str:
-        return str(self._engines.folder) if isinstance(self._engines, EngineDirectory) else ", ".join(self._engines)
+        return (
+            str(self._engines.folder)
+            if isinstance(self._engines, EngineDirectory)
+            else ", ".join(self._engines)
+        )

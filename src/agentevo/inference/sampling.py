@@ -1,4 +1,5 @@
-"""From logits to tokens: temperature, filters, the draw, and the log-prob of the distribution that was drawn from."""
+"""From logits to tokens: temperature, filters, the draw, and the log-prob of the distribution that
+was drawn from."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ _BLOCK = 256
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Logits [V] of one row, already divided by the temperature; tokens outside top-k, top-p or min-p become -inf.
+    """Logits [V] of one row, already divided by the temperature; tokens outside top-k, top-p or
+    min-p become -inf.
 
-    Applied in that order, each on the distribution that the one before left; the most likely token always stays.
+    Applied in that order, each on the distribution that the one before left; the most likely token
+    always stays.
     """
     if 0 < params.top_k < logits.shape[-1]:
         threshold = torch.topk(logits, params.top_k).values[-1]
@@ -21,17 +24,24 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         ordered, order = torch.sort(logits, descending=True, stable=True)
         probs = torch.softmax(ordered.double(), dim=-1)
         before = torch.cumsum(probs, dim=-1) - probs  # mass of the more likely tokens
-        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(0, order, before >= params.top_p), float("-inf"))
+        logits = logits.masked_fill(
+            torch.zeros_like(logits, dtype=torch.bool).scatter(0, order, before >= params.top_p),
+            float("-inf"),
+        )
     if params.min_p > 0:
         floor = logits.max() + torch.log(torch.tensor(params.min_p, dtype=logits.dtype))
         logits = logits.masked_fill(logits < floor, float("-inf"))
     return logits
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]) -> tuple[list[int], list[float]]:
-    """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms` [B] in [0, 1); greedy at temperature 0.
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+) -> tuple[list[int], list[float]]:
+    """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
+    [B] in [0, 1); greedy at temperature 0.
 
-    A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites `logits`.
+    A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites
+    `logits`.
     """
     logits = logits.float()
     temperatures = [p.temperature for p in params]
@@ -44,8 +54,12 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[floa
     most_likely = logits.argmax(dim=-1) if not all(temperatures) else None
     if most_likely is not None and not any(temperatures):
         return most_likely.tolist(), [0.0] * len(params)
-    weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()  # [B, V], in place: the logits are large, and ours
-    tokens, totals = _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    weights = logits.sub_(
+        logits.amax(dim=-1, keepdim=True)
+    ).exp_()  # [B, V], in place: the logits are large, and ours
+    tokens, totals = _invert(
+        weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+    )
     logprobs = (weights.gather(1, tokens.unsqueeze(1)).squeeze(1).double() / totals).log().float()
     if most_likely is not None:
         greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)
@@ -55,9 +69,11 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], uniforms: list[floa
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of the first token whose cumulative weight exceeds uniforms * total: first the block of 256, then the place in it.
+    """Index of the first token whose cumulative weight exceeds uniforms * total: first the block of
+    256, then the place in it.
 
-    weights [B, V] float32, uniforms [B] float64 -> tokens [B], totals [B] float64. Sums run in float64.
+    weights [B, V] float32, uniforms [B] float64 -> tokens [B], totals [B] float64. Sums run in
+    float64.
     """
     batch, vocab = weights.shape
     if vocab % _BLOCK:
@@ -66,12 +82,19 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     block_ends = blocks.sum(-1).double().cumsum(-1)  # [B, blocks]
     totals = block_ends[:, -1]
     target = (uniforms * totals).unsqueeze(1)
-    block = torch.searchsorted(block_ends, target, right=True).clamp_max(block_ends.shape[1] - 1)  # [B, 1]
+    block = torch.searchsorted(block_ends, target, right=True).clamp_max(
+        block_ends.shape[1] - 1
+    )  # [B, 1]
     start = block_ends.gather(1, block) - blocks.sum(-1).double().gather(1, block)
     inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)  # [B, 256]
-    place = torch.searchsorted(inside.double().cumsum(-1), target - start, right=True).clamp_max(_BLOCK - 1)
-    # Rounding at the very end of a block can land on a token of weight 0: step back to the last one that can be drawn.
-    candidates = torch.where(inside > 0, torch.arange(_BLOCK, device=weights.device).expand_as(inside), -1)
+    place = torch.searchsorted(inside.double().cumsum(-1), target - start, right=True).clamp_max(
+        _BLOCK - 1
+    )
+    # Rounding at the very end of a block can land on a token of weight 0: step back to the last one
+    # that can be drawn.
+    candidates = torch.where(
+        inside > 0, torch.arange(_BLOCK, device=weights.device).expand_as(inside), -1
+    )
     drawable = torch.where(candidates <= place, candidates, -1).max(dim=-1, keepdim=True).values
     drawable = torch.where(drawable < 0, inside.argmax(-1, keepdim=True), drawable)
     return (block * _BLOCK + drawable).squeeze(1), totals

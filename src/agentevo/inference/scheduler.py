@@ -1,9 +1,11 @@
-"""Who computes next, and where its keys and values lie: the waiting queue, slots, sessions, shared prefixes and the memory budget.
+"""Who computes next, and where its keys and values lie: the waiting queue, slots, sessions, shared
+prefixes and the memory budget.
 
-Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two turns: owns its slot until the next turn,
-a release, or eviction). Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never fit is
-refused at the door. Idle sessions and unused prefixes are dropped, oldest first, before anyone waits; what was dropped is computed again
-when needed.
+Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
+turns: owns its slot until the next turn, a release, or eviction). Memory never exceeds the budget:
+a request that does not fit now waits, in order; one that can never fit is refused at the door. Idle
+sessions and unused prefixes are dropped, oldest first, before anyone waits; what was dropped is
+computed again when needed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from agentevo.types import Completion, SamplingParams
 MIN_SHARED_TOKENS = 16
 """A shorter common prefix is not worth a step of its own."""
 MIN_REFERRED_TOKENS = 128
-"""From this length on, sequences refer to a shared prefix; a shorter one is copied into their slots, which costs less per step."""
+"""From this length on, sequences refer to a shared prefix; a shorter one is copied into their
+slots, which costs less per step."""
 
 
 @dataclass(eq=False)
@@ -40,7 +43,9 @@ class Request:
     versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.max_tokens = len(self.ids) + (self.params.max_new_tokens if self.future is not None else 0)
+        self.max_tokens = len(self.ids) + (
+            self.params.max_new_tokens if self.future is not None else 0
+        )
         self.rng = np.random.Generator(np.random.Philox(key=self.params.seed & (2**64 - 1)))
         self.stop_ids = frozenset(self.params.stop_token_ids)
 
@@ -51,7 +56,8 @@ class Request:
 
 @dataclass(eq=False)
 class Sequence:
-    """Tokens with a slot. `ids[:cached]` have keys and values; the first `offset` of them in `segment`, the rest in the slot."""
+    """Tokens with a slot. `ids[:cached]` have keys and values; the first `offset` of them in
+    `segment`, the rest in the slot."""
 
     slot: int
     ids: list[int]
@@ -89,7 +95,8 @@ class Scheduler:
         """length -> ids -> segment."""
         self.pending_prefixes: dict[tuple[int, ...], Request] = {}
         self.unshareable: set[tuple[int, ...]] = set()
-        """Prefixes that there was no memory to keep, until the queue is empty: computing them again and again could go on for ever."""
+        """Prefixes that there was no memory to keep, until the queue is empty: computing them again
+        and again could go on for ever."""
         self.clock = 0
         self.prefix_hit_tokens = 0
         self.session_hit_tokens = 0
@@ -99,13 +106,16 @@ class Scheduler:
         need = request.max_tokens
         if need > self.context_length:
             raise RequestTooLongError(
-                f"prompt of {len(request.ids)} tokens plus max_new_tokens={request.params.max_new_tokens} exceeds the model's context of "
+                f"prompt of {len(request.ids)} tokens plus "
+                f"max_new_tokens={request.params.max_new_tokens} exceeds the model's context of "
                 f"{self.context_length} tokens: shorten the prompt or lower sampling.max_new_tokens"
             )
         if _round_up(need) > self.kv_tokens:
             raise RequestTooLongError(
-                f"prompt of {len(request.ids)} tokens plus max_new_tokens={request.params.max_new_tokens} can't fit "
-                f"the key-value memory of {self.kv_tokens} tokens: raise engine.kv_cache_gb (or engine.kv_cache_tokens)"
+                f"prompt of {len(request.ids)} tokens plus "
+                f"max_new_tokens={request.params.max_new_tokens} can't fit "
+                f"the key-value memory of {self.kv_tokens} tokens: raise engine.kv_cache_gb (or "
+                "engine.kv_cache_tokens)"
             )
         self.waiting.append(request)
 
@@ -164,8 +174,13 @@ class Scheduler:
             self.pending_prefixes.pop(tuple(sequence.ids), None)
 
     def abort(self) -> list[Request]:
-        """Empties queue and slots after a failure; returns the requests that are still to be answered."""
-        unanswered = [r for r in (*self.waiting, *(s.request for s in self.running)) if r is not None and r.future is not None]
+        """Empties queue and slots after a failure; returns the requests that are still to be
+        answered."""
+        unanswered = [
+            r
+            for r in (*self.waiting, *(s.request for s in self.running))
+            if r is not None and r.future is not None
+        ]
         for sequence in list(self.running):
             self.retire(sequence)
         self.waiting.clear()
@@ -178,8 +193,8 @@ class Scheduler:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """New weights: nothing cached is worth anything. Running requests go back to the head of the queue with what they have
-        completed."""
+        """New weights: nothing cached is worth anything. Running requests go back to the head of
+        the queue with what they have completed."""
         self.sessions.clear()
         self.segments.clear()
         self.unshareable.clear()
@@ -202,7 +217,8 @@ class Scheduler:
         return sum(length * len(group) for length, group in self.segments.items())
 
     def _match(self, ids: list[int]) -> PrefixSegment | None:
-        """The longest segment that is a proper prefix of `ids` (one token must be left to predict from)."""
+        """The longest segment that is a proper prefix of `ids` (one token must be left to predict
+        from)."""
         for length in sorted(self.segments, reverse=True):
             if length < len(ids) and (segment := self.segments[length].get(tuple(ids[:length]))):
                 return segment
@@ -210,13 +226,18 @@ class Scheduler:
 
     def _prefix_coming(self, request: Request) -> bool:
         return request.future is not None and any(
-            len(key) < len(request.ids) and tuple(request.ids[: len(key)]) == key for key in self.pending_prefixes
+            len(key) < len(request.ids) and tuple(request.ids[: len(key)]) == key
+            for key in self.pending_prefixes
         )
 
     def _request_prefixes(self) -> None:
-        """Queues the computation of prefixes that several waiting requests share: equal prompts first, then common beginnings of the
-        rest."""
-        fresh = [r for r in self.waiting if r.future is not None and (r.session is None or r.session not in self.sessions)]
+        """Queues the computation of prefixes that several waiting requests share: equal prompts
+        first, then common beginnings of the rest."""
+        fresh = [
+            r
+            for r in self.waiting
+            if r.future is not None and (r.session is None or r.session not in self.sessions)
+        ]
         by_prompt: dict[tuple[int, ...], int] = {}
         for request in fresh:
             key = tuple(request.ids)
@@ -226,18 +247,29 @@ class Scheduler:
         for ids in wanted + _shared_beginnings(singles):
             matched = self._match([*ids, -1])
             have = len(matched.ids) if matched else 0
-            if len(ids) - have >= MIN_SHARED_TOKENS and tuple(ids) not in self.pending_prefixes and tuple(ids) not in self.unshareable:
+            if (
+                len(ids) - have >= MIN_SHARED_TOKENS
+                and tuple(ids) not in self.pending_prefixes
+                and tuple(ids) not in self.unshareable
+            ):
                 request = Request(ids, SamplingParams(max_new_tokens=0), None)
                 self.pending_prefixes[tuple(ids)] = request
                 self.waiting.appendleft(request)
 
     def _place(self, request: Request) -> bool:
-        """Gives the request a slot (its session's, or a new one filled from a shared prefix); False if memory is short now."""
+        """Gives the request a slot (its session's, or a new one filled from a shared prefix); False
+        if memory is short now."""
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
         if idle is not None:
             return self._resume(idle, request)
         segment = self._match(request.ids) if self.config.prefix_sharing else None
-        offset = len(segment.ids) if segment is not None and len(segment.ids) >= MIN_REFERRED_TOKENS and request.future is not None else 0
+        offset = (
+            len(segment.ids)
+            if segment is not None
+            and len(segment.ids) >= MIN_REFERRED_TOKENS
+            and request.future is not None
+            else 0
+        )
         need = request.max_tokens - offset
         if segment is not None:
             segment.users += 1  # not to be evicted while room is made
@@ -247,7 +279,9 @@ class Scheduler:
         if slot is None:
             if segment is None or self.running:
                 return False
-            self._drop_segment(segment)  # nobody will leave, and its own prefix is what takes the room
+            self._drop_segment(
+                segment
+            )  # nobody will leave, and its own prefix is what takes the room
             return self._place(request)
         sequence = Sequence(slot, list(request.ids), request, need=need)
         if segment is not None:
@@ -275,7 +309,9 @@ class Scheduler:
             self.running.remove(idle)
             if not grown:
                 self.sessions[request.session] = idle
-                if not self.running:  # nobody will leave: give up the cache rather than wait for ever
+                if (
+                    not self.running
+                ):  # nobody will leave: give up the cache rather than wait for ever
                     self.release(request.session)
                     return self._place(request)
                 return False
@@ -295,12 +331,16 @@ class Scheduler:
         return [*self.running, *self.sessions.values()]
 
     def _make_room(self, extra: int, capacity: int) -> bool:
-        """Sees to `extra` free slots of at least `capacity` places; evicts idle sessions and unused prefixes, oldest first, if it must."""
+        """Sees to `extra` free slots of at least `capacity` places; evicts idle sessions and unused
+        prefixes, oldest first, if it must."""
         if len(self._live()) + extra <= self.cache.num_slots and capacity <= self.cache.capacity:
             return True
         while not self._resize(extra, capacity):
             idle = sorted(self.sessions.items(), key=lambda item: item[1].last_used)
-            unused = sorted((s for group in self.segments.values() for s in group.values() if not s.users), key=lambda s: s.last_used)
+            unused = sorted(
+                (s for group in self.segments.values() for s in group.values() if not s.users),
+                key=lambda s: s.last_used,
+            )
             if unused and (not idle or unused[0].last_used < idle[0][1].last_used):
                 self._drop_segment(unused[0])
             elif idle:
@@ -310,7 +350,8 @@ class Scheduler:
         return True
 
     def _shrink(self, spare: int) -> bool:
-        """Gives back free slots until `spare` tokens of the budget are unused; False if the live sequences need them."""
+        """Gives back free slots until `spare` tokens of the budget are unused; False if the live
+        sequences need them."""
         live = self._live()
         places = _round_up(max((s.need for s in live), default=1))
         room = self.kv_tokens - self._segment_tokens() - spare
@@ -327,12 +368,17 @@ class Scheduler:
             del self.segments[len(segment.ids)]
 
     def _resize(self, extra: int, capacity: int) -> bool:
-        """New buffers for the live sequences and `extra` more, within the budget; with room to grow if that fits too."""
+        """New buffers for the live sequences and `extra` more, within the budget; with room to grow
+        if that fits too."""
         live = self._live()
         budget = self.kv_tokens - self._segment_tokens()
         num_slots = len(live) + extra
         least = _round_up(max([capacity, *(s.need for s in live)]))
-        generous = max(least, min(2 * self.cache.capacity, _round_up(least + least // 2))) if self.cache.capacity else least
+        generous = (
+            max(least, min(2 * self.cache.capacity, _round_up(least + least // 2)))
+            if self.cache.capacity
+            else least
+        )
         if num_slots * least > budget:
             return False
         places = generous if num_slots * generous <= budget else least
@@ -343,7 +389,9 @@ class Scheduler:
 
     def _move(self, num_slots: int, capacity: int) -> None:
         live = self._live()
-        moved = self.cache.resize(num_slots, capacity, [(s.slot, s.cached - s.offset) for s in live])
+        moved = self.cache.resize(
+            num_slots, capacity, [(s.slot, s.cached - s.offset) for s in live]
+        )
         for sequence in live:
             sequence.slot = moved[sequence.slot]
 
@@ -353,7 +401,8 @@ def _round_up(tokens: int) -> int:
 
 
 def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
-    """Prefixes worth computing once among sorted, distinct prompts: runs of neighbours that share at least half of their tokens."""
+    """Prefixes worth computing once among sorted, distinct prompts: runs of neighbours that share
+    at least half of their tokens."""
     found: list[list[int]] = []
     run: list[int] | None = None
     for before, prompt in pairwise(prompts):

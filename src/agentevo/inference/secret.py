@@ -1,7 +1,9 @@
-"""What proves that a client belongs to an engine's run: 32 random bytes in hex in RUN/engines/secret, for its owner's eyes only.
+"""What proves that a client belongs to an engine's run: 32 random bytes in hex in
+RUN/engines/secret, for its owner's eyes only.
 
-Whichever process wants it first makes it, and it appears whole. Both sides read it at every handshake, so one that was deleted or replaced
-counts from the next one on. It travels as `Authorization: Bearer ...`, unencrypted: it keeps strangers out, not those who read the network.
+Whichever process wants it first makes it, and it appears whole. Both sides read it at every
+handshake, so one that was deleted or replaced counts from the next one on. It travels as
+`Authorization: Bearer ...`, unencrypted: it keeps strangers out, not those who read the network.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import uuid
 from pathlib import Path
 
 from agentevo.errors import EngineError
-from agentevo.models.folder import sync_to_disk
+from agentevo.files import sync_to_disk
 
 NAME = "secret"
 
@@ -26,7 +28,8 @@ class RunSecret:
         self.file = folder / NAME
 
     def value(self) -> str:
-        """64 hexadecimal digits; made if there are none. Raises EngineError where the file can't be used."""
+        """64 hexadecimal digits; made if there are none. Raises EngineError where the file can't be
+        used."""
         try:
             try:
                 found = self.file.read_text(encoding="ascii").strip()
@@ -35,12 +38,15 @@ class RunSecret:
                 found = self.file.read_text(encoding="ascii").strip()
         except OSError as error:
             raise EngineError(
-                f"{self.file} can't be used ({error.strerror or error}): it is its owner's alone; let one user run all processes of a run"
+                f"{self.file} can't be used ({error.strerror or error}): it is its owner's "
+                "alone; let one user run all processes of a run"
             ) from error
         except UnicodeDecodeError:
             found = ""
         if not re.fullmatch("[0-9a-f]{64}", found):
-            raise EngineError(f"{self.file} holds no secret: delete it, whoever needs it next makes another")
+            raise EngineError(
+                f"{self.file} holds no secret: delete it, whoever needs it next makes another"
+            )
         return found
 
     def header(self) -> dict[str, str]:
@@ -49,13 +55,17 @@ class RunSecret:
 
     def is_in(self, authorization: str | None) -> bool:
         """Whether that header, as it came, has the secret; takes as long for any wrong one."""
-        return hmac.compare_digest((authorization or "").encode(), f"Bearer {self.value()}".encode())
+        return hmac.compare_digest(
+            (authorization or "").encode(), f"Bearer {self.value()}".encode()
+        )
 
     def _make(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         staging = self.file.with_name(f".{NAME}.{uuid.uuid4().hex[:8]}")
         try:
-            with os.fdopen(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            with os.fdopen(
+                os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
+            ) as file:
                 file.write(secrets.token_hex(32) + "\n")
             sync_to_disk(staging)
             os.link(staging, self.file)

@@ -1,11 +1,12 @@
-"""An engine's door for other processes: requests over a WebSocket, and three things for people and scripts.
+"""An engine's door for other processes: requests over a WebSocket, and three things for people and
+scripts.
 
     WS   /requests   see `messages.py`, `server_connection.py`; `remote.py` is the client
     GET  /state      {version, asleep, stats, name, pid}
     POST /sleep      {in_flight, deadline_s} -> state      POST /wake -> state
 
-HTTP bodies are JSON. Errors travel by name, so the client raises what the engine raised. Who does not send the run's secret (`secret.py`)
-is refused before anything is read of the request.
+HTTP bodies are JSON. Errors travel by name, so the client raises what the engine raised. Who does
+not send the run's secret (`secret.py`) is refused before anything is read of the request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ import msgspec
 
 from agentevo.errors import ConfigError, EngineError, EngineUnavailableError, MissingExtraError
 from agentevo.inference.engine import Engine, SleepingEngine
-from agentevo.inference.messages import MAX_BYTES, PATH, EngineState, ErrorAnswer, SleepRequest, status_and_answer
+from agentevo.inference.messages import (
+    MAX_BYTES,
+    PATH,
+    EngineState,
+    ErrorAnswer,
+    SleepRequest,
+    status_and_answer,
+)
 from agentevo.inference.secret import NAME, RunSecret
 
 try:
@@ -34,7 +42,10 @@ try:
 
     from agentevo.inference.server_connection import ServerConnection
 except ModuleNotFoundError as missing:
-    raise MissingExtraError(f"an engine for other processes needs the package {missing.name!r}: pip install 'agentevo[serve]'") from missing
+    raise MissingExtraError(
+        f"an engine for other processes needs the package {missing.name!r}: pip install "
+        "'agentevo[serve]'"
+    ) from missing
 
 T = TypeVar("T")
 
@@ -43,13 +54,17 @@ GRACE_S = 2
 PING_S = 20.0
 SILENT_S = 60.0
 """A client that has not answered a ping for so long is gone, with its machine or its network."""
-REFUSAL = f"the run's secret is wrong or missing: send `Authorization: Bearer` with what is in engines/{NAME} of the run's folder"
+REFUSAL = (
+    "the run's secret is wrong or missing: send `Authorization: Bearer` with what is in "
+    f"engines/{NAME} of the run's folder"
+)
 CLIENT_GONE = 499
 """Status of an answer that nobody reads."""
 
 
 class EngineDoor:
-    """The application over one engine. `close` ends the connections of whoever still waits: they go to another engine."""
+    """The application over one engine. `close` ends the connections of whoever still waits: they go
+    to another engine."""
 
     def __init__(self, engine: Engine, *, name: str, secret: RunSecret) -> None:
         self.engine, self.name = engine, name
@@ -70,7 +85,9 @@ class EngineDoor:
             await asyncio.wait(self._serving, timeout=GRACE_S)
 
     async def requests(self, websocket: WebSocket) -> None:
-        serving = asyncio.ensure_future(ServerConnection(websocket, self.engine, self._state).serve(self._closed))
+        serving = asyncio.ensure_future(
+            ServerConnection(websocket, self.engine, self._state).serve(self._closed)
+        )
         self._serving.add(serving)
         try:
             await serving
@@ -81,7 +98,9 @@ class EngineDoor:
         async def work() -> EngineState:
             asked = msgspec.json.decode(await request.body() or b"{}", type=SleepRequest)
             sleeper = self._sleeper()
-            await self._while_wanted(request, sleeper.sleep(in_flight=asked.in_flight, deadline_s=asked.deadline_s))
+            await self._while_wanted(
+                request, sleeper.sleep(in_flight=asked.in_flight, deadline_s=asked.deadline_s)
+            )
             return self._state()
 
         return await _answer(work())
@@ -101,7 +120,13 @@ class EngineDoor:
 
     def _state(self) -> EngineState:
         asleep = self._sleeping is not None and self._sleeping.asleep
-        return EngineState(version=self.engine.version, asleep=asleep, stats=self.engine.stats(), name=self.name, pid=os.getpid())
+        return EngineState(
+            version=self.engine.version,
+            asleep=asleep,
+            stats=self.engine.stats(),
+            name=self.name,
+            pid=os.getpid(),
+        )
 
     def _sleeper(self) -> SleepingEngine:
         if self._sleeping is None:
@@ -111,7 +136,8 @@ class EngineDoor:
     async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Cancels the work when the client has hung up, or the door is closed."""
         task = asyncio.ensure_future(work)
-        gone, closed = asyncio.ensure_future(_hung_up(request)), asyncio.ensure_future(self._closed.wait())
+        gone = asyncio.ensure_future(_hung_up(request))
+        closed = asyncio.ensure_future(self._closed.wait())
         try:
             await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -124,8 +150,8 @@ class EngineDoor:
 
 
 class _Guard:
-    """Around the application: lets those in who have the secret. Others get 401 and the reason, or for a WebSocket 403 alone: uvicorn logs
-    an answer with more to say as a failure of ours."""
+    """Around the application: lets those in who have the secret. Others get 401 and the reason, or
+    for a WebSocket 403 alone: uvicorn logs an answer with more to say as a failure of ours."""
 
     def __init__(self, app: ASGIApp, secret: RunSecret) -> None:
         self._app, self._secret = app, secret
@@ -160,7 +186,10 @@ async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
     except ClientDisconnect:
         return Response(status_code=CLIENT_GONE)
     except msgspec.MsgspecError as error:
-        status, content = 400, status_and_answer(EngineError(f"the request's body is not what this server reads: {error}"))[1]
+        status = 400
+        content = status_and_answer(
+            EngineError(f"the request's body is not what this server reads: {error}")
+        )[1]
     except EngineError as error:
         status, content = status_and_answer(error)
     return _json(content, status)
@@ -173,8 +202,12 @@ def _json(content: object, status: int) -> Response:
 def open_socket(host: str, port: int) -> socket.socket:
     """Bound and listening; port 0 takes a free one. Raises ConfigError where that can't be had."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        found = socket.socket(family, kind, protocol)  # without the protocol asyncio does not see that it is TCP, and answers wait 40 ms
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(
+            family, kind, protocol
+        )  # without the protocol asyncio does not see that it is TCP, and answers wait 40 ms
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
@@ -183,7 +216,10 @@ def open_socket(host: str, port: int) -> socket.socket:
             found.close()
             raise
     except OSError as error:
-        raise ConfigError(f"can't listen on {host}:{port} ({error.strerror or error}): give another --host or --port") from error
+        raise ConfigError(
+            f"can't listen on {host}:{port} ({error.strerror or error}): give another --host or "
+            "--port"
+        ) from error
     return found
 
 
@@ -203,7 +239,8 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(door: EngineDoor, listener: socket.socket) -> AsyncIterator[None]:
-    """Serves on the socket while the block runs, then closes the door. Raises EngineError if the server ends by itself."""
+    """Serves on the socket while the block runs, then closes the door. Raises EngineError if the
+    server ends by itself."""
     server = _Server(
         uvicorn.Config(
             door.app,

@@ -1,5 +1,6 @@
-"""The engine's end of a client's WebSocket (`messages.py`): requests come in and run side by side in the engine, answers go out when they
-are ready, and so does the engine's state. When the connection ends, all of the client's requests are cancelled in the engine.
+"""The engine's end of a client's WebSocket (`messages.py`): requests come in and run side by side
+in the engine, answers go out when they are ready, and so does the engine's state. When the
+connection ends, all of the client's requests are cancelled in the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from agentevo.inference.messages import (
 LOG = logging.getLogger(__name__)
 
 CHANGE_S = 0.05
-"""How often version and sleep are looked at; a new version is told before the first answer that it gave in any case."""
+"""How often version and sleep are looked at; a new version is told before the first answer that it
+gave in any case."""
 LEAST_S = 0.01
 """More often than this no state is sent."""
 RELEASE_S = 5.0
@@ -47,7 +49,9 @@ MAX_REASON_BYTES = 123
 class ServerConnection:
     """See the module. `state` says how the engine stands."""
 
-    def __init__(self, websocket: WebSocket, engine: Engine, state: Callable[[], EngineState]) -> None:
+    def __init__(
+        self, websocket: WebSocket, engine: Engine, state: Callable[[], EngineState]
+    ) -> None:
         self._websocket, self._engine, self._state = websocket, engine, state
         self._outbox = Outbox()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -60,13 +64,17 @@ class ServerConnection:
         self._told_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
-        """Until the client goes, or `closing` is set: then it is told to go elsewhere. Raises what is wrong with us, not with clients."""
+        """Until the client goes, or `closing` is set: then it is told to go elsewhere. Raises what
+        is wrong with us, not with clients."""
         try:
             await self._websocket.accept()
         except WebSocketDisconnect:
             return
         self._tell()
-        work = [asyncio.ensure_future(one) for one in (self._read(), self._write(), self._keep_telling(), closing.wait())]
+        work = [
+            asyncio.ensure_future(one)
+            for one in (self._read(), self._write(), self._keep_telling(), closing.wait())
+        ]
         try:
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -87,7 +95,9 @@ class ServerConnection:
             try:
                 messages = read_requests(event.get("bytes") or b"")
             except msgspec.MsgspecError as error:
-                reason = f"no list of requests: {error}".encode("ascii", "replace")[:MAX_REASON_BYTES].decode()
+                reason = f"no list of requests: {error}".encode("ascii", "replace")[
+                    :MAX_REASON_BYTES
+                ].decode()
                 self._last_word = (UNSUPPORTED, reason)
                 return
             for message in messages:
@@ -111,7 +121,9 @@ class ServerConnection:
     async def _complete(self, asked: Generate) -> None:
         """The one place where what an engine raises becomes an answer."""
         try:
-            found = await self._engine.generate(asked.prompt_ids, asked.sampling, session=asked.session, deadline_s=asked.deadline_s)
+            found = await self._engine.generate(
+                asked.prompt_ids, asked.sampling, session=asked.session, deadline_s=asked.deadline_s
+            )
             if self._told is not None and self._told.version != self._engine.version:
                 self._tell()
             self._outbox.put(Completed(id=asked.id, completion=found))
@@ -119,7 +131,9 @@ class ServerConnection:
             self._outbox.put(failed(asked.id, error))
         except Exception as error:
             LOG.exception("the engine failed on a request")
-            self._outbox.put(failed(asked.id, EngineError(f"the engine failed: {type(error).__name__}: {error}")))
+            self._outbox.put(
+                failed(asked.id, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            )
 
     async def _release(self, session: str) -> None:
         try:
@@ -129,8 +143,8 @@ class ServerConnection:
             LOG.warning("conversation %s was not released: %s", session, error)
 
     async def _write(self) -> None:
-        """Returns when the client has gone. One that takes nothing is found out by the server's pings, after which it may not be sent
-        anything (RuntimeError)."""
+        """Returns when the client has gone. One that takes nothing is found out by the server's
+        pings, after which it may not be sent anything (RuntimeError)."""
         with suppress(WebSocketDisconnect, RuntimeError):
             while True:
                 await self._websocket.send_bytes(await self._outbox.next_frame())
@@ -150,7 +164,9 @@ class ServerConnection:
         self._outbox.put(State(state=self._told, yours=len(self._running), watch=self._watch))
 
     async def _say_good_bye(self, code: int, reason: str) -> None:
-        with suppress(WebSocketDisconnect, TimeoutError, RuntimeError):  # RuntimeError: it was closed already
+        with suppress(
+            WebSocketDisconnect, TimeoutError, RuntimeError
+        ):  # RuntimeError: it was closed already
             async with asyncio.timeout(FLUSH_S):
                 while (frame := self._outbox.frame()) is not None:
                     await self._websocket.send_bytes(frame)

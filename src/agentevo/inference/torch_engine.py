@@ -1,15 +1,18 @@
-"""The embedded engine: continuous batching over any transformers causal LM, on the trainer's own weights.
+"""The embedded engine: continuous batching over any transformers causal LM, on the trainer's own
+weights.
 
-Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks, completions one token each), draws a
-token for those that are up to date, and lets finished ones go. Steps run on the event loop; agents wake between steps, so their next turns
-join the next step.
+Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks,
+completions one token each), draws a token for those that are up to date, and lets finished ones go.
+Steps run on the event loop; agents wake between steps, so their next turns join the next step.
 
-New weights come in two phases: `verify` looks at all of them while requests go on (in any thread), `publish` swaps. Whatever fails or is
-cancelled before the swap leaves the old version serving. An engine that sleeps computes nothing and holds no key-value memory.
+New weights come in two phases: `verify` looks at all of them while requests go on (in any thread),
+`publish` swaps. Whatever fails or is cancelled before the swap leaves the old version serving. An
+engine that sleeps computes nothing and holds no key-value memory.
 
-Promises: a token's log-prob is that of the distribution it was drawn from; the same request (prompt, parameters, seed, weights) gives the
-same tokens in any company, up to float rounding; memory stays within `engine.kv_cache_tokens`.
-Not promised: bit-equal logits for different batch shapes (matrix libraries sum in another order).
+Promises: a token's log-prob is that of the distribution it was drawn from; the same request
+(prompt, parameters, seed, weights) gives the same tokens in any company, up to float rounding;
+memory stays within `engine.kv_cache_tokens`. Not promised: bit-equal logits for different batch
+shapes (matrix libraries sum in another order).
 """
 
 from __future__ import annotations
@@ -46,22 +49,31 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 class TorchEngine:
-    """See the module. `model` must have gone through `agentevo.models.attention.prepare`; `tokenizer` is needed for stop strings only."""
+    """See the module. `model` must have gone through `agentevo.models.attention.prepare`;
+    `tokenizer` is needed for stop strings only."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, config: EngineSection | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: EngineSection | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config or EngineSection()
-        kv_tokens = self.config.kv_cache_tokens or int(self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model))
-        self.scheduler = Scheduler(self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)), kv_tokens)
+        kv_tokens = self.config.kv_cache_tokens or int(
+            self.config.kv_cache_gb * 2**30 / kv_bytes_per_token(model)
+        )
+        self.scheduler = Scheduler(
+            self.config, int(getattr(model.config, "max_position_embeddings", 1 << 30)), kv_tokens
+        )
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._version = 0
         self.refused_publishes = 0
-        """Weights that did not come to serve: torn, unfit, too late. Whoever reads them for this engine adds what it refuses itself."""
+        """Weights that did not come to serve: torn, unfit, too late. Whoever reads them for this
+        engine adds what it refuses itself."""
         self.failed_steps = 0
         """In a row, up to now."""
         self.failure: EngineError | None = None
@@ -84,19 +96,35 @@ class TorchEngine:
     @property
     def slept_s(self) -> float:
         """See SleepingEngine.slept_s."""
-        return self._asleep_s + (time.monotonic() - self._asleep_since if self._asleep_since is not None else 0.0)
+        return self._asleep_s + (
+            time.monotonic() - self._asleep_since if self._asleep_since is not None else 0.0
+        )
 
     async def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, session: str | None = None, deadline_s: float
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
     ) -> Completion:
         """See Engine.generate."""
         if not prompt_ids:
-            raise EngineError("the prompt is empty: an engine needs at least one token to predict from")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary:  # in a step it would fail for everybody
+            raise EngineError(
+                "the prompt is empty: an engine needs at least one token to predict from"
+            )
+        if (
+            min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary
+        ):  # in a step it would fail for everybody
             unknown = next(token for token in prompt_ids if not 0 <= token < self._vocabulary)
-            raise EngineError(f"the prompt has token {unknown}, the model knows 0 to {self._vocabulary - 1}: use its own tokenizer")
+            raise EngineError(
+                f"the prompt has token {unknown}, the model knows 0 to {self._vocabulary - 1}: "
+                "use its own tokenizer"
+            )
         if sampling.stop_strings and self.tokenizer is None:
-            raise EngineError("stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids")
+            raise EngineError(
+                "stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids"
+            )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.scheduler.submit(Request(list(prompt_ids), sampling, future, session))
         self._start_pump()
@@ -112,9 +140,13 @@ class TorchEngine:
             future.cancel()  # of a request that is given up: the scheduler drops it
 
     def _late(self, deadline_s: float) -> DeadlineExceededError:
-        state = f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting{', asleep' if self.asleep else ''}"
+        state = (
+            f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} "
+            f"waiting{', asleep' if self.asleep else ''}"
+        )
         return DeadlineExceededError(
-            f"no completion within {deadline_s:g} s ({state}): raise engine.timeout_s or lower sampling.max_new_tokens"
+            f"no completion within {deadline_s:g} s ({state}): raise engine.timeout_s or lower "
+            "sampling.max_new_tokens"
         )
 
     async def release(self, session: str) -> None:
@@ -122,7 +154,8 @@ class TorchEngine:
         self.scheduler.release(session)
 
     def verify(self, weights: Mapping[str, torch.Tensor]) -> VerifiedWeights:
-        """The first phase of `publish` alone, for another thread while requests go on. Raises EngineError, see `verify_weights`."""
+        """The first phase of `publish` alone, for another thread while requests go on. Raises
+        EngineError, see `verify_weights`."""
         try:
             return verify_weights(self.model, weights)
         except EngineError:
@@ -138,10 +171,15 @@ class TorchEngine:
         in_flight: InFlight = "finish",
         adapter: str | None = None,
     ) -> None:
-        """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights (new ones wait); "continue" recomputes
-        their context under the new weights and goes on, each token stamped with the version that emitted it. `adapter`: which of the
-        model's adapters serves from now on."""
-        verified = weights if isinstance(weights, VerifiedWeights) or weights is None else self.verify(weights)
+        """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights
+        (new ones wait); "continue" recomputes their context under the new weights and goes on, each
+        token stamped with the version that emitted it. `adapter`: which of the model's adapters
+        serves from now on."""
+        verified = (
+            weights
+            if isinstance(weights, VerifiedWeights) or weights is None
+            else self.verify(weights)
+        )
         swapped = False
         try:
             self._check_publish(version, verified, adapter)
@@ -160,21 +198,30 @@ class TorchEngine:
         finally:
             self.refused_publishes += not swapped
 
-    def _check_publish(self, version: int, weights: VerifiedWeights | None, adapter: str | None) -> None:
+    def _check_publish(
+        self, version: int, weights: VerifiedWeights | None, adapter: str | None
+    ) -> None:
         if version <= self._version:
-            raise EngineError(f"weights version {version} is not newer than {self._version}: versions only grow")
+            raise EngineError(
+                f"weights version {version} is not newer than {self._version}: versions only grow"
+            )
         if weights is not None and weights.model is not self.model:
-            raise EngineError("weights refused, nothing changed: they were verified for another engine's model: verify them on this engine")
+            raise EngineError(
+                "weights refused, nothing changed: they were verified for another engine's "
+                "model: verify them on this engine"
+            )
         if adapter is not None and adapter not in adapter_names(self.model):
             raise EngineError(
-                f"the model has no adapter {adapter!r} (it has: {', '.join(adapter_names(self.model)) or 'none'}): load it first"
+                f"the model has no adapter {adapter!r} (it has: "
+                f"{', '.join(adapter_names(self.model)) or 'none'}): load it first"
             )
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
-        """Computes nothing from now on and gives the key-value memory back, until `wake`. `in_flight`: running requests end first, or are
-        queued again with what they have completed ("continue"). Requests that come meanwhile wait, and no deadline runs down: whoever puts
-        it to sleep wakes it. Weights may be published. Raises DeadlineExceededError, then awake as before, if requests do not end in
-        time."""
+        """Computes nothing from now on and gives the key-value memory back, until `wake`.
+        `in_flight`: running requests end first, or are queued again with what they have completed
+        ("continue"). Requests that come meanwhile wait, and no deadline runs down: whoever puts it
+        to sleep wakes it. Weights may be published. Raises DeadlineExceededError, then awake as
+        before, if requests do not end in time."""
         if self.asleep:
             return
         async with self._nobody_admitted("sleep", in_flight, deadline_s):
@@ -198,7 +245,8 @@ class TorchEngine:
         self._version = version
 
     def forget_cache(self) -> None:
-        """Drops every cached key and value, so that what comes next does not depend on what came before."""
+        """Drops every cached key and value, so that what comes next does not depend on what came
+        before."""
         self.scheduler.forget_cache()
 
     def weights_changed(self) -> None:
@@ -226,9 +274,11 @@ class TorchEngine:
         }
 
     @asynccontextmanager
-    async def _nobody_admitted(self, what: str, in_flight: InFlight, deadline_s: float) -> AsyncIterator[None]:
-        """Queued requests wait while it is open. With "finish" it opens when no request is running any more; until then, failing or being
-        cancelled leaves all as it was. One at a time."""
+    async def _nobody_admitted(
+        self, what: str, in_flight: InFlight, deadline_s: float
+    ) -> AsyncIterator[None]:
+        """Queued requests wait while it is open. With "finish" it opens when no request is running
+        any more; until then, failing or being cancelled leaves all as it was. One at a time."""
         holding = False
         try:
             try:
@@ -237,10 +287,13 @@ class TorchEngine:
                         await asyncio.sleep(0.001)
                     holding = self._held = True
                     while in_flight == "finish" and self.scheduler.running:
-                        await asyncio.sleep(0)  # the steps run on this very loop, between two sleeps
+                        await asyncio.sleep(
+                            0
+                        )  # the steps run on this very loop, between two sleeps
             except TimeoutError:
                 raise DeadlineExceededError(
-                    f"{what}: requests were still running after {deadline_s:g} s; the old weights go on serving"
+                    f"{what}: requests were still running after {deadline_s:g} s; the old "
+                    "weights go on serving"
                 ) from None
             yield
         finally:
@@ -253,7 +306,8 @@ class TorchEngine:
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps until there is nothing to do. A failure answers every open request with the error."""
+        """Steps until there is nothing to do. A failure answers every open request with the
+        error."""
         scheduler = self.scheduler
         await asyncio.sleep(0)  # requests made in the same breath join the first step
         try:
@@ -284,15 +338,25 @@ class TorchEngine:
         """One forward pass; returns how many requests it finished."""
         started = time.perf_counter()
         device = next(self.model.parameters()).device
-        batch = build_batch(self.scheduler.cache, choose_work(self.scheduler.running, self._prefill_tokens), device)
+        batch = build_batch(
+            self.scheduler.cache, choose_work(self.scheduler.running, self._prefill_tokens), device
+        )
         logits = self.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.plan, logits_to_keep=batch.logit_rows
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            plan=batch.plan,
+            logits_to_keep=batch.logit_rows,
         ).logits[0]  # [sampled, V]
         for sequence, count in batch.work:
             sequence.cached += count
         finished = self._emit(batch, logits)
         for sequence, _ in batch.work:
-            if sequence.request is not None and sequence.request.future is None and sequence.cached == len(sequence.ids):
+            if (
+                sequence.request is not None
+                and sequence.request.future is None
+                and sequence.cached == len(sequence.ids)
+            ):
                 self.scheduler.finish_prefix(sequence)
                 finished += 1
         self._steps += 1
@@ -305,9 +369,13 @@ class TorchEngine:
         if not batch.sampled:
             return 0
         requests = [s.request for s in batch.sampled if s.request is not None]
-        tokens, logprobs = draw(logits, [r.params for r in requests], [float(r.rng.random()) for r in requests])
+        tokens, logprobs = draw(
+            logits, [r.params for r in requests], [float(r.rng.random()) for r in requests]
+        )
         finished = 0
-        for sequence, request, token, logprob in zip(batch.sampled, requests, tokens, logprobs, strict=True):
+        for sequence, request, token, logprob in zip(
+            batch.sampled, requests, tokens, logprobs, strict=True
+        ):
             request.completion.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self._version)
@@ -323,8 +391,12 @@ class TorchEngine:
         if request.completion[-1] in request.stop_ids:
             return "stop"
         if request.params.stop_strings and self.tokenizer is not None:
-            longest = max(len(s.encode()) for s in request.params.stop_strings)  # a token may be a single byte
-            tail = self.tokenizer.decode(request.completion[-longest - 4 :], skip_special_tokens=False)
+            longest = max(
+                len(s.encode()) for s in request.params.stop_strings
+            )  # a token may be a single byte
+            tail = self.tokenizer.decode(
+                request.completion[-longest - 4 :], skip_special_tokens=False
+            )
             if any(s in tail for s in request.params.stop_strings):
                 return "stop"
         return "length" if len(request.completion) >= request.params.max_new_tokens else None
@@ -333,5 +405,10 @@ class TorchEngine:
         self.scheduler.finish(sequence)
         if request.future is not None and not request.future.done():
             request.future.set_result(
-                Completion(ids=request.completion, logprobs=request.logprobs, versions=request.versions, finish_reason=reason)
+                Completion(
+                    ids=request.completion,
+                    logprobs=request.logprobs,
+                    versions=request.versions,
+                    finish_reason=reason,
+                )
             )

@@ -1,20 +1,27 @@
-"""What decoder layers keep between forward and backward pass: everything, the dear part, or only their input; on the device or on the CPU.
+"""What decoder layers keep between forward and backward pass: everything, the dear part, or only
+their input; on the device or on the CPU.
 
-`keep_activations(model, section)` puts a `KeptLayer` in the place of each decoder layer's `forward`; modules, parameters and names stay.
-Passes without gradient go straight to what was there before. What is not kept is computed again in the backward pass, by the same
-operations on the same numbers and with the same random draws: the gradient is the same one.
+`keep_activations(model, section)` puts a `CheckpointedLayer` in the place of each decoder layer's
+`forward`; modules, parameters and names stay. Passes without gradient go straight to what was there
+before. What is not kept is computed again in the backward pass, by the same operations on the same
+numbers and with the same random draws: the gradient is the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -23,7 +30,7 @@ from agentevo.errors import ModelError
 from agentevo.models.allocator import give_back_freed_blocks
 from agentevo.models.linear import PackedWeights
 
-DEAR_OPERATORS = (
+EXPENSIVE_OPERATORS = (
     "aten::mm",
     "aten::addmm",
     "aten::linear",
@@ -36,12 +43,13 @@ DEAR_OPERATORS = (
     "aten::_efficient_attention_forward",
     "mkldnn::_linear_pointwise",
 )
-"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not batched products: those may be scores."""
+"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not
+batched products: those may be scores."""
 SMALLEST_OFFLOAD = 64 * 1024
 """Bytes. Smaller tensors are not worth the trip."""
 
 
-class KeptLayer(PackedWeights):
+class CheckpointedLayer(PackedWeights):
     """Stands in for the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module, section: MemorySection) -> None:
@@ -57,8 +65,18 @@ class KeptLayer(PackedWeights):
         with where:
             if self.section.checkpointing == "none":
                 return self._forward(hidden_states, *args, **kwargs)
-            contexts = _selective_contexts if self.section.checkpointing == "selective" else noop_context_fn
-            return checkpoint(partial(self._forward, **kwargs), hidden_states, *args, use_reentrant=False, context_fn=contexts)
+            contexts = (
+                _selective_contexts
+                if self.section.checkpointing == "selective"
+                else noop_context_fn
+            )
+            return checkpoint(
+                partial(self._forward, **kwargs),
+                hidden_states,
+                *args,
+                use_reentrant=False,
+                context_fn=contexts,
+            )
 
     def drop(self) -> None:
         """See PackedWeights.drop."""
@@ -66,27 +84,34 @@ class KeptLayer(PackedWeights):
             self.inner.drop()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward: Callable[..., Any] = partial(type(self.layer).forward, self.layer) if self.inner is None else self.inner  # type: ignore
+        forward: Any = partial(type(self.layer).forward, self.layer)
+        if self.inner is not None:
+            forward = self.inner
         return forward(*args, **kwargs)
 
     def _on_cpu(self, kwargs: dict[str, Any]) -> Any:
-        """Where this layer's parameters and what all layers share (rotations) stay on the device."""
+        """Where this layer's parameters and what all layers share (rotations) stay on the
+        device."""
         return _saved_on_cpu([*self.layer.parameters(), *_tensors(kwargs)])
 
 
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
-    """As the section says, in place, on a model that `agentevo.models.attention.prepare` has prepared. On a CPU the allocator then keeps
-    less, too, for the whole process. Raises ModelError for a model without decoder layers of transformers' kind."""
+    """As the section says, in place, on a model that `agentevo.models.attention.prepare` has
+    prepared. On a CPU the allocator then keeps less, too, for the whole process. Raises ModelError
+    for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
         return model
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no decoder layers that transformers can checkpoint: set memory.checkpointing=none and "
+            f"{type(model).__name__} has no decoder layers that transformers can checkpoint: set "
+            "memory.checkpointing=none and "
             "memory.offload_activations=false"
         )
     for layer in layers:
-        layer.forward = KeptLayer(layer, section)
+        layer.forward = CheckpointedLayer(layer, section)
     if next(model.parameters()).device.type == "cpu":
         give_back_freed_blocks()
     return model
@@ -95,7 +120,7 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
 @cache
 def _dear() -> frozenset[Any]:
     found = set()
-    for name in DEAR_OPERATORS:
+    for name in EXPENSIVE_OPERATORS:
         space, _, operator = name.partition("::")
         packet = getattr(getattr(torch.ops, space), operator, None)
         if packet is not None:
@@ -127,12 +152,15 @@ def _leaves_device(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
-    """While it is open, what autograd saves lies in pinned CPU memory, each tensor once; but for `staying` and what is small.
+    """While it is open, what autograd saves lies in pinned CPU memory, each tensor once; but for
+    `staying` and what is small.
 
     Copies both ways run on the device's current stream, in order with the computation.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
-    moved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # holds the tensors, so that no address is given away again
+    moved: dict[
+        tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # holds the tensors, so that no address is given away again
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
         place = tensor.untyped_storage().data_ptr()

@@ -3,8 +3,9 @@
     add_adapter     a fresh one, trained               load_adapter   a saved one, beside others if there are
     use_adapter     which one computes from now on     merge_adapter  base + adapter -> a plain model folder
 
-An adapter at its start changes nothing: the policy is the base. The base's parameters need no gradient; whatever is trained beside adapters
-(biases, whole modules) is saved with them in PEFT's format.
+An adapter at its start changes nothing: the policy is the base. The base's parameters need no
+gradient; whatever is trained beside adapters (biases, whole modules) is saved with them in PEFT's
+format.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def peft() -> ModuleType:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"model.lora needs the package {error.name!r}: pip install 'agentevo[lora]'") from error
+        raise MissingExtraError(
+            f"model.lora needs the package {error.name!r}: pip install 'agentevo[lora]'"
+        ) from error
     return peft
 
 
@@ -51,7 +54,8 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def check_lora(section: LoraSection) -> None:
-    """Tells, before anything is created, what would fail later: a missing package, no adapter in the folder."""
+    """Tells, before anything is created, what would fail later: a missing package, no adapter in
+    the folder."""
     if not section.enabled:
         return
     peft()
@@ -66,13 +70,18 @@ def check_quantize(kind: str) -> None:
     try:
         import bitsandbytes  # noqa: F401
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"model.lora.quantize={kind} needs the package {error.name!r}: pip install 'agentevo[qlora]'") from error
+        raise MissingExtraError(
+            f"model.lora.quantize={kind} needs the package {error.name!r}: pip install "
+            "'agentevo[qlora]'"
+        ) from error
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreTrainedModel:
-    """The model with a fresh adapter, the only part that is trained, or with the saved one that the section names.
+    """The model with a fresh adapter, the only part that is trained, or with the saved one that the
+    section names.
 
-    `seed` decides the fresh weights, and nothing else is disturbed. Raises ModelError for layers that the model has not.
+    `seed` decides the fresh weights, and nothing else is disturbed. Raises ModelError for layers
+    that the model has not.
     """
     if section.adapter is not None:
         return load_adapter(model, section.adapter, trainable=True)
@@ -82,7 +91,9 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
         r=section.rank,
         lora_alpha=section.alpha or 2 * section.rank,
         lora_dropout=section.dropout,
-        target_modules=section.targets[0] if len(section.targets) == 1 and section.targets[0] == "all-linear" else list(section.targets),
+        target_modules=section.targets[0]
+        if len(section.targets) == 1 and section.targets[0] == "all-linear"
+        else list(section.targets),
         exclude_modules=list(section.exclude) or None,
         layers_to_transform=list(section.layers) or None,
         rank_pattern=dict(section.rank_pattern),
@@ -95,7 +106,9 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
     )
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
+            torch.default_generator.manual_seed(
+                seed
+            )  # torch.manual_seed would also reseed every GPU
             made = library.get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"model.lora: {_one_line(error)}") from error
@@ -104,14 +117,20 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
     return made.eval()
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, name: str = ADAPTER, *, trainable: bool = False) -> PreTrainedModel:
-    """The model with the adapter that is saved in `folder`, under `name`, in use; adapters that it has already stay beside it.
+def load_adapter(
+    model: PreTrainedModel, folder: Path, name: str = ADAPTER, *, trainable: bool = False
+) -> PreTrainedModel:
+    """The model with the adapter that is saved in `folder`, under `name`, in use; adapters that it
+    has already stay beside it.
 
-    Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made for another base.
+    Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made
+    for another base.
     """
     library, config = peft(), _read_config(folder)
     if is_adapted(model) and name in adapter_names(model):
-        raise ModelError(f"adapter {folder}: the model has one called {name!r} already: give it another name")
+        raise ModelError(
+            f"adapter {folder}: the model has one called {name!r} already: give it another name"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -119,14 +138,19 @@ def load_adapter(model: PreTrainedModel, folder: Path, name: str = ADAPTER, *, t
                 adapted: Any = model
                 adapted.load_adapter(folder, adapter_name=name, is_trainable=trainable)
             else:
-                adapted = library.PeftModel.from_pretrained(model, folder, adapter_name=name, is_trainable=trainable, config=config)
+                adapted = library.PeftModel.from_pretrained(
+                    model, folder, adapter_name=name, is_trainable=trainable, config=config
+                )
     except (ValueError, RuntimeError, KeyError, UserWarning) as error:
         raise ModelError(
-            f"adapter {folder} does not fit this base ({_one_line(error)}): set model.name to what it was made for, "
+            f"adapter {folder} does not fit this base ({_one_line(error)}): set model.name to "
+            "what it was made for, "
             f"{config.base_model_name_or_path}"
         ) from error
     _check_ties(adapted)
-    if any(type(module) is FastLinear for module in adapted.modules()):  # prepared already: so are the new matrices
+    if any(
+        type(module) is FastLinear for module in adapted.modules()
+    ):  # prepared already: so are the new matrices
         use_fast_linear(adapted)
     use_adapter(adapted, name)
     return adapted.eval()
@@ -138,18 +162,25 @@ def adapter_names(model: PreTrainedModel) -> list[str]:
 
 
 def num_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(trained, all) numbers of the model; of quantized weights those that are stored, several weights in one."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(p.numel() for p in model.parameters())
+    """(trained, all) numbers of the model; of quantized weights those that are stored, several
+    weights in one."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad), sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def use_adapter(model: PreTrainedModel, name: str) -> None:
-    """From now on `name` computes, and no other; which parameters are trained stays. On an engine: `publish(version, adapter=name)`.
+    """From now on `name` computes, and no other; which parameters are trained stays. On an engine:
+    `publish(version, adapter=name)`.
 
     Raises ModelError for an unknown name.
     """
     known = adapter_names(model)
     if name not in known:
-        raise ModelError(f"the model has no adapter {name!r} (it has: {', '.join(known) or 'none'}): load it with load_adapter")
+        raise ModelError(
+            f"the model has no adapter {name!r} (it has: {', '.join(known) or 'none'}): load it "
+            "with load_adapter"
+        )
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     adapted: Any = model
     adapted.set_adapter(name)
@@ -160,9 +191,12 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """While it is open, adapters with dropout drop out, by draws that only `seed` decides. For supervised training."""
+    """While it is open, adapters with dropout drop out, by draws that only `seed` decides. For
+    supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
-    devices = [torch.cuda.current_device()] if next(model.parameters()).device.type == "cuda" else []
+    devices = (
+        [torch.cuda.current_device()] if next(model.parameters()).device.type == "cuda" else []
+    )
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
         if devices:
@@ -191,7 +225,8 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
 def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
     """Writes base + adapter to `out` as a plain model folder in the base's dtype; returns `out`.
 
-    `base`: where the base is, if it is no longer where the adapter says. Raises ModelError, before anything is written.
+    `base`: where the base is, if it is no longer where the adapter says. Raises ModelError, before
+    anything is written.
     """
     from transformers import AutoTokenizer
 
@@ -211,48 +246,79 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
 
 
 def _read_config(folder: Path) -> Any:
-    """The adapter's settings. Raises ModelError where there is no LoRA adapter, or one that fits no plain base."""
+    """The adapter's settings. Raises ModelError where there is no LoRA adapter, or one that fits no
+    plain base."""
     if not is_adapter_folder(folder):
-        raise ModelError(f"{folder} holds no adapter (no {CONFIG_FILE}): give the folder that PEFT's save_pretrained wrote")
+        raise ModelError(
+            f"{folder} holds no adapter (no {CONFIG_FILE}): give the folder that PEFT's "
+            "save_pretrained wrote"
+        )
     try:
         config = peft().PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError) as error:
-        raise ModelError(f"adapter {folder}: {CONFIG_FILE} can't be read ({_one_line(error)}): save it again") from error
+        raise ModelError(
+            f"adapter {folder}: {CONFIG_FILE} can't be read ({_one_line(error)}): save it again"
+        ) from error
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-        raise ModelError(f"adapter {folder} is of kind {config.peft_type}, and only LoRA is supported")
+        raise ModelError(
+            f"adapter {folder} is of kind {config.peft_type}, and only LoRA is supported"
+        )
     if config.init_lora_weights not in FRESH_INITS:
         raise ModelError(
-            f"adapter {folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base: "
-            "save it by PEFT with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
+            f"adapter {folder} began with init_lora_weights={config.init_lora_weights!r}, which "
+            "changes the base: "
+            "save it by PEFT with path_initial_model_for_weight_conversion, which makes it a "
+            "plain LoRA adapter"
         )
     return config
 
 
 def _check_names(model: Any, section: LoraSection) -> None:
     """PEFT is content if any of the names matches; a name that matches nothing is a mistake."""
-    parts = {part for name, _ in model.get_base_model().named_modules() for part in (name, *name.split("."))}
+    parts = {
+        part
+        for name, _ in model.get_base_model().named_modules()
+        for part in (name, *name.split("."))
+    }
     wanted = [*(name for name in section.targets if name != "all-linear"), *section.modules_to_save]
-    unknown = [name for name in wanted if not any(part == name or part.endswith(f".{name}") for part in parts)]
+    unknown = [
+        name
+        for name in wanted
+        if not any(part == name or part.endswith(f".{name}") for part in parts)
+    ]
     if unknown:
         raise ModelError(
-            f"model.lora: the model has no module {', '.join(unknown)}: its linear layers are {', '.join(_linear_names(model))}"
+            f"model.lora: the model has no module {', '.join(unknown)}: its linear layers are "
+            f"{', '.join(_linear_names(model))}"
         )
 
 
 def _linear_names(model: Any) -> list[str]:
     """The last parts of the names of linear layers."""
-    names = (name.split(".") for name, module in model.get_base_model().named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted({parts[-2] if parts[-1] == "base_layer" else parts[-1] for parts in names if not {"lora_A", "lora_B"} & set(parts)})
+    names = (
+        name.split(".")
+        for name, module in model.get_base_model().named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
+    return sorted(
+        {
+            parts[-2] if parts[-1] == "base_layer" else parts[-1]
+            for parts in names
+            if not {"lora_A", "lora_B"} & set(parts)
+        }
+    )
 
 
 def _check_ties(model: Any) -> None:
-    """An adapter on one of two layers that are one matrix could not be merged, nor computed as it is saved."""
+    """An adapter on one of two layers that are one matrix could not be merged, nor computed as it
+    is saved."""
     inner = model.get_base_model()
     embedding, output = inner.get_input_embeddings(), inner.get_output_embeddings()
     wrapped = [layer for layer in (embedding, output) if type(layer).__module__.startswith("peft.")]
     if wrapped and getattr(inner.config.get_text_config(), "tie_word_embeddings", False):
         raise ModelError(
-            "model.lora: this model's input and output embeddings are one matrix: leave them out of targets and modules_to_save"
+            "model.lora: this model's input and output embeddings are one matrix: leave them out "
+            "of targets and modules_to_save"
         )
 
 

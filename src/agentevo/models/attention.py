@@ -1,12 +1,13 @@
 """One attention function for every transformers model, steered by a plan.
 
-`prepare(model)` points the model at it. Each forward pass then carries `plan=...`, an object that knows which token may see which:
+`prepare(model)` points the model at it. Each forward pass then carries `plan=...`, an object that
+knows which token may see which:
 
     inference: `CacheAttention` (inference/cache_attention.py), new tokens against a key-value cache
     training:  `TreeAttention` (training/tree_attention.py), packed sequences that share prefixes
 
-Tokens of all sequences lie side by side in one row, [1, tokens], without padding; only the plan tells them apart. So the model module is
-the same one for generation and for training.
+Tokens of all sequences lie side by side in one row, [1, tokens], without padding; only the plan
+tells them apart. So the model module is the same one for generation and for training.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ class AttentionPlan(Protocol):
     """Who sees whom in one forward pass."""
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
-        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `window`: how many tokens back a token sees, itself included; None for all."""
+        """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]. `window`: how many tokens back a token
+        sees, itself included; None for all."""
         ...
 
 
@@ -47,15 +56,23 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    """transformers' attention interface: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T,
+    H, D]."""
     if plan is None:
         raise ModelError(
-            "this model was prepared for AgentEvo: call it with plan=..., or model.set_attn_implementation('sdpa') to use it alone"
+            "this model was prepared for AgentEvo: call it with plan=..., or "
+            "model.set_attn_implementation('sdpa') to use it alone"
         )
     if kwargs.get("s_aux") is not None:
-        raise ModelError("attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: use another model")
+        raise ModelError(
+            "attention sinks (as in gpt-oss) are not supported by AgentEvo's attention: use "
+            "another model"
+        )
     if attention_mask is not None:
-        raise ModelError("the model brings an attention mask of its own, which AgentEvo's attention would ignore: use another model")
+        raise ModelError(
+            "the model brings an attention mask of its own, which AgentEvo's attention would "
+            "ignore: use another model"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = plan.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
@@ -78,14 +95,16 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Points the model's attention here and, on a CPU, its linear layers at oneDNN. In place; parameters stay the same objects.
+    """Points the model's attention here and, on a CPU, its linear layers at oneDNN. In place;
+    parameters stay the same objects.
 
-    Raises ModelError for an architecture that does not go through transformers' attention interface, or in which tokens meet elsewhere too
-    (models/isolation.py).
+    Raises ModelError for an architecture that does not go through transformers' attention
+    interface, or in which tokens meet elsewhere too (models/isolation.py).
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
-            f"{type(model).__name__} does not use transformers' attention interface, which AgentEvo needs: choose a Llama, Qwen, "
+            f"{type(model).__name__} does not use transformers' attention interface, which "
+            "AgentEvo needs: choose a Llama, Qwen, "
             "Mistral, Gemma or similar decoder"
         )
     check_layer_types(model)

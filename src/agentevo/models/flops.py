@@ -1,14 +1,17 @@
-"""Floating-point operations that a pass of a model needs, by arithmetic: what MFU (model FLOPs utilisation) is counted with.
+"""Floating-point operations that a pass of a model needs, by arithmetic: what MFU (model FLOPs
+utilisation) is counted with.
 
     forward   2 per weight and token, 2 heads (d_qk + d_v) per query-key pair and layer
     backward  4 per weight and token that is trained, 2 per one that is frozen (it needs no gradient, what goes into it does); twice the
               forward's for attention
 
-A multiply-add is two operations (PaLM, arXiv 2204.02311, appendix B, counts so: 6 N + 12 L H Q T a token). A query-key pair is a token and
-one that it sees, itself included. Weights are those of matrix products: embeddings are looked up, and the output layer works
-on the predictions that are asked for and not on every token. Of a mixture of experts those count that a token is sent to.
+A multiply-add is two operations (PaLM, arXiv 2204.02311, appendix B, counts so: 6 N + 12 L H Q T a
+token). A query-key pair is a token and one that it sees, itself included. Weights are those of
+matrix products: embeddings are looked up, and the output layer works on the predictions that are
+asked for and not on every token. Of a mixture of experts those count that a token is sent to.
 
-Left out: norms, activations, softmax, the optimizer, DoRA's norms, linear attention, what is computed a second time to save memory.
+Left out: norms, activations, softmax, the optimizer, DoRA's norms, linear attention, what is
+computed a second time to save memory.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ class ModelFlops:
 
     def forward(self, work: Work) -> float:
         """A pass without gradient."""
-        weights = (self.trained + self.frozen) * work.tokens + (self.output_trained + self.output_frozen) * work.predictions
+        weights = (self.trained + self.frozen) * work.tokens + (
+            self.output_trained + self.output_frozen
+        ) * work.predictions
         return 2 * weights + self._attention(work)
 
     def training(self, work: Work) -> float:
@@ -68,19 +73,29 @@ class ModelFlops:
         return 6 * trained + 4 * frozen + 3 * self._attention(work)
 
     def _attention(self, work: Work) -> float:
-        return self.per_pair * sum(count * work.pairs[window] for window, count in self.layers.items())
+        return self.per_pair * sum(
+            count * work.pairs[window] for window, count in self.layers.items()
+        )
 
 
 def work_of_sequences(lengths: Iterable[int], predictions: int, windows: Iterable[Window]) -> Work:
     """Sequences that are computed one by one, with causal attention."""
     lengths = list(lengths)
-    return Work(sum(lengths), predictions, {window: sum(_pairs(length, window) for length in lengths) for window in windows})
+    return Work(
+        sum(lengths),
+        predictions,
+        {window: sum(_pairs(length, window) for length in lengths) for window in windows},
+    )
 
 
 def work_of_depths(depths: torch.Tensor, predictions: int, windows: Iterable[Window]) -> Work:
-    """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens before each."""
+    """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens
+    before each."""
     seen = depths + 1
-    pairs = {window: int((seen if window is None else seen.clamp(max=window)).sum()) for window in windows}
+    pairs = {
+        window: int((seen if window is None else seen.clamp(max=window)).sum())
+        for window in windows
+    }
     return Work(depths.numel(), predictions, pairs)
 
 
@@ -100,7 +115,9 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
     in_output = set() if output is None else set(output.modules())
     share = _share_of_experts(config)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or _is_idle(name, getattr(model, "active_adapters", [])):
+        if isinstance(module, nn.Embedding) or _is_idle(
+            name, getattr(model, "active_adapters", [])
+        ):
             continue
         for weights, of_experts, trained in _weights(name, module, config):
             count = weights * (share if of_experts else 1)
@@ -110,7 +127,8 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
 
 
 def _weights(name: str, module: nn.Module, config: Any) -> Iterable[tuple[int, bool, bool]]:
-    """(number, whether of experts, whether trained) of the matrices that this module itself multiplies by."""
+    """(number, whether of experts, whether trained) of the matrices that this module itself
+    multiplies by."""
     below_experts = "experts" in name.split(".")
     if isinstance(module, nn.Linear):  # a quantised one does not hold its weights as a matrix
         yield module.in_features * module.out_features, below_experts, module.weight.requires_grad
@@ -122,11 +140,19 @@ def _weights(name: str, module: nn.Module, config: Any) -> Iterable[tuple[int, b
 
 
 def _is_idle(name: str, active: Any) -> bool:
-    """A part of PEFT's that computes nothing: adapters that are not in use, and what was replaced by a trained copy."""
+    """A part of PEFT's that computes nothing: adapters that are not in use, and what was replaced
+    by a trained copy."""
     parts = name.split(".")
     if "original_module" in parts:
         return True
-    kinds = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save")
+    kinds = (
+        "lora_A",
+        "lora_B",
+        "lora_embedding_A",
+        "lora_embedding_B",
+        "lora_magnitude_vector",
+        "modules_to_save",
+    )
     return any(part in kinds and following not in active for part, following in pairwise(parts))
 
 
@@ -138,14 +164,23 @@ def _num_experts(config: Any) -> int | None:
 def _share_of_experts(config: Any) -> float:
     """How many of the experts a token is sent to; all where the config does not say."""
     number = _num_experts(config)
-    active = next((getattr(config, name) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts") if hasattr(config, name)), None)
+    active = next(
+        (
+            getattr(config, name)
+            for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")
+            if hasattr(config, name)
+        ),
+        None,
+    )
     return active / number if active and number else 1.0
 
 
 def _per_pair(config: Any) -> int:
     heads = config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's latent attention
-        return int(2 * heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+        return int(
+            2 * heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+        )
     return int(4 * heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
 
 

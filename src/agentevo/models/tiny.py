@@ -1,6 +1,8 @@
-"""A policy made on the spot: a Llama of a few million parameters and a tokenizer for the texts at hand.
+"""A policy made on the spot: a Llama of a few million parameters and a tokenizer for the texts at
+hand.
 
-Two tokenizers, both lossless (`decode(encode(text)) == text`) and both with `<think> </think> <answer> </answer>` as single tokens:
+Two tokenizers, both lossless (`decode(encode(text)) == text`) and both with `<think> </think>
+<answer> </answer>` as single tokens:
 
     word   one token per word of the corpus (a blank before it belongs to it), per digit, symbol and newline; a word outside the corpus
     falls
@@ -8,7 +10,8 @@ Two tokenizers, both lossless (`decode(encode(text)) == text`) and both with `<t
            `ChatFormat` refuses it.
     byte   one token per byte of UTF-8: any text.
 
-The chat template is prefix-stable: each message is `<|role|>content<|end|>`, and the generation prompt is `<|assistant|>`.
+The chat template is prefix-stable: each message is `<|role|>content<|end|>`, and the generation
+prompt is `<|assistant|>`.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHARACTERS = ("\t", "\n", *map(chr, range(32, 127)))
 
 WORDS = r" ?[A-Z]?[a-z]+|[\s\S]"
-"""What the word tokenizer takes as one piece: a word with the blank before it, else a single character."""
+"""What the word tokenizer takes as one piece: a word with the blank before it, else a single
+character."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
-    "{{- raise_exception('the tiny policy knows the roles system, user and assistant, not ' + message['role']) -}}"
+    "{{- raise_exception('the tiny policy knows the roles system, user and assistant, not ' + "
+    "message['role']) -}}"
     "{%- endif -%}"
     "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
     "{%- endfor -%}"
@@ -43,13 +48,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny(tiny: TinyModel, corpus: Iterable[str], seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def make_tiny(
+    tiny: TinyModel, corpus: Iterable[str], seed: int
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """A float32 Llama on the CPU with random weights, and its tokenizer.
 
-    `corpus`: texts whose words get tokens of their own (not read for the byte tokenizer). Same shape, words and seed give the same weights,
-    whatever else drew random numbers; no other generator is disturbed.
+    `corpus`: texts whose words get tokens of their own (not read for the byte tokenizer). Same
+    shape, words and seed give the same weights, whatever else drew random numbers; no other
+    generator is disturbed.
     """
-    tokenizer = word_tokenizer(corpus, tiny.context_length) if tiny.tokenizer == "word" else byte_tokenizer(tiny.context_length)
+    tokenizer = (
+        word_tokenizer(corpus, tiny.context_length)
+        if tiny.tokenizer == "word"
+        else byte_tokenizer(tiny.context_length)
+    )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=tiny.hidden_size,
@@ -59,7 +71,8 @@ def make_tiny(tiny: TinyModel, corpus: Iterable[str], seed: int) -> tuple[LlamaF
         num_key_value_heads=tiny.num_heads,
         max_position_embeddings=tiny.context_length,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        # Width^-0.5 suits small widths better than the usual 0.02: after 60 supervised steps on 5x5 mazes 73% right instead of 40%.
+        # Width^-0.5 suits small widths better than the usual 0.02: after 60 supervised steps on 5x5
+        # mazes 73% right instead of 40%.
         initializer_range=tiny.hidden_size**-0.5,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -73,7 +86,8 @@ def make_tiny(tiny: TinyModel, corpus: Iterable[str], seed: int) -> tuple[LlamaF
 
 
 def word_tokenizer(corpus: Iterable[str], context_length: int) -> PreTrainedTokenizerFast:
-    """One token per piece (`WORDS`) of the corpus, each word with and without a blank before it; the order of the texts does not matter."""
+    """One token per piece (`WORDS`) of the corpus, each word with and without a blank before it;
+    the order of the texts does not matter."""
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     pieces: set[str] = set()
     for text in corpus:
@@ -83,8 +97,14 @@ def word_tokenizer(corpus: Iterable[str], context_length: int) -> PreTrainedToke
     words = {piece.lstrip(" ") for piece in pieces if len(piece) > 1}
     pieces |= words | {f" {word}" for word in words}
     vocabulary = [*SPECIAL_TOKENS, *TAGS, *CHARACTERS, *sorted(pieces - set(CHARACTERS))]
-    # BPE without merges: with ignore_merges a known piece is one token, and any other falls apart into its characters.
-    bpe = BPE(vocab={piece: index for index, piece in enumerate(vocabulary)}, merges=[], unk_token="<|unk|>", ignore_merges=True)
+    # BPE without merges: with ignore_merges a known piece is one token, and any other falls apart
+    # into its characters.
+    bpe = BPE(
+        vocab={piece: index for index, piece in enumerate(vocabulary)},
+        merges=[],
+        unk_token="<|unk|>",
+        ignore_merges=True,
+    )
     tokenizer = Tokenizer(bpe)
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.Fuse()
@@ -94,14 +114,18 @@ def word_tokenizer(corpus: Iterable[str], context_length: int) -> PreTrainedToke
 def byte_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
     """One token per byte of UTF-8."""
     vocabulary = [*SPECIAL_TOKENS, *TAGS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE(vocab={piece: index for index, piece in enumerate(vocabulary)}, merges=[]))
+    tokenizer = Tokenizer(
+        BPE(vocab={piece: index for index, piece in enumerate(vocabulary)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _finish(tokenizer, context_length)
 
 
 def _finish(tokenizer: Tokenizer, context_length: int) -> PreTrainedTokenizerFast:
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

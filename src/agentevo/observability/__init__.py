@@ -5,7 +5,13 @@ Importing this loads no torch, rich or matplotlib.
 
 from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
 from agentevo.observability.live import LiveView
-from agentevo.observability.metrics import Evaluation, MetricsLog, MetricsRow, read_evaluations, read_metrics
+from agentevo.observability.metrics import (
+    Evaluation,
+    MetricsLog,
+    MetricsRow,
+    read_evaluations,
+    read_metrics,
+)
 from agentevo.observability.plots import write_plots
 from agentevo.observability.report import report_from_run, sample_trajectories, write_report
 from agentevo.observability.trajectory_view import Decode, render_trajectory

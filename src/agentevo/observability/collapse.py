@@ -1,11 +1,13 @@
 """Early signs that a run is collapsing, in plain words with what to change.
 
-Multi-turn RL tends to die quietly: RAGEN (arXiv 2504.20073, "echo trap") finds that the reward spread inside groups and the entropy move
-tens of steps before the reward does, and that by the time the gradient norm spikes the policy is usually lost. `CollapseMonitor` watches
-these on running means, because single steps are noisy.
+Multi-turn RL tends to die quietly: RAGEN (arXiv 2504.20073, "echo trap") finds that the reward
+spread inside groups and the entropy move tens of steps before the reward does, and that by the time
+the gradient norm spikes the policy is usually lost. `CollapseMonitor` watches these on running
+means, because single steps are noisy.
 
-It is a pure function of the metrics fed to it so far: no clock, no randomness. `load_state_dict(state_dict())` restores it exactly (also
-through JSON), so a resumed run warns as the uninterrupted one would. Missing metrics switch off only the signs that need them.
+It is a pure function of the metrics fed to it so far: no clock, no randomness.
+`load_state_dict(state_dict())` restores it exactly (also through JSON), so a resumed run warns as
+the uninterrupted one would. Missing metrics switch off only the signs that need them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     patience_steps: int = 10
     """Steps without a better reward after which the run counts as stalled."""
     gain: float = 0.05
-    """What makes a reward better: this share of the distance between the lowest and the highest running mean."""
+    """What makes a reward better: this share of the distance between the lowest and the highest
+    running mean."""
     cooldown_steps: int = 20
     """Steps for which a warning is not repeated."""
     solved_success: float = 0.9
@@ -71,7 +74,8 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningMean(msgspec.Struct):
-    """Plain mean of the first values, exponential afterwards; `deviation` is the running mean of the distance from it."""
+    """Plain mean of the first values, exponential afterwards; `deviation` is the running mean of
+    the distance from it."""
 
     mean: float = 0.0
     deviation: float = 0.0
@@ -81,7 +85,9 @@ class RunningMean(msgspec.Struct):
         self.count += 1
         weight = max(smoothing, 1.0 / self.count)
         if self.count > 1:
-            self.deviation += max(smoothing, 1.0 / (self.count - 1)) * (abs(value - self.mean) - self.deviation)
+            self.deviation += max(smoothing, 1.0 / (self.count - 1)) * (
+                abs(value - self.mean) - self.deviation
+            )
         self.mean += weight * (value - self.mean)
 
 
@@ -104,7 +110,8 @@ class CollapseState(msgspec.Struct):
 
 
 class CollapseMonitor:
-    """Feed it every step's metrics, once and in order; it answers with the warnings that are due."""
+    """Feed it every step's metrics, once and in order; it answers with the warnings that are
+    due."""
 
     def __init__(self, limits: CollapseLimits | None = None) -> None:
         self.limits = limits or CollapseLimits()
@@ -143,7 +150,8 @@ class CollapseMonitor:
             self._state = msgspec.convert(state, CollapseState)
         except msgspec.ValidationError as error:
             raise CheckpointError(
-                f"the checkpoint's collapse monitor can't be read ({error}): it was written by another version of agentevo, "
+                f"the checkpoint's collapse monitor can't be read ({error}): it was written by "
+                "another version of agentevo, "
                 "so resume with that one"
             ) from error
 
@@ -153,25 +161,35 @@ class CollapseMonitor:
         state.usual_gradient = self._believed(GRAD_NORM)
         for key in SMOOTHED:
             value = _finite(metrics, key)
-            if value is None or (key == GRAD_NORM and value == 0.0):  # a step whose groups were all dropped says nothing of gradients
+            if value is None or (
+                key == GRAD_NORM and value == 0.0
+            ):  # a step whose groups were all dropped says nothing of gradients
                 continue
             past = state.means.setdefault(key, RunningMean())
             if key == GRAD_NORM and past.count >= limits.warmup_steps:
-                value = min(value, limits.gradient_factor * past.mean)  # a spike must not hide the next one
+                value = min(
+                    value, limits.gradient_factor * past.mean
+                )  # a spike must not hide the next one
             past.add(value, limits.smoothing)
         state.failing_steps = state.failing_steps + 1 if _finite(metrics, SUCCESS) == 0.0 else 0
         score = self._mean(SCORE)
         if score is not None:
             state.first_score = score if state.first_score is None else state.first_score
-            state.lowest_score = score if state.lowest_score is None else min(state.lowest_score, score)
-            gain = limits.gain * ((state.best_score if state.best_score is not None else score) - state.lowest_score)
+            state.lowest_score = (
+                score if state.lowest_score is None else min(state.lowest_score, score)
+            )
+            gain = limits.gain * (
+                (state.best_score if state.best_score is not None else score) - state.lowest_score
+            )
             if state.best_score is None or score > state.best_score + gain:
                 state.best_score, state.best_score_step = score, step
         state.highest_spread = max(state.highest_spread, self._believed(SPREAD) or 0.0)
         entropy = self._believed(ENTROPY)
         if entropy is not None:
             state.start_entropy = entropy if state.start_entropy is None else state.start_entropy
-            state.lowest_entropy = entropy if state.lowest_entropy is None else min(state.lowest_entropy, entropy)
+            state.lowest_entropy = (
+                entropy if state.lowest_entropy is None else min(state.lowest_entropy, entropy)
+            )
 
     def _mean(self, key: str) -> float | None:
         past = self._state.means.get(key)
@@ -190,15 +208,25 @@ class CollapseMonitor:
 
     def _success_words(self) -> str:
         success, score = self._mean(SUCCESS), self._mean(SCORE)
-        return f"success is {success:.0%}" if success is not None else f"the mean reward is {0.0 if score is None else score:.3g}"
+        return (
+            f"success is {success:.0%}"
+            if success is not None
+            else f"the mean reward is {0.0 if score is None else score:.3g}"
+        )
 
     def _not_finite(self, metrics: Mapping[str, float | None]) -> str | None:
-        broken = [key for key in (LOSS, GRAD_NORM, ENTROPY, SCORE) if key in metrics and _finite(metrics, key) is None]
+        broken = [
+            key
+            for key in (LOSS, GRAD_NORM, ENTROPY, SCORE)
+            if key in metrics and _finite(metrics, key) is None
+        ]
         if not broken:
             return None
         return (
-            f"{' and '.join(broken)} is not a finite number: the update overflowed and later steps can't be trusted. "
-            "Resume from the last checkpoint with a lower trainer.learning_rate, and with model.dtype=float32 if it was bfloat16."
+            f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
+            "steps can't be trusted. "
+            "Resume from the last checkpoint with a lower trainer.learning_rate, and with "
+            "model.dtype=float32 if it was bfloat16."
         )
 
     def _rollouts_lost(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -213,8 +241,10 @@ class CollapseMonitor:
             return None
         reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
         return (
-            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the environment, the agent or the engine is "
-            "at fault rather than the policy. `agentevo trajectories show` gives each one's error; if they ran out of time raise "
+            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the "
+            "environment, the agent or the engine is "
+            "at fault rather than the policy. `agentevo trajectories show` gives each one's "
+            "error; if they ran out of time raise "
             "agent.timeout_s."
         )
 
@@ -222,8 +252,10 @@ class CollapseMonitor:
         if self._state.failing_steps < self.limits.warmup_steps:
             return None
         return (
-            f"No attempt has succeeded for {self._state.failing_steps} steps, so there is nothing to reinforce. Make the task easier "
-            "(environment options), show it demonstrations first (cold_start.episodes), try more per task (trainer.group_size), and read a "
+            f"No attempt has succeeded for {self._state.failing_steps} steps, so there is "
+            "nothing to reinforce. Make the task easier "
+            "(environment options), show it demonstrations first (cold_start.episodes), try more "
+            "per task (trainer.group_size), and read a "
             "few attempts with `agentevo trajectories show`: the answer's format may be what fails."
         )
 
@@ -232,43 +264,73 @@ class CollapseMonitor:
         if value is None or not usual or value <= self.limits.gradient_factor * usual:
             return None
         return (
-            f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running mean of {usual:.3g}. If it happens again the "
-            "policy is likely to collapse and not to come back: lower trainer.learning_rate or trainer.max_grad_norm, or resume from an "
+            f"The gradient norm jumped to {value:.3g}, {value / usual:.0f} times its running "
+            f"mean of {usual:.3g}. If it happens again the "
+            "policy is likely to collapse and not to come back: lower trainer.learning_rate or "
+            "trainer.max_grad_norm, or resume from an "
             "earlier checkpoint."
         )
 
     def _spread_vanished(self, metrics: Mapping[str, float | None]) -> str | None:
-        spread, ratio, peak = self._believed(SPREAD), self._believed(ZERO_SPREAD), self._state.highest_spread
+        spread = self._believed(SPREAD)
+        ratio = self._believed(ZERO_SPREAD)
+        peak = self._state.highest_spread
         equal = ratio is not None and ratio >= self.limits.zero_spread_ratio
         shrunk = spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
-        if not (equal or shrunk) or self._solved() or not self._stalled() or self._all_failing(metrics):
+        if (
+            not (equal or shrunk)
+            or self._solved()
+            or not self._stalled()
+            or self._all_failing(metrics)
+        ):
             return None
         seen = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
         seen += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
         return (
-            f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) while {self._success_words()}: such groups "
-            "teach nothing, and the agent may be repeating one answer everywhere. Raise sampling.temperature or trainer.group_size, set "
-            "algorithm.entropy_coef, or choose tasks of more mixed difficulty (environment options)."
+            f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) "
+            f"while {self._success_words()}: such groups "
+            "teach nothing, and the agent may be repeating one answer everywhere. Raise "
+            "sampling.temperature or trainer.group_size, set "
+            "algorithm.entropy_coef, or choose tasks of more mixed difficulty (environment "
+            "options)."
         )
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
         entropy, start = self._believed(ENTROPY), self._state.start_entropy
-        if entropy is None or not start or entropy > self.limits.entropy_drop * start or self._solved() or not self._stalled():
+        if (
+            entropy is None
+            or not start
+            or entropy > self.limits.entropy_drop * start
+            or self._solved()
+            or not self._stalled()
+        ):
             return None
         return (
-            f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, {entropy / start:.0%} of the {start:.2g} it "
-            f"started with, while {self._success_words()} and no longer rising. Set algorithm.entropy_coef (0.001 to 0.01, "
-            "or 0.1 with algorithm.entropy_target) or algorithm.clip_high=0.28, keep groups without spread for their entropy bonus "
-            "(algorithm.drop_zero_variance=false), raise sampling.temperature, or lower trainer.learning_rate."
+            f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
+            f"{entropy / start:.0%} of the {start:.2g} it "
+            f"started with, while {self._success_words()} and no longer rising. Set "
+            "algorithm.entropy_coef (0.001 to 0.01, "
+            "or 0.1 with algorithm.entropy_target) or algorithm.clip_high=0.28, keep groups "
+            "without spread for their entropy bonus "
+            "(algorithm.drop_zero_variance=false), raise sampling.temperature, or lower "
+            "trainer.learning_rate."
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
         entropy, low = self._believed(ENTROPY), self._state.lowest_entropy
-        if entropy is None or low is None or entropy < low + self.limits.entropy_rise or entropy < 2 * low or self._solved():
+        if (
+            entropy is None
+            or low is None
+            or entropy < low + self.limits.entropy_rise
+            or entropy < 2 * low
+            or self._solved()
+        ):
             return None
         return (
-            f"The policy's tokens are turning random: entropy rose from {low:.2g} to {entropy:.2g} nats a token. Lower "
-            "trainer.learning_rate or algorithm.entropy_coef, tie the policy to its start with algorithm.kl_coef (0.001 to 0.01), or "
+            f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
+            f"{entropy:.2g} nats a token. Lower "
+            "trainer.learning_rate or algorithm.entropy_coef, tie the policy to its start with "
+            "algorithm.kl_coef (0.001 to 0.01), or "
             "resume from an earlier checkpoint."
         )
 
@@ -278,8 +340,10 @@ class CollapseMonitor:
             return None
         words = "" if length is None else f" (mean length {length:.0f} tokens)"
         return (
-            f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before their answer. Raise sampling.max_new_tokens, "
-            "give a stop string in sampling.stop, or ask for shorter answers in agent.system_prompt."
+            f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before "
+            "their answer. Raise sampling.max_new_tokens, "
+            "give a stop string in sampling.stop, or ask for shorter answers in "
+            "agent.system_prompt."
         )
 
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -287,11 +351,17 @@ class CollapseMonitor:
         if score is None or state.best_score is None or state.first_score is None:
             return None
         gained, lost = state.best_score - state.first_score, state.best_score - score
-        if gained <= 0 or lost < self.limits.reward_drop * gained or lost < self.limits.reward_noise * state.means[SCORE].deviation:
+        if (
+            gained <= 0
+            or lost < self.limits.reward_drop * gained
+            or lost < self.limits.reward_noise * state.means[SCORE].deviation
+        ):
             return None
         return (
-            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) to {score:.3g}. The best checkpoint is "
-            "kept: resume from it with a lower trainer.learning_rate or some algorithm.kl_coef (0.001 to 0.01)."
+            f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) "
+            f"to {score:.3g}. The best checkpoint is "
+            "kept: resume from it with a lower trainer.learning_rate or some algorithm.kl_coef "
+            "(0.001 to 0.01)."
         )
 
 

@@ -1,10 +1,12 @@
 """What a person sees while a run goes on.
 
-On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals, throughput, the last warnings), with
-evaluations and notes scrolling above it. Anywhere else (CI, a log file, a pipe): one plain ASCII line per step that stands on its own.
+On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals,
+throughput, the last warnings), with evaluations and notes scrolling above it. Anywhere else (CI, a
+log file, a pipe): one plain ASCII line per step that stands on its own.
 
-The panel is drawn by rich's own thread. It only ever reads `LiveView._state`, a frozen snapshot that the run's thread replaces whole, so no
-lock is needed and a slow terminal never holds up training.
+The panel is drawn by rich's own thread. It only ever reads `LiveView._state`, a frozen snapshot
+that the run's thread replaces whole, so no lock is needed and a slow terminal never holds up
+training.
 """
 
 from __future__ import annotations
@@ -46,20 +48,30 @@ def format_duration(seconds: float) -> str:
 
 def format_drops(num_in: float | None, dropped: Mapping[str, int]) -> str:
     """`32 in, 4 dropped: 4 zero-variance`; the reasons in falling order."""
-    reasons = sorted(((count, reason) for reason, count in dropped.items() if count), key=lambda pair: (-pair[0], pair[1]))
+    reasons = sorted(
+        ((count, reason) for reason, count in dropped.items() if count),
+        key=lambda pair: (-pair[0], pair[1]),
+    )
     came = "" if num_in is None else f"{num_in:.0f} in, "
     if not reasons:
         return f"{came}none dropped"
-    return f"{came}{sum(dropped.values())} dropped: " + ", ".join(f"{count} {reason.replace('_', '-')}" for count, reason in reasons)
+    return f"{came}{sum(dropped.values())} dropped: " + ", ".join(
+        f"{count} {reason.replace('_', '-')}" for count, reason in reasons
+    )
 
 
 def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """The metrics of one step that people follow, as label -> text; what is missing is left out, what is not a number is `nan`."""
+    """The metrics of one step that people follow, as label -> text; what is missing is left out,
+    what is not a number is `nan`."""
     shown = [
         ("reward", "critic/score/mean", "{:.3f}"),
         ("success", "train/success", "{:.0%}"),
         ("loss", "sft/loss", "{:.3f}"),
-        ("tok/s", _first(metrics, "perf/throughput", "perf/tokens_per_s_logical", "engine/tokens_per_s"), "{:,.0f}"),
+        (
+            "tok/s",
+            _first(metrics, "perf/throughput", "perf/tokens_per_s_logical", "engine/tokens_per_s"),
+            "{:,.0f}",
+        ),
         ("trained tok/s", "perf/tokens_per_s_distinct", "{:,.0f}"),
         ("MFU", "perf/mfu", "{:.1%}"),
         ("s/step", _first(metrics, "timing_s/step", "perf/time_per_step"), "{:.1f}"),
@@ -85,14 +97,23 @@ def _first(metrics: Mapping[str, float | None], *keys: str) -> str:
 
 
 def evaluation_rows(result: Evaluation) -> list[tuple[str, str, str]]:
-    """(player, success, reward) as texts: the agent, and the two players that say what its number is worth."""
+    """(player, success, reward) as texts: the agent, and the two players that say what its number
+    is worth."""
 
     def cell(value: float | None, pattern: str) -> str:
         return "" if value is None else pattern.format(value)
 
     rows = [
-        ("agent, greedy", cell(result.success_greedy, "{:.1%}"), cell(result.reward_greedy, "{:.3f}")),
-        ("agent, sampled", cell(result.success_sampled, "{:.1%}"), cell(result.reward_sampled, "{:.3f}")),
+        (
+            "agent, greedy",
+            cell(result.success_greedy, "{:.1%}"),
+            cell(result.reward_greedy, "{:.3f}"),
+        ),
+        (
+            "agent, sampled",
+            cell(result.success_sampled, "{:.1%}"),
+            cell(result.reward_sampled, "{:.3f}"),
+        ),
         ("random player", cell(result.random, "{:.1%}"), ""),
         ("optimal player", cell(result.optimal, "{:.1%}"), ""),
     ]
@@ -119,10 +140,16 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveView:
-    """Context manager; all methods are called from the run's own thread. `plain=None` decides by whether `stream` is a terminal."""
+    """Context manager; all methods are called from the run's own thread. `plain=None` decides by
+    whether `stream` is a terminal."""
 
     def __init__(
-        self, title: str, *, stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        title: str,
+        *,
+        stream: TextIO | None = None,
+        plain: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
@@ -148,25 +175,39 @@ class LiveView:
         if self._console is not None:
             from rich.live import Live
 
-            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4)
+            self._live = Live(
+                get_renderable=self._panel, console=self._console, refresh_per_second=4
+            )
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._change(phase="stopped" if kind is not None else "done", detail="", eta_s=None)
             self._live.stop()
             self._live = None
 
     def phase(self, name: str, detail: str = "") -> None:
-        """What the run does now, such as `phase("cold start", "epoch 2/3")`. Cheap enough to call many times a step."""
+        """What the run does now, such as `phase("cold start", "epoch 2/3")`. Cheap enough to call
+        many times a step."""
         self._change(phase=name, detail=detail)
-        if self.plain and (name not in self._seen_phases or (detail and self._clock() - self._printed_at >= HEARTBEAT_S)):
+        if self.plain and (
+            name not in self._seen_phases
+            or (detail and self._clock() - self._printed_at >= HEARTBEAT_S)
+        ):
             self._print(f"-- {name}: {detail}" if detail else f"-- {name}")
         self._seen_phases.add(name)
 
-    def step(self, step: int, total: int, metrics: Mapping[str, float | None], dropped: Mapping[str, int]) -> None:
-        """Step `step` of `total` has ended. `dropped` says why trajectories were left out: reason -> count."""
+    def step(
+        self, step: int, total: int, metrics: Mapping[str, float | None], dropped: Mapping[str, int]
+    ) -> None:
+        """Step `step` of `total` has ended. `dropped` says why trajectories were left out: reason
+        -> count."""
         now = self._clock()
         self._step_ends.append(now)
         score = metrics.get("critic/score/mean")
@@ -175,7 +216,9 @@ class LiveView:
             total=total,
             metrics=dict(metrics),
             dropped=dict(dropped),
-            scores=(*self._state.scores[-29:], score) if score is not None and math.isfinite(score) else self._state.scores,
+            scores=(*self._state.scores[-29:], score)
+            if score is not None and math.isfinite(score)
+            else self._state.scores,
             eta_s=self._time_left(step, total, metrics),
             last_step_at=now,
         )
@@ -191,7 +234,17 @@ class LiveView:
             title = f"held-out evaluation at step {step}: {result.environment}{number}"
             if self._console is None:
                 rows = [("", "success", "reward"), *evaluation_rows(result)]
-                self._print("\n".join([title, *(f"  {player:<15}{success:>8}{reward:>9}".rstrip() for player, success, reward in rows)]))
+                self._print(
+                    "\n".join(
+                        [
+                            title,
+                            *(
+                                f"  {player:<15}{success:>8}{reward:>9}".rstrip()
+                                for player, success, reward in rows
+                            ),
+                        ]
+                    )
+                )
             else:
                 self._console.print(_evaluation_table(title, result), highlight=False)
 
@@ -215,13 +268,23 @@ class LiveView:
 
     def _print(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+        print(
+            text.encode(encoding, "backslashreplace").decode(encoding),
+            file=self._stream,
+            flush=True,
+        )
         self._printed_at = self._clock()
 
-    def _time_left(self, step: int, total: int, metrics: Mapping[str, float | None]) -> float | None:
+    def _time_left(
+        self, step: int, total: int, metrics: Mapping[str, float | None]
+    ) -> float | None:
         """By the pace of the last steps, evaluations and checkpoints between them included."""
         if len(self._step_ends) >= 2:
-            return (total - step) * (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+            return (
+                (total - step)
+                * (self._step_ends[-1] - self._step_ends[0])
+                / (len(self._step_ends) - 1)
+            )
         pace = metrics.get("timing_s/step")
         return None if pace is None else (total - step) * pace
 
@@ -229,15 +292,25 @@ class LiveView:
         state = self._state
         facts = step_facts(state.metrics)
         parts = [f"step {state.step:>{len(str(state.total))}}/{state.total}"]
-        parts += [f"{label} {facts[label]}" for label in ("reward", "success", "loss") if label in facts]
+        parts += [
+            f"{label} {facts[label]}" for label in ("reward", "success", "loss") if label in facts
+        ]
         if "sft/loss" not in state.metrics:
             parts.append(format_drops(state.metrics.get("rollout/in"), state.dropped))
-        parts += [f"{facts[label]} {label}" for label in ("tok/s", "MFU", "s/step") if label in facts]
+        parts += [
+            f"{facts[label]} {label}" for label in ("tok/s", "MFU", "s/step") if label in facts
+        ]
         if state.eta_s is not None:
             parts.append(f"eta {format_duration(state.eta_s)}")
         parts += [
             f"{label} {facts[label]}"
-            for label in ("grad", "entropy", "critic foresees", "process reward right", "pairs right")
+            for label in (
+                "grad",
+                "entropy",
+                "critic foresees",
+                "process reward right",
+                "pairs right",
+            )
             if label in facts
         ]
         return " | ".join(parts)
@@ -265,7 +338,9 @@ def _evaluation_table(title: str, result: Evaluation) -> RenderableType:
     table.add_column("success", justify="right")
     table.add_column("reward", justify="right")
     for player, success, reward in evaluation_rows(result):
-        table.add_row(player, success, reward, style="bold cyan" if player.startswith("agent") else "dim")
+        table.add_row(
+            player, success, reward, style="bold cyan" if player.startswith("agent") else "dim"
+        )
     return Group(Text(title, "bold"), table)
 
 
@@ -276,12 +351,20 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    left = "" if state.eta_s is None else f"about {format_duration(max(state.eta_s - (now - state.last_step_at), 0))} left"
+    left = (
+        ""
+        if state.eta_s is None
+        else f"about {format_duration(max(state.eta_s - (now - state.last_step_at), 0))} left"
+    )
     progress = Table.grid(padding=(0, 2), expand=True)
     progress.add_column(no_wrap=True)
     progress.add_column(ratio=1)
     progress.add_column(no_wrap=True, justify="right")
-    progress.add_row(f"step {state.step}/{state.total or '?'}", ProgressBar(total=max(state.total, 1), completed=state.step), left)
+    progress.add_row(
+        f"step {state.step}/{state.total or '?'}",
+        ProgressBar(total=max(state.total, 1), completed=state.step),
+        left,
+    )
     facts = step_facts(state.metrics)
     learning, optimisation, speed = Text(), Text(), Text()
     for label in ("success", "reward", "loss", "entropy", "grad", "kl", "clipped", "length"):
@@ -293,12 +376,29 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
         if label in facts:
             speed.append(facts[label], "bold").append(f" {label}   ", "dim")
     if state.metrics and "sft/loss" not in state.metrics:
-        speed.append(format_drops(state.metrics.get("rollout/in"), state.dropped), "yellow" if any(state.dropped.values()) else "dim")
-    lines: list[RenderableType] = [progress, *(line for line in (learning, optimisation, speed) if line)]
+        speed.append(
+            format_drops(state.metrics.get("rollout/in"), state.dropped),
+            "yellow" if any(state.dropped.values()) else "dim",
+        )
+    lines: list[RenderableType] = [
+        progress,
+        *(line for line in (learning, optimisation, speed) if line),
+    ]
     for result in state.evaluations:
-        players = [(player.removeprefix("agent, ").removesuffix(" player"), success) for player, success, _ in evaluation_rows(result)]
+        players = [
+            (player.removeprefix("agent, ").removesuffix(" player"), success)
+            for player, success, _ in evaluation_rows(result)
+        ]
         scores = "   ".join(f"{player} {success}" for player, success in players if success)
         lines.append(Text.assemble((f"held-out {result.environment}  ", "dim"), scores))
     lines += [Text(f"! {text}", "yellow") for text in state.warnings]
-    heading = Text.assemble((title, "bold"), "  ", state.phase, (f"  {state.detail}" if state.detail else "", "dim"))
-    return Panel(Group(*lines), title=heading, title_align="left", subtitle=format_duration(now - state.started_at), subtitle_align="right")
+    heading = Text.assemble(
+        (title, "bold"), "  ", state.phase, (f"  {state.detail}" if state.detail else "", "dim")
+    )
+    return Panel(
+        Group(*lines),
+        title=heading,
+        title_align="left",
+        subtitle=format_duration(now - state.started_at),
+        subtitle_align="right",
+    )

@@ -2,9 +2,11 @@
 
     {"step": 12, "time": 1771234567.8, "actor/entropy": 1.02, "critic/score/mean": 0.41, ...}
 
-Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along the file; after `resume(s)` no row has
-`step > s`, so a resumed run has each row once. Metric names are verl's; names are sorted; a non-finite number is written as null, because
-JSON has no NaN and a reader must not break on a diverged run. Not guaranteed: that the last line survives a power cut (it isn't fsynced).
+Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along
+the file; after `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
+are verl's; names are sorted; a non-finite number is written as null, because JSON has no NaN and a
+reader must not break on a diverged run. Not guaranteed: that the last line survives a power cut (it
+isn't fsynced).
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 MetricsRow = dict[str, float | None]
-"""One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number that was not finite."""
+"""One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number
+that was not finite."""
 
 RESERVED = ("step", "time")
-EVALUATION_KEY = re.compile(r"^val-core/(?P<environment>.+?)/(?P<name>(?:success|reward)/(?:greedy|sampled)|random|optimal|n)$")
+EVALUATION_KEY = re.compile(
+    r"^val-core/(?P<environment>.+?)/(?P<name>(?:success|reward)/(?:greedy|sampled)|random|optimal|n)$"
+)
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent on the held-out tasks of one environment, beside the two reference players (success is 0..1)."""
+    """The agent on the held-out tasks of one environment, beside the two reference players (success
+    is 0..1)."""
 
     environment: str
     success_greedy: float | None = None
@@ -55,7 +61,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_evaluations(metrics: Mapping[str, float | None]) -> list[Evaluation]:
-    """The evaluations in one row, by environment. Keys are `val-core/{environment}/{success/greedy, random, ...}`; others are ignored."""
+    """The evaluations in one row, by environment. Keys are `val-core/{environment}/{success/greedy,
+    random, ...}`; others are ignored."""
     found: dict[str, dict[str, float | None]] = {}
     for key, value in metrics.items():
         match = EVALUATION_KEY.match(key)
@@ -65,7 +72,8 @@ def read_evaluations(metrics: Mapping[str, float | None]) -> list[Evaluation]:
 
 
 def read_metrics(path: Path | str) -> list[MetricsRow]:
-    """All rows, in file order. A torn last line (the process died while writing it) is left out; a missing file has no rows.
+    """All rows, in file order. A torn last line (the process died while writing it) is left out; a
+    missing file has no rows.
 
     Raises `StoreError` for any other line that is not a metrics row.
     """
@@ -88,7 +96,8 @@ def _read_rows(path: Path) -> list[tuple[MetricsRow, bytes]]:
             rows.append((row, line))
         elif number < len(lines):
             raise StoreError(
-                f"{path}, line {number} is not a metrics row (a JSON object with an integer 'step'): delete that line and try again"
+                f"{path}, line {number} is not a metrics row (a JSON object with an integer "
+                "'step'): delete that line and try again"
             )
     return rows
 
@@ -101,14 +110,16 @@ def _json_number(value: float) -> float | int | None:
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; an existing file is continued, after mending a torn last line. Close it, or use it in a `with`."""
+    """Appends to `metrics.jsonl`; an existing file is continued, after mending a torn last line.
+    Close it, or use it in a `with`."""
 
     def __init__(self, path: Path | str, tensorboard_dir: Path | str | None = None) -> None:
         self.path = Path(path)
         self.tensorboard_dir = None if tensorboard_dir is None else Path(tensorboard_dir)
         if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
             raise MissingExtraError(
-                "tracking.tensorboard=true needs the package tensorboard: pip install tensorboard, or set tracking.tensorboard=false"
+                "tracking.tensorboard=true needs the package tensorboard: pip install "
+                "tensorboard, or set tracking.tensorboard=false"
             )
         self._writer: EventFileWriter | None = None
         self._purge_step: int | None = None
@@ -120,21 +131,33 @@ class MetricsLog:
         self._file = self.path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one row. Values may be anything `float()` takes. Raises `TrainingError` if the row would break the file's invariants."""
+        """Appends one row. Values may be anything `float()` takes. Raises `TrainingError` if the
+        row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
         if taken:
-            raise TrainingError(f"metrics of step {step}: the name {taken[0]!r} belongs to the row itself; rename the metric")
+            raise TrainingError(
+                f"metrics of step {step}: the name {taken[0]!r} belongs to the row itself; "
+                "rename the metric"
+            )
         if step < self._last_step:
-            raise TrainingError(f"metrics of step {step} come after step {self._last_step} in {self.path}: call resume({step - 1}) first")
+            raise TrainingError(
+                f"metrics of step {step} come after step {self._last_step} in {self.path}: call "
+                f"resume({step - 1}) first"
+            )
         now = round(time.time(), 3)
-        row = {"step": step, "time": now, **{key: _json_number(metrics[key]) for key in sorted(metrics)}}
+        row = {
+            "step": step,
+            "time": now,
+            **{key: _json_number(metrics[key]) for key in sorted(metrics)},
+        }
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
         self._last_step = step
         self._mirror(step, now, metrics)
 
     def resume(self, step: int) -> None:
-        """Forgets every row after `step`, on disk and in TensorBoard: the run goes on from the checkpoint of that step."""
+        """Forgets every row after `step`, on disk and in TensorBoard: the run goes on from the
+        checkpoint of that step."""
         self._file.close()
         kept = [line for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
         self._rewrite(kept)
@@ -153,11 +176,17 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        """Replaces the file by these lines in one rename: a reader or a crash sees the old file or the new one."""
+        """Replaces the file by these lines in one rename: a reader or a crash sees the old file or
+        the new one."""
         fresh = self.path.with_name(self.path.name + ".tmp")
         with fresh.open("wb") as file:
             file.writelines(line + b"\n" for line in lines)
@@ -174,8 +203,18 @@ class MetricsLog:
 
         if self._writer is None:
             self._writer = EventFileWriter(str(self.tensorboard_dir))
-            if self._purge_step is not None:  # TensorBoard then hides what older files say about this step and later ones
-                self._writer.add_event(Event(wall_time=wall_time, step=self._purge_step, session_log=SessionLog(status=SessionLog.START)))
-        values = [Summary.Value(tag=key, simple_value=float(metrics[key])) for key in sorted(metrics)]
+            if (
+                self._purge_step is not None
+            ):  # TensorBoard then hides what older files say about this step and later ones
+                self._writer.add_event(
+                    Event(
+                        wall_time=wall_time,
+                        step=self._purge_step,
+                        session_log=SessionLog(status=SessionLog.START),
+                    )
+                )
+        values = [
+            Summary.Value(tag=key, simple_value=float(metrics[key])) for key in sorted(metrics)
+        ]
         self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
         self._writer.flush()

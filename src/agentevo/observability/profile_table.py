@@ -1,7 +1,9 @@
-"""Where the time and memory of profiled steps went: from a Chrome trace, as torch's profiler writes it, to a table.
+"""Where the time and memory of profiled steps went: from a Chrome trace, as torch's profiler writes
+it, to a table.
 
-Each moment belongs to the innermost phase open then, so phases add up to the whole. A phase's peak memory is the most that the allocator
-held at once while that phase was the innermost. An operator's self time leaves out the operators it called.
+Each moment belongs to the innermost phase open then, so phases add up to the whole. A phase's peak
+memory is the most that the allocator held at once while that phase was the innermost. An operator's
+self time leaves out the operators it called.
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int = 0) -> Profile:
-    """Of a trace's `traceEvents`. gpu: memory and operators are those of the GPU. base_bytes is added to every peak: what was held already
-    when profiling began, where the allocator does not count that."""
+    """Of a trace's `traceEvents`. gpu: memory and operators are those of the GPU. base_bytes is
+    added to every peak: what was held already when profiling began, where the allocator does not
+    count that."""
     spans: list[tuple[float, float, str]] = []
     allocations: list[tuple[float, int]] = []
     calls: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
@@ -71,16 +74,23 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
         elif name == "[memory]" and event["args"]["Device Type"] == (CUDA if gpu else CPU):
             allocations.append((event["ts"], event["args"]["Total Allocated"]))
         elif category == ("kernel" if gpu else "cpu_op"):
-            calls[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], name))
+            calls[event["pid"], event["tid"]].append(
+                (event["ts"], event["ts"] + event["dur"], name)
+            )
     phases = _phases(spans, allocations, base_bytes)
     return Profile(sum(phase.seconds for phase in phases), phases, _operators(calls.values()))
 
 
-def _phases(spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int) -> tuple[Phase, ...]:
+def _phases(
+    spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int
+) -> tuple[Phase, ...]:
     own, times = _self_times(spans), Counter(name for _, _, name in spans)
     peaks = _peaks(spans, sorted(allocations), base) if allocations else {}
     whole = sum(own.values()) or 1.0
-    found = [Phase(name, spent / 1e6, spent / whole, times[name], peaks.get(name)) for name, spent in own.items()]
+    found = [
+        Phase(name, spent / 1e6, spent / whole, times[name], peaks.get(name))
+        for name, spent in own.items()
+    ]
     return tuple(sorted(found, key=lambda phase: -phase.seconds))
 
 
@@ -97,7 +107,8 @@ def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[O
 
 
 def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Spans lie in one another or apart."""
+    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Spans
+    lie in one another or apart."""
     own: dict[str, float] = defaultdict(float)
     open_spans: list[tuple[float, str]] = []
     for begin, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -110,11 +121,17 @@ def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
     return dict(own)
 
 
-def _peaks(spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int) -> dict[str, int]:
-    """Phase -> most bytes held while it was the innermost. allocations: (time, bytes held from then on), in order."""
+def _peaks(
+    spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int
+) -> dict[str, int]:
+    """Phase -> most bytes held while it was the innermost. allocations: (time, bytes held from then
+    on), in order."""
     moments: list[tuple[float, int, float, str | int]] = []
     for begin, end, name in spans:
-        moments += [(end, 0, -begin, ""), (begin, 1, -end, name)]  # at one moment: inner ones end first, outer ones begin first
+        moments += [
+            (end, 0, -begin, ""),
+            (begin, 1, -end, name),
+        ]  # at one moment: inner ones end first, outer ones begin first
     moments += [(time, 2, 0.0, held) for time, held in allocations]
     peaks: dict[str, int] = {}
     open_phases: list[str] = []
@@ -133,14 +150,26 @@ def _peaks(spans: Sequence[tuple[float, float, str]], allocations: Sequence[tupl
 
 def table_text(profile: Profile, heading: Sequence[str], *, num_operators: int = 25) -> str:
     """For people; fixed width, ASCII."""
-    lines = [*heading, "", f"{'phase':<14}{'seconds':>10}{'share':>8}{'times':>8}{'peak memory':>14}"]
+    lines = [
+        *heading,
+        "",
+        f"{'phase':<14}{'seconds':>10}{'share':>8}{'times':>8}{'peak memory':>14}",
+    ]
     for phase in profile.phases:
         peak = "" if phase.peak_bytes is None else format_bytes(phase.peak_bytes)
-        lines.append(f"{phase.name:<14}{phase.seconds:>10.3f}{phase.share:>8.1%}{phase.times:>8}{peak:>14}")
-    lines += [f"{'total':<14}{profile.seconds:>10.3f}", "", f"{'operator':<58}{'self seconds':>14}{'share':>8}{'calls':>10}"]
+        lines.append(
+            f"{phase.name:<14}{phase.seconds:>10.3f}{phase.share:>8.1%}{phase.times:>8}{peak:>14}"
+        )
+    lines += [
+        f"{'total':<14}{profile.seconds:>10.3f}",
+        "",
+        f"{'operator':<58}{'self seconds':>14}{'share':>8}{'calls':>10}",
+    ]
     for operator in profile.operators[:num_operators]:
         name = operator.name if len(operator.name) <= 56 else f"{operator.name[:53]}..."
-        lines.append(f"{name:<58}{operator.seconds:>14.3f}{operator.share:>8.1%}{operator.calls:>10}")
+        lines.append(
+            f"{name:<58}{operator.seconds:>14.3f}{operator.share:>8.1%}{operator.calls:>10}"
+        )
     return "\n".join(lines) + "\n"
 
 

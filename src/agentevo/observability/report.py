@@ -1,8 +1,8 @@
 """`report.html`: one self-contained page about a run, for people who weren't there.
 
-It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so it can be made again at any time, also
-of a run that was interrupted and has no summary yet. Pictures are inside the page; opening it makes no request. The file is replaced in
-one rename.
+It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so
+it can be made again at any time, also of a run that was interrupted and has no summary yet.
+Pictures are inside the page; opening it makes no request. The file is replaced in one rename.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def write_report(
 ) -> Path:
     """Draws `plots/*.png`, writes `report.html` around them and returns its path.
 
-    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them. Without `decode` tokens are shown as ids.
+    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them. Without
+    `decode` tokens are shown as ids.
     """
     run_dir = Path(run_dir)
     plots = write_plots(metrics_rows, summary, run_dir / "plots")
@@ -51,7 +52,9 @@ def write_report(
         html.rows_of_data(summary),
         html.warnings(summary),
         html.trajectories(trajectories, decode),
-        html.pictures("Optimisation, lengths and speed", [path for path in plots if path not in curve]),
+        html.pictures(
+            "Optimisation, lengths and speed", [path for path in plots if path not in curve]
+        ),
         html.rollouts(metrics_rows),
         html.timings(metrics_rows),
         html.profile(run_dir / PROFILE_TABLE),
@@ -59,28 +62,42 @@ def write_report(
     ]
     path = run_dir / "report.html"
     fresh = path.with_name("report.html.tmp")
-    fresh.write_text(html.page(f"{summary.get('name', run_dir.name)}: AgentEvo report", sections), encoding="utf-8")
+    fresh.write_text(
+        html.page(f"{summary.get('name', run_dir.name)}: AgentEvo report", sections),
+        encoding="utf-8",
+    )
     os.replace(fresh, path)
     return path
 
 
 def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
-    """Makes the report of a finished, running or interrupted run from its folder. Raises `ConfigError` if that is no run folder.
+    """Makes the report of a finished, running or interrupted run from its folder. Raises
+    `ConfigError` if that is no run folder.
 
-    The store is read in an event loop of its own, on another thread, so this may also be called where a loop is running (which then waits).
+    The store is read in an event loop of its own, on another thread, so this may also be called
+    where a loop is running (which then waits).
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(
-            f"{run_dir} is not the folder of a run (it has no config.yaml): give the one that `agentevo train` printed, such as runs/NAME"
+            f"{run_dir} is not the folder of a run (it has no config.yaml): give the one that "
+            "`agentevo train` printed, such as runs/NAME"
         )
     config_yaml = (run_dir / "config.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(config_yaml) or {}
     summary_path = run_dir / "summary.json"
-    summary: dict[str, Any] = json.loads(summary_path.read_text(encoding="utf-8")) if summary_path.is_file() else {"name": run_dir.name}
+    summary: dict[str, Any] = (
+        json.loads(summary_path.read_text(encoding="utf-8"))
+        if summary_path.is_file()
+        else {"name": run_dir.name}
+    )
     with ThreadPoolExecutor(1) as thread:
-        trajectories = thread.submit(asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))).result()
-    return write_report(run_dir, read_metrics(run_dir / "metrics.jsonl"), summary, config_yaml, trajectories, decode)
+        trajectories = thread.submit(
+            asyncio.run, _read_samples(run_dir, (config.get("store") or {}).get("url"))
+        ).result()
+    return write_report(
+        run_dir, read_metrics(run_dir / "metrics.jsonl"), summary, config_yaml, trajectories, decode
+    )
 
 
 async def _read_samples(run_dir: Path, url: str | None) -> list[tuple[str, Trajectory]]:
@@ -88,13 +105,16 @@ async def _read_samples(run_dir: Path, url: str | None) -> list[tuple[str, Traje
 
     if url is None and not (run_dir / "store.sqlite").is_file():
         return []
-    async with await open_store(url or f"sqlite:///{run_dir / 'store.sqlite'}", create=False) as store:
+    async with await open_store(
+        url or f"sqlite:///{run_dir / 'store.sqlite'}", create=False
+    ) as store:
         return await sample_trajectories(store)
 
 
 async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
-    """A few (caption, trajectory) pairs that show what was learned: a typical first attempt, the best, a typical and the worst of the last
-    step, and the newest that broke. Held-out attempts are preferred to training ones; the same store gives the same choice."""
+    """A few (caption, trajectory) pairs that show what was learned: a typical first attempt, the
+    best, a typical and the worst of the last step, and the newest that broke. Held-out attempts are
+    preferred to training ones; the same store gives the same choice."""
     summaries = [found for found in await store.summaries() if found.split != "doctor"]
     finished = [found for found in summaries if found.status == "completed"]
     if any(found.split == "eval" for found in finished):
@@ -111,7 +131,10 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
     broken = [found for found in summaries if found.status == "failed"]
     if broken:
         chosen[broken[-1].id] = f"Newest failed attempt (step {broken[-1].step})"
-    return [(caption, await store.trajectory(trajectory_id)) for trajectory_id, caption in chosen.items()]
+    return [
+        (caption, await store.trajectory(trajectory_id))
+        for trajectory_id, caption in chosen.items()
+    ]
 
 
 def _by_reward(found: TrajectorySummary) -> tuple[float, str]:

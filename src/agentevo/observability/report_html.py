@@ -1,7 +1,8 @@
 """The sections of `report.html`: pure functions from a run's records to HTML text.
 
-Everything that comes from a run (texts of models and environments above all) passes through `html.escape`; the page's content security
-policy allows no scripts and no requests, so a hostile completion can neither run nor phone home.
+Everything that comes from a run (texts of models and environments above all) passes through
+`html.escape`; the page's content security policy allows no scripts and no requests, so a hostile
+completion can neither run nor phone home.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from typing import Any
 from agentevo.observability.live import format_duration
 from agentevo.observability.metrics import Evaluation, MetricsRow, read_evaluations
 from agentevo.observability.plots import held_out, wilson_interval
-from agentevo.observability.trajectory_view import LEVELS, Decode, outcome, probability_level, prompt_texts, turn_facts, visible
+from agentevo.observability.trajectory_view import (
+    LEVELS,
+    Decode,
+    outcome,
+    probability_level,
+    prompt_texts,
+    turn_facts,
+    visible,
+)
 from agentevo.types import Trajectory, Turn
 
 SHOWN_TOKENS = 3000
@@ -28,16 +37,22 @@ CSS = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 def page(title: str, sections: Sequence[str]) -> str:
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>\n'
-        f"<style>\n{CSS}</style></head>\n<body>\n" + "\n".join(section for section in sections if section) + "\n</body></html>\n"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta '
+        f'http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, '
+        f'initial-scale=1"><title>{escape(title)}</title>\n'
+        f"<style>\n{CSS}</style></head>\n<body>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</body></html>\n"
     )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells are plain text; they are escaped here."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -50,22 +65,31 @@ def _percent(value: float | None) -> str:
 
 
 def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
-    """What changed, on how many tasks, against whom, at what cost. Numbers that the summary lacks are taken from the rows."""
+    """What changed, on how many tasks, against whom, at what cost. Numbers that the summary lacks
+    are taken from the rows."""
     scores: Mapping[str, Any] = summary.get("eval") or {}
     evaluations = next(iter(held_out(rows).values()), [])
     first = evaluations[0][1] if evaluations else Evaluation(environment="")
     last = evaluations[-1][1] if evaluations else first
-    before, after = _number(scores.get("before"), first.success), _number(scores.get("after"), last.success)
+    before = _number(scores.get("before"), first.success)
+    after = _number(scores.get("after"), last.success)
     cold, number = _number(scores.get("cold_start_before")), _number(scores.get("n"), last.n)
-    about = " · ".join(escape(str(summary[key])) for key in ("environment", "model", "recipe") if summary.get(key))
-    parts = [f"<h1>{escape(str(summary.get('name', 'run')))}</h1>", f'<div class="soft">{about}</div>']
+    about = " · ".join(
+        escape(str(summary[key])) for key in ("environment", "model", "recipe") if summary.get(key)
+    )
+    parts = [
+        f"<h1>{escape(str(summary.get('name', 'run')))}</h1>",
+        f'<div class="soft">{about}</div>',
+    ]
     if before is not None and after is not None:
-        random, optimal = _number(scores.get("random"), last.random), _number(scores.get("optimal"), last.optimal)
+        random = _number(scores.get("random"), last.random)
+        optimal = _number(scores.get("optimal"), last.optimal)
         low, high = wilson_interval(after, number) if number else (after, after)
         tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
         what = "supervised fine-tuning" if summary.get("command") == "sft" else "RL"
         words = [
-            f"success on {tasks} before and after {what}" + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")
+            f"success on {tasks} before and after {what}"
+            + (f" (95% interval of the latter: {low:.0%} to {high:.0%})" if number else "")
         ]
         words += [f"before the cold start it was {cold:.0%}"] if cold is not None else []
         words += [f"a random player reaches {random:.0%}"] if random is not None else []
@@ -80,19 +104,26 @@ def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
     tiles = [
         (
             "optimizer steps" if summary.get("command") == "sft" else "RL steps",
-            f"{summary['steps']}" if "steps" in summary else f"{max((row['step'] or 0 for row in rows), default=0)}",
+            f"{summary['steps']}"
+            if "steps" in summary
+            else f"{max((row['step'] or 0 for row in rows), default=0)}",
         ),
         ("wall time", "" if wall is None else format_duration(wall)),
         ("tokens generated", f"{tokens['generated']:,}" if "generated" in tokens else ""),
         ("tokens trained on", f"{tokens['trained']:,}" if "trained" in tokens else ""),
         ("best evaluation", _best(best_value, best, summary)),
     ]
-    shown = "".join(f'<div class="tile"><b>{escape(value)}</b><span class="soft">{label}</span></div>' for label, value in tiles if value)
+    shown = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span class="soft">{label}</span></div>'
+        for label, value in tiles
+        if value
+    )
     return "\n".join([*parts, f'<div class="tiles">{shown}</div>'])
 
 
 def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A success rate; of a run without an environment the held-out loss, below 0 so that the best is the highest."""
+    """A success rate; of a run without an environment the held-out loss, below 0 so that the best
+    is the highest."""
     if value is None:
         return ""
     loss = summary.get("command") == "sft" and not summary.get("environment")
@@ -100,7 +131,8 @@ def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, An
 
 
 def rows_of_data(summary: Mapping[str, Any]) -> str:
-    """What became of the rows of `agentevo sft`, and how well the held-out conversations are foretold."""
+    """What became of the rows of `agentevo sft`, and how well the held-out conversations are
+    foretold."""
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
         return ""
@@ -110,11 +142,20 @@ def rows_of_data(summary: Mapping[str, Any]) -> str:
         for kind, found in kinds.items()
         for reason, one in found["left_out"].items()
     ]
-    text = "<h2>Rows of data</h2>" + table(["data", "what became of them", "rows", "the first"], body)
+    text = "<h2>Rows of data</h2>" + table(
+        ["data", "what became of them", "rows", "the first"], body
+    )
     held: Mapping[str, Any] = summary.get("held_out") or {}
     if held.get("after"):
-        measured = [[when, *(f"{held[when][key]:.4g}" for key in held[when])] for when in ("before", "after") if held.get(when)]
-        header = [f"{held['conversations']} held-out conversations", *(key.replace("_", " ") for key in held["after"])]
+        measured = [
+            [when, *(f"{held[when][key]:.4g}" for key in held[when])]
+            for when in ("before", "after")
+            if held.get(when)
+        ]
+        header = [
+            f"{held['conversations']} held-out conversations",
+            *(key.replace("_", " ") for key in held["after"]),
+        ]
         text += table(header, measured)
     return text
 
@@ -123,18 +164,30 @@ def pictures(heading: str, paths: Sequence[Path]) -> str:
     """The PNG files inside the page itself."""
     if not paths:
         return ""
-    images = [(path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode("ascii")) for path in paths]
+    images = [
+        (path.stem.replace("_", " "), base64.b64encode(path.read_bytes()).decode("ascii"))
+        for path in paths
+    ]
     return f"<h2>{escape(heading)}</h2>" + "".join(
         f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">' for name, data in images
     )
 
 
 def evaluations(rows: Sequence[MetricsRow]) -> str:
-    """One table per environment: each evaluation of the agent, with the players that give its numbers a meaning in the last two columns."""
+    """One table per environment: each evaluation of the agent, with the players that give its
+    numbers a meaning in the last two columns."""
     parts = []
     for environment, points in held_out(rows).items():
-        measured = [(row["step"] or 0, result) for row in rows for result in read_evaluations(row) if result.environment == environment]
-        when = [f"{step:.0f}" if (step, result) in points else "before the cold start" for step, result in measured]
+        measured = [
+            (row["step"] or 0, result)
+            for row in rows
+            for result in read_evaluations(row)
+            if result.environment == environment
+        ]
+        when = [
+            f"{step:.0f}" if (step, result) in points else "before the cold start"
+            for step, result in measured
+        ]
         body = [
             [
                 step,
@@ -147,7 +200,15 @@ def evaluations(rows: Sequence[MetricsRow]) -> str:
             ]
             for step, (_, result) in zip(when, measured, strict=True)
         ]
-        header = ["step", "agent greedy", "agent sampled", "reward greedy", "reward sampled", "random player", "optimal player"]
+        header = [
+            "step",
+            "agent greedy",
+            "agent sampled",
+            "reward greedy",
+            "reward sampled",
+            "random player",
+            "optimal player",
+        ]
         parts.append(f'<p class="soft">{escape(environment)}</p>{table(header, body)}')
     return "<h2>Held-out evaluations</h2>" + "".join(parts) if parts else ""
 
@@ -158,11 +219,14 @@ def warnings(summary: Mapping[str, Any]) -> str:
         fields = warning if isinstance(warning, dict) else {"message": str(warning)}
         where = f"<b>step {escape(str(fields['step']))}</b> " if "step" in fields else ""
         found.append(f'<div class="warning">{where}{escape(str(fields.get("message", "")))}</div>')
-    return "<h2>Warnings</h2>" + ("".join(found) or '<p class="soft">None: no sign of collapse was seen.</p>')
+    return "<h2>Warnings</h2>" + (
+        "".join(found) or '<p class="soft">None: no sign of collapse was seen.</p>'
+    )
 
 
 def timings(rows: Sequence[MetricsRow]) -> str:
-    """Seconds per part of the step: mean and longest over the steps that had it, and its share of the time of all parts."""
+    """Seconds per part of the step: mean and longest over the steps that had it, and its share of
+    the time of all parts."""
     spent: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
@@ -174,8 +238,19 @@ def timings(rows: Sequence[MetricsRow]) -> str:
     body = []
     for name, values in sorted(spent.items(), key=lambda item: -sum(item[1])):
         share = "" if name == "step" else f"{sum(values) / whole:.1%}"
-        body.append([name, str(len(values)), f"{statistics.fmean(values):.3f}", f"{max(values):.3f}", format_duration(sum(values)), share])
-    return "<h2>Step timings</h2>" + table(["part", "times", "mean [s]", "longest [s]", "total", "share"], body)
+        body.append(
+            [
+                name,
+                str(len(values)),
+                f"{statistics.fmean(values):.3f}",
+                f"{max(values):.3f}",
+                format_duration(sum(values)),
+                share,
+            ]
+        )
+    return "<h2>Step timings</h2>" + table(
+        ["part", "times", "mean [s]", "longest [s]", "total", "share"], body
+    )
 
 
 def profile(table_file: Path) -> str:
@@ -194,22 +269,41 @@ def rollouts(rows: Sequence[MetricsRow]) -> str:
     for row in rows:
         for key, value in row.items():
             if key.startswith("rollout/dropped/"):
-                reasons[key.removeprefix("rollout/dropped/")] = reasons.get(key.removeprefix("rollout/dropped/"), 0.0) + (value or 0.0)
+                reasons[key.removeprefix("rollout/dropped/")] = reasons.get(
+                    key.removeprefix("rollout/dropped/"), 0.0
+                ) + (value or 0.0)
     dropped = sorted(((count, reason) for reason, count in reasons.items() if count), reverse=True)
-    body = [["trained on", f"{total - sum(count for count, _ in dropped):,.0f}", f"{1 - sum(count for count, _ in dropped) / total:.1%}"]]
-    body += [[f"dropped: {reason.replace('_', '-')}", f"{count:,.0f}", f"{count / total:.1%}"] for count, reason in dropped]
-    return f"<h2>Trajectories</h2><p>{total:,.0f} came in.</p>" + table(["what became of them", "number", "share"], body)
+    body = [
+        [
+            "trained on",
+            f"{total - sum(count for count, _ in dropped):,.0f}",
+            f"{1 - sum(count for count, _ in dropped) / total:.1%}",
+        ]
+    ]
+    body += [
+        [f"dropped: {reason.replace('_', '-')}", f"{count:,.0f}", f"{count / total:.1%}"]
+        for count, reason in dropped
+    ]
+    return f"<h2>Trajectories</h2><p>{total:,.0f} came in.</p>" + table(
+        ["what became of them", "number", "share"], body
+    )
 
 
 def trajectories(shown: Sequence[tuple[str, Trajectory]], decode: Decode | None) -> str:
     """(caption, trajectory) pairs, turn by turn; the first one is open."""
     if not shown:
         return ""
-    key = "".join(f'<span class="t p{level}">{name} (from {lowest:g})</span>' for level, (lowest, name) in enumerate(LEVELS))
+    key = "".join(
+        f'<span class="t p{level}">{name} (from {lowest:g})</span>'
+        for level, (lowest, name) in enumerate(LEVELS)
+    )
     how = "Hover over a token for its id, log-prob and policy version."
     if decode is None:
         how += " Tokens are shown as ids: no tokenizer was at hand."
-    parts = [f'<h2>Sample trajectories</h2><p class="soft key">Probability of each sampled token: {key}<br>{how}</p>']
+    parts = [
+        '<h2>Sample trajectories</h2><p class="soft key">Probability of each sampled token: '
+        f"{key}<br>{how}</p>"
+    ]
     for index, (caption, trajectory) in enumerate(shown):
         turns, left = [], SHOWN_TOKENS
         for turn in trajectory.turns:
@@ -218,7 +312,8 @@ def trajectories(shown: Sequence[tuple[str, Trajectory]], decode: Decode | None)
         parts.append(
             f"<details{' open' if index == 0 else ''}><summary><b>{escape(caption)}</b> "
             f"<span class='soft'>{escape(outcome(trajectory))}</span></summary>"
-            f"<div class='soft'>trajectory {escape(trajectory.id)}, task {escape(trajectory.task_id)}, attempt {trajectory.attempt}</div>"
+            f"<div class='soft'>trajectory {escape(trajectory.id)}, task "
+            f"{escape(trajectory.task_id)}, attempt {trajectory.attempt}</div>"
             f"{''.join(turns)}</details>"
         )
     return "".join(parts)
@@ -232,23 +327,30 @@ def _turn(turn: Turn, decode: Decode | None, limit: int) -> str:
     )
     spans = [
         _token(token, text(token), logprob, version)
-        for token, logprob, version in list(zip(turn.completion_ids, turn.logprobs, turn.versions, strict=True))[:limit]
+        for token, logprob, version in list(
+            zip(turn.completion_ids, turn.logprobs, turn.versions, strict=True)
+        )[:limit]
     ]
     rest = len(turn.completion_ids) - len(spans)
     more = f'<span class="soft"> … and {rest} more tokens</span>' if rest else ""
     return (
-        f'<div class="turn">{prompts}<div class="role">policy</div><div class="text said">{"".join(spans)}{more}</div>'
+        f'<div class="turn">{prompts}<div class="role">policy</div><div class="text '
+        f'said">{"".join(spans)}{more}</div>'
         f'<div class="soft">turn {turn.index}: {escape(turn_facts(turn))}</div></div>'
     )
 
 
 def _token(token: int, text: str, logprob: float, version: int) -> str:
-    hover = f"id {token} · logprob {logprob:.4f} (probability {math.exp(min(logprob, 0.0)):.3g}) · version {version}"
+    hover = (
+        f"id {token} · logprob {logprob:.4f} (probability {math.exp(min(logprob, 0.0)):.3g}) "
+        f"· version {version}"
+    )
     shown = escape(visible(text)).replace("↵", "↵<br>")
     return f'<span class="t p{probability_level(logprob)}" title="{hover}">{shown}</span>'
 
 
 def config(config_yaml: str) -> str:
     return (
-        f"<h2>Configuration</h2><details><summary>config.yaml, as resolved for this run</summary><pre>{escape(config_yaml)}</pre></details>"
+        "<h2>Configuration</h2><details><summary>config.yaml, as resolved for this "
+        f"run</summary><pre>{escape(config_yaml)}</pre></details>"
     )

@@ -1,7 +1,7 @@
 """What a person sees while a sweep goes on.
 
-On a terminal: a table of the runs under way, each with the last line of its log, below the lines of those that have ended. Anywhere else:
-one plain line for each run that starts and each that ends.
+On a terminal: a table of the runs under way, each with the last line of its log, below the lines of
+those that have ended. Anywhere else: one plain line for each run that starts and each that ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 
 
 class SweepView:
-    """Context manager; methods are called from the sweep's own thread. `plain=None` decides by whether `stream` is a terminal."""
+    """Context manager; methods are called from the sweep's own thread. `plain=None` decides by
+    whether `stream` is a terminal."""
 
     def __init__(
-        self, title: str, *, stream: TextIO | None = None, plain: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        title: str,
+        *,
+        stream: TextIO | None = None,
+        plain: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
@@ -46,7 +52,12 @@ class SweepView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -54,7 +65,10 @@ class SweepView:
     def plan(self, total: int, finished: int) -> None:
         """`total` runs in all, of which `finished` need not run any more."""
         self._total, self._ended = total, finished
-        self.note(f"{self.title}: {total} runs" + (f", {finished} of them finished already" if finished else ""))
+        self.note(
+            f"{self.title}: {total} runs"
+            + (f", {finished} of them finished already" if finished else "")
+        )
 
     def started(self, name: str, how: str) -> None:
         """A run begins; `how` is such as `started` or `resumed`."""
@@ -66,10 +80,14 @@ class SweepView:
         self._ended += 1
         if ok:
             self._spent.append(seconds)
-        self.note(f"{name}: {outcome}, {format_duration(seconds)} ({self._ended} of {self._total})", style="" if ok else "bold red")
+        self.note(
+            f"{name}: {outcome}, {format_duration(seconds)} ({self._ended} of {self._total})",
+            style="" if ok else "bold red",
+        )
 
     def running(self, runs: Mapping[str, tuple[float, str]]) -> None:
-        """The runs under way: name -> (seconds so far, last line of its log). Cheap enough to call several times a second."""
+        """The runs under way: name -> (seconds so far, last line of its log). Cheap enough to call
+        several times a second."""
         if self._live is not None:
             self._live.update(self._draw(runs))
 
@@ -94,15 +112,24 @@ class SweepView:
         for name, (seconds, line) in runs.items():
             table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
         left = self._time_left(runs)
-        heading = f"{self.title}  {self._ended} of {self._total} ended" + ("" if left is None else f", about {format_duration(left)} left")
+        heading = f"{self.title}  {self._ended} of {self._total} ended" + (
+            "" if left is None else f", about {format_duration(left)} left"
+        )
         return Panel(
-            table, title=heading, title_align="left", subtitle=format_duration(self._clock() - self._began), subtitle_align="right"
+            table,
+            title=heading,
+            title_align="left",
+            subtitle=format_duration(self._clock() - self._began),
+            subtitle_align="right",
         )
 
     def _time_left(self, runs: Mapping[str, tuple[float, str]]) -> float | None:
-        """By the mean time of the runs that ended well here, as many at once as are under way now."""
+        """By the mean time of the runs that ended well here, as many at once as are under way
+        now."""
         if not self._spent or not runs:
             return None
         mean = sum(self._spent) / len(self._spent)
         waiting = self._total - self._ended - len(runs)
-        return (waiting * mean + sum(max(mean - seconds, 0) for seconds, _ in runs.values())) / len(runs)
+        return (waiting * mean + sum(max(mean - seconds, 0) for seconds, _ in runs.values())) / len(
+            runs
+        )

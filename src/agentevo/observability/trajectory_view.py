@@ -1,8 +1,10 @@
-"""A trajectory for people: turn by turn, every sampled token with the probability that it was drawn with.
+"""A trajectory for people: turn by turn, every sampled token with the probability that it was drawn
+with.
 
-`render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens by the same five levels of probability,
-and both show what the store holds: the text of a prompt comes from the turn's messages (or from its ids, decoded, where there are none),
-the text of a completion always from its ids, because those are what is trained on.
+`render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens
+by the same five levels of probability, and both show what the store holds: the text of a prompt
+comes from the turn's messages (or from its ids, decoded, where there are none), the text of a
+completion always from its ids, because those are what is trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 Decode = Callable[[int], str]
-"""Text of one token id, special tokens included. Bytes that are no whole character may come out as U+FFFD."""
+"""Text of one token id, special tokens included. Bytes that are no whole character may come out as
+U+FFFD."""
 
 LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), (0.0, "surprising"))
 """(lowest probability, name) of each level, most probable first."""
@@ -28,18 +31,29 @@ ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistan
 def probability_level(logprob: float) -> int:
     """Index into `LEVELS`, 0 (drawn almost surely) to 4 (a surprise)."""
     probability = math.exp(min(logprob, 0.0))
-    return next((level for level, (lowest, _) in enumerate(LEVELS) if probability >= lowest), len(LEVELS) - 1)
+    return next(
+        (level for level, (lowest, _) in enumerate(LEVELS) if probability >= lowest),
+        len(LEVELS) - 1,
+    )
 
 
 def visible(text: str) -> str:
-    """Line breaks, tabs and other control characters as symbols, so that a token stays on its line and can't drive the terminal."""
+    """Line breaks, tabs and other control characters as symbols, so that a token stays on its line
+    and can't drive the terminal."""
     named = {"\n": "↵", "\t": "⇥", "\r": "␍"}
-    return "".join(named.get(char) or (char if char.isprintable() else f"\\x{ord(char):02x}") for char in text)
+    return "".join(
+        named.get(char) or (char if char.isprintable() else f"\\x{ord(char):02x}") for char in text
+    )
 
 
 def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
-    """(role, text) of what the turn's prompt added: its messages less the policy's own, or its decoded ids where none was recorded."""
-    messages = turn.messages[:-1] if turn.messages and turn.messages[-1].role == "assistant" else turn.messages
+    """(role, text) of what the turn's prompt added: its messages less the policy's own, or its
+    decoded ids where none was recorded."""
+    messages = (
+        turn.messages[:-1]
+        if turn.messages and turn.messages[-1].role == "assistant"
+        else turn.messages
+    )
     if not messages:
         return [("prompt", "".join(decode(token) for token in turn.prompt_ids))]
     return [(message.role, message.content) for message in messages]
@@ -53,20 +67,27 @@ def outcome(trajectory: Trajectory) -> str:
     turns, tokens = len(trajectory.turns), trajectory.num_completion_tokens()
     ended = ", ended by a limit" if trajectory.truncated else ""
     return (
-        f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, {tokens} sampled tokens "
-        f"(log-prob {sum(sum(turn.logprobs) for turn in trajectory.turns):.2f}), {trajectory.duration_s:.2f} s"
+        f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
+        f"{tokens} sampled tokens "
+        f"(log-prob {sum(sum(turn.logprobs) for turn in trajectory.turns):.2f}), "
+        f"{trajectory.duration_s:.2f} s"
     )
 
 
 def turn_facts(turn: Turn) -> str:
-    """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights changed in the middle."""
+    """`reward 0.9, 12 tokens, finished by stop, version 7`; `versions 7 to 8` where the weights
+    changed in the middle."""
     low, high = min(turn.versions, default=0), max(turn.versions, default=0)
     versions = f"version {low}" if low == high else f"versions {low} to {high}"
-    return f"reward {turn.reward:.4g}, {len(turn.completion_ids)} tokens, finished by {turn.finish_reason}, {versions}"
+    return (
+        f"reward {turn.reward:.4g}, {len(turn.completion_ids)} tokens, finished by "
+        f"{turn.finish_reason}, {versions}"
+    )
 
 
 class TokenLines:
-    """Sampled tokens over their log-probs, broken to the console's width; columns never drift apart."""
+    """Sampled tokens over their log-probs, broken to the console's width; columns never drift
+    apart."""
 
     def __init__(self, turn: Turn, decode: Decode) -> None:
         self._cells = [
@@ -98,8 +119,8 @@ class TokenLines:
 def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
     """The whole trajectory as something that `rich.console.Console.print` shows.
 
-    Each turn: what the prompt added, the completion's tokens over their log-probs (natural log), then the turn's reward, finish reason and
-    policy version. A legend of the colours comes last.
+    Each turn: what the prompt added, the completion's tokens over their log-probs (natural log),
+    then the turn's reward, finish reason and policy version. A legend of the colours comes last.
     """
     from rich.console import Group
     from rich.rule import Rule
@@ -107,16 +128,31 @@ def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
 
     parts: list[RenderableType] = [
         Text(f"trajectory {trajectory.id}", "bold"),
-        Text(f"task {trajectory.task_id}, group {trajectory.group_id}, attempt {trajectory.attempt}", "dim"),
-        Text(outcome(trajectory), "green" if trajectory.success else "red" if trajectory.status == "failed" else "yellow"),
+        Text(
+            f"task {trajectory.task_id}, group {trajectory.group_id}, attempt {trajectory.attempt}",
+            "dim",
+        ),
+        Text(
+            outcome(trajectory),
+            "green" if trajectory.success else "red" if trajectory.status == "failed" else "yellow",
+        ),
     ]
     if trajectory.metrics:
-        parts.append(Text(", ".join(f"{name} {value:g}" for name, value in sorted(trajectory.metrics.items())), "dim"))
+        parts.append(
+            Text(
+                ", ".join(
+                    f"{name} {value:g}" for name, value in sorted(trajectory.metrics.items())
+                ),
+                "dim",
+            )
+        )
     for turn in trajectory.turns:
         parts += [Rule(Text(_turn_heading(turn)), align="left", style="dim")]
         for role, text in prompt_texts(turn, decode):
             lines = "\n".join(visible(line) for line in text.rstrip("\n").split("\n"))
-            parts.append(Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'blue')}"), lines))
+            parts.append(
+                Text.assemble((f"{role}: ", f"bold {ROLE_STYLES.get(role, 'blue')}"), lines)
+            )
         parts.append(Text("policy:", f"bold {ROLE_STYLES['assistant']}"))
         parts.append(TokenLines(turn, decode))
         parts.append(Text(turn_facts(turn), "dim"))
@@ -127,5 +163,9 @@ def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
 
 
 def _turn_heading(turn: Turn) -> str:
-    parent = "" if turn.parent is None or turn.parent == turn.index - 1 else f" (continues turn {turn.parent})"
+    parent = (
+        ""
+        if turn.parent is None or turn.parent == turn.index - 1
+        else f" (continues turn {turn.parent})"
+    )
     return f"turn {turn.index}{parent}: {len(turn.prompt_ids)} new prompt tokens"

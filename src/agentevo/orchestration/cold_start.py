@@ -1,5 +1,5 @@
-"""Cold start: the environment's own solver plays, the policy learns to say what it said. Gives RL a policy that knows the format and the
-basics."""
+"""Cold start: the environment's own solver plays, the policy learns to say what it said. Gives RL a
+policy that knows the format and the basics."""
 
 from __future__ import annotations
 
@@ -12,28 +12,39 @@ from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import CORPUS_EPISODES, Components, make_environment
-from agentevo.rollout.tasks import world_seed
+from agentevo.rollout.tasks import environment_seed
 from agentevo.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
 
 
 def demonstrations(parts: Components, view: LiveView) -> list[Sample]:
-    """`cold_start.episodes` episodes as training samples. Raises ConfigError for an environment without a solver."""
+    """`cold_start.episodes` episodes as training samples. Raises ConfigError for an environment
+    without a solver."""
     section = parts.config.cold_start
-    return solver_samples(parts.config, parts.chat, section.episodes, section.random_action_rate, view)
+    return solver_samples(
+        parts.config, parts.chat, section.episodes, section.random_action_rate, view
+    )
 
 
-def solver_samples(config: RunConfig, chat: ChatFormat, episodes: int, random_action_rate: float, view: LiveView) -> list[Sample]:
+def solver_samples(
+    config: RunConfig, chat: ChatFormat, episodes: int, random_action_rate: float, view: LiveView
+) -> list[Sample]:
     """What the environment's solver says in so many episodes, on seeds that nothing else uses."""
     environment = make_environment(config)
     samples: list[Sample] = []
     for index in range(episodes):
-        seed = world_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
+        seed = environment_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
         shown = demonstrate(environment, seed, config.agent, random_action_rate)
         if shown is None:
-            raise ConfigError(f"environment {type(environment).__name__} has no solver to learn from: set cold_start.episodes=0")
-        samples.extend(conversation_sample(messages, chat, f"demonstration-{index}") for messages in shown.conversations)
+            raise ConfigError(
+                f"environment {type(environment).__name__} has no solver to learn from: set "
+                "cold_start.episodes=0"
+            )
+        samples.extend(
+            conversation_sample(messages, chat, f"demonstration-{index}")
+            for messages in shown.conversations
+        )
         if index % 50 == 0:
             view.phase("demonstrating", f"episode {index}/{episodes}")
     return samples
@@ -52,8 +63,18 @@ def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> d
             config.trainer,
             memory=config.memory,
             seed=seed,
-            progress=lambda done, total, loss: view.phase("cold start", f"{done}/{total}, loss {loss:.3f} nats per token"),
+            progress=lambda done, total, loss: view.phase(
+                "cold start", f"{done}/{total}, loss {loss:.3f} nats per token"
+            ),
             stop=stop,
         )
     trained = sum(sum(s.loss_mask) for s in samples) * config.cold_start.epochs
-    return {"cold_start/loss_first": losses[0], "cold_start/loss_last": losses[-1], "cold_start/tokens": float(trained)} if losses else {}
+    return (
+        {
+            "cold_start/loss_first": losses[0],
+            "cold_start/loss_last": losses[-1],
+            "cold_start/tokens": float(trained),
+        }
+        if losses
+        else {}
+    )

@@ -1,7 +1,9 @@
-"""What a step trains on: attempts -> leave out the unusable -> filters, on the rewards as earned -> length shaping.
+"""What a step trains on: attempts -> leave out the unusable -> filters, on the rewards as earned ->
+length shaping.
 
-With dynamic sampling the first two are repeated, on further tasks, while groups whose rewards differ are missing. Tasks and seeds of every
-round follow from the step, so a resumed run collects the same.
+With dynamic sampling the first two are repeated, on further tasks, while groups whose rewards
+differ are missing. Tasks and seeds of every round follow from the step, so a resumed run collects
+the same.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import Any
 
 from agentevo.algorithms.filters import RLPRStd
 from agentevo.config import AlgorithmSection, RunConfig
-from agentevo.orchestration.attempts import Attempts
+from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.orchestration.step_metrics import collection_metrics, rollout_metrics
 from agentevo.rollout.sampler import BASELINE
 from agentevo.rollout.task_source import TaskSource
-from agentevo.training.selection import rewards_by_group, select, usable
-from agentevo.training.shaping import shape_by_length
+from agentevo.training.batching.selection import rewards_by_group, select, usable
+from agentevo.training.batching.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
 
 STALE = "stale"
@@ -31,7 +33,8 @@ class Collected:
     """What a step has sampled and what of it is trained on."""
 
     trajectories: list[Trajectory]
-    """Everything that was sampled and is in the store, greedy attempts included, with rewards as they were earned."""
+    """Everything that was sampled and is in the store, greedy attempts included, with rewards as
+    they were earned."""
     kept: list[Trajectory]
     """To train on, in order, with their final rewards."""
     dropped: dict[str, str]
@@ -54,13 +57,14 @@ class _Gathered:
 class Collector:
     """Collects one step after the other; what it remembers between them is in `state_dict`."""
 
-    def __init__(self, config: RunConfig, attempts: Attempts, tasks: TaskSource) -> None:
+    def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: TaskSource) -> None:
         self._config, self._attempts, self._tasks = config, attempts, tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
 
     async def collect(self, step: int) -> Collected:
-        """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as it needs and may have."""
+        """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as
+        it needs and may have."""
         if self._config.data.given:  # the recipe gives what is trained on
             return Collected([], [], {}, {}, {})
         algorithm = self._config.algorithm
@@ -70,7 +74,9 @@ class Collector:
         while tasks:
             last = await self._round(step, tasks, gathered)
             rounds += 1
-            kept, dropped = select(gathered.sampled, algorithm, before=gathered.dropped, wanted=wanted)
+            kept, dropped = select(
+                gathered.sampled, algorithm, before=gathered.dropped, wanted=wanted
+            )
             informative = len({t.group_id for t in kept})
             num_groups = len({t.group_id for t in gathered.sampled})
             tasks = []
@@ -90,32 +96,44 @@ class Collector:
             self._rlpr.load_state_dict(state["rlpr"])
 
     async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> bool:
-        """Gets as many groups as there are tasks and decides what has to be decided once only. Whether that was the last round."""
+        """Gets as many groups as there are tasks and decides what has to be decided once only.
+        Whether that was the last round."""
         found, last = await self._attempts.round(step, tasks)
         sampled = [t for t in found if not is_baseline(t)]
         greedy = [t for t in found if is_baseline(t)]
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
-        kept, _ = usable([t for t in sampled if t.id not in gathered.dropped], self._config.algorithm)
+        kept, _ = usable(
+            [t for t in sampled if t.id not in gathered.dropped], self._config.algorithm
+        )
         if self._needs_baseline:
             measured = {t.task_id for t in greedy if t.status == "completed"}
             gathered.dropped |= {t.id: "no-baseline" for t in kept if t.task_id not in measured}
             kept = [t for t in kept if t.task_id in measured]
         if self._rlpr is not None:
             filtered = self._rlpr.filter([t.reward for t in kept], [t.group_id for t in kept])
-            gathered.dropped |= {kept[position].id: "below-usual-spread" for position in filtered.dropped}
+            gathered.dropped |= {
+                kept[position].id: "below-usual-spread" for position in filtered.dropped
+            }
         gathered.sampled += sampled
         gathered.greedy += greedy
         return last
 
     def _too_old(self, trajectory: Trajectory, step: int) -> bool:
-        """Whether it is left out whole: its oldest token breaks the bound, and the policy takes no single tokens out."""
+        """Whether it is left out whole: its oldest token breaks the bound, and the policy takes no
+        single tokens out."""
         rollout = self._config.rollout
         if rollout.policy in ("mask", "correct") or trajectory.status != "completed":
             return False
         versions = [version for turn in trajectory.turns for version in turn.versions]
         return bool(versions) and step - 1 - min(versions) > rollout.staleness
 
-    def _collected(self, gathered: _Gathered, kept: list[Trajectory], dropped: dict[str, str], rounds: int | None) -> Collected:
+    def _collected(
+        self,
+        gathered: _Gathered,
+        kept: list[Trajectory],
+        dropped: dict[str, str],
+        rounds: int | None,
+    ) -> Collected:
         algorithm, length_max = self._config.algorithm, self._config.length_max
         shaped = shape_by_length(kept, algorithm, length_max)
         measured = [t for t in gathered.greedy if t.status == "completed"]
@@ -124,7 +142,9 @@ class Collector:
         metrics = rollout_metrics(gathered.sampled, dropped)
         metrics |= collection_metrics(
             group_sizes=[len(rewards) for rewards in rewards_by_group(trainable).values()],
-            length_parts=[after.reward - before.reward for before, after in zip(kept, shaped, strict=True)]
+            length_parts=[
+                after.reward - before.reward for before, after in zip(kept, shaped, strict=True)
+            ]
             if algorithm.length_shaping != "none"
             else [],
             baseline_rewards=[t.reward for t in measured],
@@ -133,7 +153,9 @@ class Collector:
             surplus = {t.group_id for t in gathered.sampled if dropped.get(t.id) == "surplus"}
             informative = len(surplus | {t.group_id for t in kept})
             metrics["rollout/rounds"] = float(rounds)
-            metrics["rollout/informative_share"] = informative / max(len({t.group_id for t in gathered.sampled}), 1)
+            metrics["rollout/informative_share"] = informative / max(
+                len({t.group_id for t in gathered.sampled}), 1
+            )
         return Collected(
             trajectories=[*gathered.sampled, *gathered.greedy],
             kept=shaped,
@@ -149,7 +171,8 @@ def is_baseline(trajectory: Trajectory) -> bool:
 
 
 def next_round(wanted: int, informative: int, sampled: int) -> int:
-    """Groups to sample next: so many that those that are missing are to be expected, by the share that was informative so far.
+    """Groups to sample next: so many that those that are missing are to be expected, by the share
+    that was informative so far.
 
     At most `wanted`, and as many if nothing was informative; 0 when the batch is full.
     """
@@ -162,5 +185,12 @@ def next_round(wanted: int, informative: int, sampled: int) -> int:
 def _rlpr_filter(section: AlgorithmSection) -> RLPRStd | None:
     if section.rlpr_beta is None:
         return None
-    given: dict[str, Any] = {"decay": section.rlpr_decay, "record_from": section.rlpr_record_from, "start": section.rlpr_start}
-    return RLPRStd(beta=section.rlpr_beta, **{name: value for name, value in given.items() if value is not None})
+    given: dict[str, Any] = {
+        "decay": section.rlpr_decay,
+        "record_from": section.rlpr_record_from,
+        "start": section.rlpr_start,
+    }
+    return RLPRStd(
+        beta=section.rlpr_beta,
+        **{name: value for name, value in given.items() if value is not None},
+    )

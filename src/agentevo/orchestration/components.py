@@ -1,10 +1,9 @@
-"""Everything that a run works with, built once from its configuration: model, engine, agent, sampler, store."""
+"""Everything that a run works with, built once from its configuration: model, engine, agent,
+sampler, store."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,34 +18,32 @@ from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.config import LoraSection, ModelSection, RunConfig
 from agentevo.config.memory import offload_refusal
 from agentevo.environments import TextEnvironment, make
-from agentevo.errors import ConfigError, DeadlineExceededError, StoreUnavailableError
+from agentevo.errors import ConfigError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model
-from agentevo.orchestration.notes import to_stderr
-from agentevo.rollout.patience import FIRST_PAUSE_S, patiently
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
-from agentevo.rollout.tasks import world_seed
+from agentevo.rollout.tasks import environment_seed
+from agentevo.runs.store_opening import open_run_store
 from agentevo.seeds import derive_seed
-from agentevo.store.store import Store, open_store
+from agentevo.store.store import Store
 from agentevo.training.quantized_optimizer import check_8bit
-from agentevo.training.twin import twin_of
+from agentevo.training.roles.model_copy import copy_policy
 from agentevo.types import Task
 
 AgentFunction = Callable[[Task, Any], Awaitable[Any]]
-OPENING_S = 60.0
-"""How long a database that does not answer is waited for at the start: it may be coming up, or its URL is wrong."""
 CORPUS_EPISODES = 64
-"""Worlds that the tiny policy's word tokenizer reads."""
+"""Environments that the tiny policy's word tokenizer reads."""
 
 
 @dataclass(eq=False)
 class Components:
-    """See the module. The model is the trainer's, and the engine's at once unless that has its own weights."""
+    """See the module. The model is the trainer's, and the engine's at once unless that has its own
+    weights."""
 
     config: RunConfig
     model: PreTrainedModel
@@ -59,14 +56,21 @@ class Components:
 
 
 class FunctionAgent:
-    """An agent that is one async function: it returns its reward, an `Outcome`, or None for 0. A reward of 1 or more counts as success.
+    """An agent that is one async function: it returns its reward, an `Outcome`, or None for 0. A
+    reward of 1 or more counts as success.
 
-    Raises ConfigError for a function that is not async: it could never wait for the policy's answer, and all else would wait for it."""
+    Raises ConfigError for a function that is not async: it could never wait for the policy's
+    answer, and all else would wait for it."""
 
     def __init__(self, function: AgentFunction) -> None:
-        if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
+        if not (
+            inspect.iscoroutinefunction(function)
+            or inspect.iscoroutinefunction(type(function).__call__)
+        ):
             name = getattr(function, "__name__", function)
-            raise ConfigError(f"the agent {name!r} must be async: `async def run(task, policy) -> float`")
+            raise ConfigError(
+                f"the agent {name!r} must be async: `async def run(task, policy) -> float`"
+            )
         self._function = function
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
@@ -79,7 +83,7 @@ class FunctionAgent:
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:
-    """A fresh world, with the limit on actions that world and agent have in common."""
+    """A fresh environment, with the limit on actions that environment and agent have in common."""
     if config.environment is None:
         raise ConfigError("environment: this run has none, its agent is a function")
     return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
@@ -89,7 +93,7 @@ def _corpus(config: RunConfig) -> Iterable[str]:
     """Texts that hold every word of the environment's conversations, for the word tokenizer."""
     environment = make_environment(config)
     for index in range(CORPUS_EPISODES):
-        seed = world_seed(config.run.seed, "demonstration", index)
+        seed = environment_seed(config.run.seed, "demonstration", index)
         shown = demonstrate(environment, seed, config.agent, random_rate=0.5)
         opening = first_messages(environment, environment.reset(seed=seed)[0], config.agent)
         for messages in [opening] if shown is None else shown.conversations:
@@ -97,17 +101,23 @@ def _corpus(config: RunConfig) -> Iterable[str]:
 
 
 def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
-    """The recipe's model as a checkpoint has it: a whole model, or an adapter over the recipe's own base."""
+    """The recipe's model as a checkpoint has it: a whole model, or an adapter over the recipe's own
+    base."""
     if not is_adapter_folder(checkpoint):
         return ModelSection(name=str(checkpoint), dtype=section.dtype, device=section.device)
     if section.name == "tiny":
-        raise ConfigError(f"{checkpoint} is an adapter, and model.name=tiny can't be its base: set model.name to the model it was made for")
-    return section.model_copy(update={"lora": LoraSection(adapter=checkpoint, quantize=section.lora.quantize)})
+        raise ConfigError(
+            f"{checkpoint} is an adapter, and model.name=tiny can't be its base: set model.name "
+            "to the model it was made for"
+        )
+    return section.model_copy(
+        update={"lora": LoraSection(adapter=checkpoint, quantize=section.lora.quantize)}
+    )
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for keys of the section `memory` that this machine can't follow: no GPU to take
-    memory off, no torchao."""
+    """Raises ConfigError, before anything is created, for keys of the section `memory` that this
+    machine can't follow: no GPU to take memory off, no torchao."""
     if find_device(config.model.device).type == "cpu":
         for key in config.memory.offloads:
             raise ConfigError(offload_refusal(key))
@@ -116,38 +126,14 @@ def check_memory(config: RunConfig) -> None:
 
 
 def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedModel:
-    """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with tokenizer, on its device and with this package's
-    attention."""
+    """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with
+    tokenizer, on its device and with this package's attention."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
     corpus = (lambda: _corpus(config)) if config.environment is not None else None
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
     return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
-
-
-async def opened(
-    url: str, *, timeout_s: float | None = None, within_s: float | None = None, tell: Callable[[str], None] = to_stderr
-) -> Store:
-    """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for a database that is away, and says so.
-    Raises StoreUnavailableError after `within_s`, or OPENING_S."""
-    within_s = OPENING_S if within_s is None else within_s
-    ends = time.monotonic() + within_s
-
-    async def attempt() -> Store:
-        left = max(ends - time.monotonic(), FIRST_PAUSE_S)
-        try:
-            async with asyncio.timeout(left):
-                return await (open_store(url) if timeout_s is None else open_store(url, timeout_s=timeout_s))
-        except TimeoutError as error:
-            if isinstance(error, DeadlineExceededError):
-                raise
-            raise DeadlineExceededError("its host does not answer") from error
-
-    try:
-        return await patiently(attempt, within_s=within_s, what="opening the store", tell=tell)
-    except StoreUnavailableError as error:
-        raise StoreUnavailableError(f"{error}; start the database, or correct store.url") from error
 
 
 @asynccontextmanager
@@ -161,14 +147,21 @@ async def open_components(
     loaded: LoadedModel | None = None,
     own_weights: bool = False,
 ) -> AsyncIterator[Components]:
-    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see `checkpoint_section`; `loaded` is what
-    `load_policy` has found already; `own_weights`: the engine serves a copy of what is trained."""
+    """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
+    `checkpoint_section`; `loaded` is what `load_policy` has found already; `own_weights`: the
+    engine serves a copy of what is trained."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
     chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
-    engine = TorchEngine(twin_of(model) if own_weights else model, loaded.tokenizer, config.engine)
-    player: Agent = FunctionAgent(agent) if agent is not None else EnvironmentAgent(lambda: make_environment(config), config.agent)
-    async with await opened(store_url or config.store_url) as store:
+    engine = TorchEngine(
+        copy_policy(model) if own_weights else model, loaded.tokenizer, config.engine
+    )
+    player: Agent = (
+        FunctionAgent(agent)
+        if agent is not None
+        else EnvironmentAgent(lambda: make_environment(config), config.agent)
+    )
+    async with await open_run_store(store_url or config.store_url) as store:
         context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
         yield Components(
             config=config,

@@ -1,4 +1,5 @@
-"""How good the policy is on held-out tasks, beside a random and an optimal player under the same limits."""
+"""How good the policy is on held-out tasks, beside a random and an optimal player under the same
+limits."""
 
 from __future__ import annotations
 
@@ -10,20 +11,24 @@ from agentevo.types import Baselines, Trajectory
 
 
 def reference_players(parts: Components) -> Baselines | None:
-    """Mean success of the two reference players on the held-out tasks; None for a user's own agent."""
+    """Mean success of the two reference players on the held-out tasks; None for a user's own
+    agent."""
     config = parts.config
     if config.environment is None:
         return None
-    world = config.environment.model_copy(update={"max_actions": config.max_actions})
-    return mean_baselines(world, [task.seed for task in parts.tasks.held_out()], config.max_actions)
+    environment = config.environment.model_copy(update={"max_actions": config.max_actions})
+    return mean_baselines(
+        environment, [task.seed for task in parts.tasks.held_out()], config.max_actions
+    )
 
 
 async def evaluate(
     parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
 ) -> tuple[dict[str, float], int]:
-    """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics and the number of generated tokens. A failed
-    attempt counts as no success, and has no reward: that is the mean over completed attempts, and left out where there is none.
-    `val-aux/.../failed` is the share of failed ones.
+    """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics and
+    the number of generated tokens. A failed attempt counts as no success, and has no reward: that
+    is the mean over completed attempts, and left out where there is none. `val-aux/.../failed` is
+    the share of failed ones.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
@@ -32,19 +37,30 @@ async def evaluate(
     tasks = parts.tasks.held_out()
     metrics: dict[str, float] = {}
     tokens = 0
-    passes = [("greedy", 1, 0.0)] + ([("sampled", samples, config.evaluation.temperature)] if samples else [])
+    passes = [("greedy", 1, 0.0)] + (
+        [("sampled", samples, config.evaluation.temperature)] if samples else []
+    )
     for decoding, attempts, temperature in passes:
         found: list[Trajectory] = await parts.sampler.sample(
-            tasks, attempts=attempts, temperature=temperature, split="eval", step=step, label=label + decoding
+            tasks,
+            attempts=attempts,
+            temperature=temperature,
+            split="eval",
+            step=step,
+            label=label + decoding,
         )
         tokens += sum(t.num_completion_tokens() for t in found)
-        metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success and t.status == "completed" for t in found)
+        metrics[f"val-core/{name}/success/{decoding}"] = fmean(
+            t.success and t.status == "completed" for t in found
+        )
         if rewards := [t.reward for t in found if t.status == "completed"]:
             metrics[f"val-core/{name}/reward/{decoding}"] = fmean(rewards)
         metrics[f"val-aux/{name}/failed/{decoding}"] = fmean(t.status == "failed" for t in found)
         metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in found)
     metrics[f"val-core/{name}/n"] = float(len(tasks))
-    for player, value in (("random", players.random), ("optimal", players.optimal)) if players is not None else ():
+    for player, value in (
+        (("random", players.random), ("optimal", players.optimal)) if players is not None else ()
+    ):
         if value is not None:
             metrics[f"val-core/{name}/{player}"] = value
     return metrics, tokens

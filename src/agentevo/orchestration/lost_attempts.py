@@ -1,7 +1,9 @@
-"""Attempts that nobody will train on, as a trainer finds them in the store: samplers may be other processes, and tell it nothing else.
+"""Attempts that nobody will train on, as a trainer finds them in the store: samplers may be other
+processes, and tell it nothing else.
 
-An attempt that failed or was cancelled is counted. A task that was set aside (`poison`: the infrastructure failed it again and again;
-`failed`: its group could not be stored) is told of with its error. Where nothing else comes, waiting would be in vain: TrainingError.
+An attempt that failed or was cancelled is counted. A task that was set aside (`poison`: the
+infrastructure failed it again and again; `failed`: its group could not be stored) is told of with
+its error. Where nothing else comes, waiting would be in vain: TrainingError.
 """
 
 from __future__ import annotations
@@ -11,20 +13,24 @@ from collections.abc import Callable, Sequence
 
 from agentevo.config import RunConfig
 from agentevo.errors import TrainingError
-from agentevo.rollout.patience import PATIENCE_S, patiently
+from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store, StoredTask, TaskState, TrajectorySummary
 from agentevo.types import Status
 
 SET_ASIDE: tuple[TaskState, ...] = ("poison", "failed")
 """States of tasks that will never have a group."""
 IN_VAIN_STEPS = 3
-"""Steps' worth of attempts that may fail in a row, or of tasks that may be set aside while one step waits."""
+"""Steps' worth of attempts that may fail in a row, or of tasks that may be set aside while one step
+waits."""
 PAGE = 64
-_AGAIN = "once that is mended, `agentevo store retry RUN` queues such tasks again, and --resume goes on"
+_AGAIN = (
+    "once that is mended, `agentevo store retry RUN` queues such tasks again, and --resume goes on"
+)
 
 
 class LostAttempts:
-    """See the module. `note` is told of tasks that are set aside, each once, and again if it was queued again in between."""
+    """See the module. `note` is told of tasks that are set aside, each once, and again if it was
+    queued again in between."""
 
     def __init__(self, config: RunConfig, store: Store, note: Callable[[str], None]) -> None:
         self._config, self._store, self._note = config, store, note
@@ -32,7 +38,8 @@ class LostAttempts:
         self._newest: dict[Status, str | None] = {}
         """Status -> id of the newest trajectory that is counted; None before there is one."""
         self._told: set[str] | None = None
-        """Tasks that are set aside; None before the first look, which finds those of earlier lives."""
+        """Tasks that are set aside; None before the first look, which finds those of earlier
+        lives."""
         self._since_round = 0
         """Tasks that were set aside since the last round of attempts."""
         self._last = ""
@@ -44,20 +51,24 @@ class LostAttempts:
 
     async def look(self) -> None:
         """Counts and tells what is new."""
-        await patiently(self._look, within_s=PATIENCE_S, what="looking after attempts")
+        await with_retries(self._look, within_s=STORE_RETRY_S, what="looking after attempts")
 
     def round_ended(self) -> None:
         """Attempts came: what was set aside until now did not stop the run."""
         self._since_round = 0
 
     async def check(self) -> None:
-        """`look`, for a step that waits. Raises TrainingError when attempt after attempt fails, or task after task is set aside."""
+        """`look`, for a step that waits. Raises TrainingError when attempt after attempt fails, or
+        task after task is set aside."""
         await self.look()
         if self._since_round >= IN_VAIN_STEPS * self._config.trainer.groups_per_step:
             raise TrainingError(
-                f"{self._since_round} tasks were set aside while a step waited for attempts, the last {self._last}; {_AGAIN}"
+                f"{self._since_round} tasks were set aside while a step waited for attempts, the "
+                f"last {self._last}; {_AGAIN}"
             )
-        await patiently(self._check_failed, within_s=PATIENCE_S, what="looking after attempts")
+        await with_retries(
+            self._check_failed, within_s=STORE_RETRY_S, what="looking after attempts"
+        )
 
     async def set_aside(self, names: Sequence[str]) -> list[StoredTask]:
         """Those of the tasks that will never have a group."""
@@ -87,10 +98,13 @@ class LostAttempts:
             self._since_round += len(new_tasks)
 
     async def _new(self, status: Status) -> list[TrajectorySummary]:
-        """Training attempts of that status that were written since the last look, newest first; none at the first look."""
+        """Training attempts of that status that were written since the last look, newest first;
+        none at the first look."""
         limit = PAGE
         while True:
-            page = await self._store.summaries(split="train", status=status, newest_first=True, limit=limit)
+            page = await self._store.summaries(
+                split="train", status=status, newest_first=True, limit=limit
+            )
             ids = [one.id for one in page]
             if status not in self._newest:
                 self._newest[status] = ids[0] if ids else None
@@ -103,14 +117,19 @@ class LostAttempts:
             return page[: ids.index(known)] if known in ids else page
 
     async def _check_failed(self) -> None:
-        wanted = IN_VAIN_STEPS * self._config.trainer.groups_per_step * self._config.trainer.group_size
+        wanted = (
+            IN_VAIN_STEPS * self._config.trainer.groups_per_step * self._config.trainer.group_size
+        )
         newest = await self._store.summaries(split="train", limit=wanted, newest_first=True)
         if len(newest) == wanted and all(one.status == "failed" for one in newest):
-            raise TrainingError(f"the last {wanted} attempts have all failed, the newest with: {newest[0].error}")
+            raise TrainingError(
+                f"the last {wanted} attempts have all failed, the newest with: {newest[0].error}"
+            )
 
 
 def in_vain(step: int, aside: Sequence[StoredTask]) -> TrainingError:
     """All tasks of a step were set aside."""
     return TrainingError(
-        f"step {step}: all of its {len(aside)} tasks were set aside, {aside[-1].task.id!r} with: {aside[-1].error}; {_AGAIN}"
+        f"step {step}: all of its {len(aside)} tasks were set aside, {aside[-1].task.id!r} with: "
+        f"{aside[-1].error}; {_AGAIN}"
     )

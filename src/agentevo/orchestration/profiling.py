@@ -1,8 +1,10 @@
-"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table of it, in `profile/` in the run's folder.
+"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table of it, in
+`profile/` in the run's folder.
 
     trace.json.gz  for https://ui.perfetto.dev or chrome://tracing        table.txt  for people
 
-A profile that fails is told as a warning and costs the run nothing else. What is written and read for it happens between steps.
+A profile that fails is told as a warning and costs the run nothing else. What is written and read
+for it happens between steps.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import torch
 
 from agentevo.config import ProfileSection
 from agentevo.models.device_peak import device_peak
-from agentevo.observability.profile_table import OTHER, PREFIX, PROFILE_TABLE, Profile, format_bytes, read_profile, table_text
+from agentevo.observability.profile_table import (
+    OTHER,
+    PREFIX,
+    PROFILE_TABLE,
+    Profile,
+    format_bytes,
+    read_profile,
+    table_text,
+)
 
 NUM_OPERATORS = 25
 
@@ -38,7 +48,10 @@ class Profiling:
         warn: Callable[[str], None],
         note: Callable[[str], None],
     ) -> None:
-        self.section, self.table, self.warn, self.note = section, run_dir / PROFILE_TABLE, warn, note
+        self.section = section
+        self.table = run_dir / PROFILE_TABLE
+        self.warn = warn
+        self.note = note
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.summary: dict[str, Any] = {}
@@ -52,11 +65,19 @@ class Profiling:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._profiler is not None:
             self._safely(self._end)
         elif self._left and not self._profiled and kind is None:
-            self.warn(f"profile: no step was profiled, because the run ended within profile.after={self.section.after} steps: set it lower")
+            self.warn(
+                "profile: no step was profiled, because the run ended within "
+                f"profile.after={self.section.after} steps: set it lower"
+            )
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -74,7 +95,9 @@ class Profiling:
 
     def _begin(self) -> None:
         gpu = self.device.type == "cuda"
-        activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if gpu else [])
+        activities = [torch.profiler.ProfilerActivity.CPU] + (
+            [torch.profiler.ProfilerActivity.CUDA] if gpu else []
+        )
         self._base_bytes = 0 if gpu else psutil.Process().memory_info().rss
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         profiler.start()
@@ -92,18 +115,27 @@ class Profiling:
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
         profile = read_profile(events, gpu=self.device.type == "cuda", base_bytes=self._base_bytes)
-        self.table.write_text(table_text(profile, self._heading(), num_operators=NUM_OPERATORS), encoding="utf-8")
+        self.table.write_text(
+            table_text(profile, self._heading(), num_operators=NUM_OPERATORS), encoding="utf-8"
+        )
         self.summary = _summary(profile, self._profiled)
-        self.note(f"profile of {self._steps()}: {self.table}, and {trace} for https://ui.perfetto.dev")
+        self.note(
+            f"profile of {self._steps()}: {self.table}, and {trace} for https://ui.perfetto.dev"
+        )
 
     def _heading(self) -> list[str]:
         peak = device_peak(self.device, self.dtype)
         held = (
             "memory: bytes that PyTorch's allocator held on the GPU"
             if self.device.type == "cuda"
-            else f"memory: {format_bytes(self._base_bytes)} that the process held when profiling began, and tensors since then"
+            else f"memory: {format_bytes(self._base_bytes)} that the process held when profiling "
+            "began, and tensors since then"
         )
-        return [f"profile of {self._steps()}", f"device: {peak.source}, {peak.flops_per_s / 1e12:,.2f} TFLOP/s", held]
+        return [
+            f"profile of {self._steps()}",
+            f"device: {peak.source}, {peak.flops_per_s / 1e12:,.2f} TFLOP/s",
+            held,
+        ]
 
     def _steps(self) -> str:
         first, last = self._profiled[0], self._profiled[-1]
@@ -115,7 +147,10 @@ class Profiling:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
             self._profiler, self._left = None, 0
-            self.warn(f"profile: it failed and is left out, the run goes on: {type(error).__name__}: {error}")
+            self.warn(
+                f"profile: it failed and is left out, the run goes on: {type(error).__name__}: "
+                f"{error}"
+            )
 
 
 def _summary(profile: Profile, steps: list[int]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""The trainer's side of RUN/weights: the newest version is there, whole, for as long as engines may want it.
+"""The trainer's side of RUN/weights: the newest version is there, whole, for as long as engines may
+want it.
 
-Whatever keeps it from being written, or damages it afterwards, would leave engines on the version before, and a trainer that waits for
-attempts of the new one would wait for ever. So a trainer that waits looks after it, and writes it again: its model still has those weights.
-Of the last version, for which nobody waits any more, the checkpoint has them too.
+Whatever keeps it from being written, or damages it afterwards, would leave engines on the version
+before, and a trainer that waits for attempts of the new one would wait for ever. So a trainer that
+waits looks after it, and writes it again: its model still has those weights. Of the last version,
+for which nobody waits any more, the checkpoint has them too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ VERIFY_S = 60.0
 class Publication:
     """See the module. `note` is told when something had to be mended, or can't be."""
 
-    def __init__(self, folder: WeightsFolder, model: torch.nn.Module, *, keep: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: WeightsFolder,
+        model: torch.nn.Module,
+        *,
+        keep: int,
+        note: Callable[[str], None],
+    ) -> None:
         self._folder, self._model, self._keep, self._note = folder, model, keep, note
         self._step = 0
         """Version of the model's weights."""
@@ -36,15 +45,17 @@ class Publication:
         """The trouble that was told last; it is told once."""
 
     async def publish(self, step: int) -> None:
-        """The model's weights are version `step`, and engines may have them. What a trainer before this one has published of this version
-        or a later one stays, if it is whole. What can't be written now, `look_after` writes later."""
+        """The model's weights are version `step`, and engines may have them. What a trainer before
+        this one has published of this version or a later one stays, if it is whole. What can't be
+        written now, `look_after` writes later."""
         self._step, self._latest = step, self._announced()
         if self._latest is not None and self._latest.version < step:
             self._latest = None
         await self.look_after()
 
     async def look_after(self) -> None:
-        """While the model is what was published: mends that. Cheap as long as the files look untouched, but for once every VERIFY_S."""
+        """While the model is what was published: mends that. Cheap as long as the files look
+        untouched, but for once every VERIFY_S."""
         if self._latest is not None:
             late = time.monotonic() - self._verified_at >= VERIFY_S
             state = self._folder.state(self._latest.version)
@@ -53,7 +64,10 @@ class Publication:
             try:
                 await asyncio.to_thread(self._folder.check, self._latest)
             except EngineError as error:
-                self._say(f"version {self._latest.version} was damaged after it was published, and is written again: {error}")
+                self._say(
+                    f"version {self._latest.version} was damaged after it was published, and is "
+                    f"written again: {error}"
+                )
             else:
                 self._looked_whole, self._verified_at = state, time.monotonic()
                 return
@@ -61,11 +75,16 @@ class Publication:
             await self._write()
         except OSError as error:  # the folder is away, or full: again at the next look
             why = f"{self._folder.folder}: {error.strerror or error}"
-            self._say(f"version {self._step} could not be written, and is tried again while attempts are waited for: {why}")
+            self._say(
+                f"version {self._step} could not be written, and is tried again while attempts "
+                f"are waited for: {why}"
+            )
 
     async def _write(self) -> None:
         self._latest = self._looked_whole = None
-        sha256 = await asyncio.to_thread(self._folder.write, self._step, self._model, keep=self._keep)
+        sha256 = await asyncio.to_thread(
+            self._folder.write, self._step, self._model, keep=self._keep
+        )
         self._latest, self._said = Latest(self._step, sha256), ""
 
     def _announced(self) -> Latest | None:

@@ -1,4 +1,5 @@
-"""What `agentevo sft` trains on: conversations from files, episodes of the environment's solver, the best stored attempts of another run.
+"""What `agentevo sft` trains on: conversations from files, episodes of the environment's solver,
+the best stored attempts of another run.
 
 Whatever is not used is in a RowReport, with its reason and its place.
 """
@@ -21,9 +22,9 @@ from agentevo.models.chat import ChatFormat
 from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import solver_samples
 from agentevo.orchestration.components import make_environment
-from agentevo.orchestration.preference import check_tokenizer
-from agentevo.rollout.tasks import world_seed
-from agentevo.run_folder import check_run_folder, read_store
+from agentevo.orchestration.preference_data import check_tokenizer
+from agentevo.rollout.tasks import environment_seed
+from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.seeds import derive_seed
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow, token_row
 from agentevo.training.pairs import answer_of
@@ -55,7 +56,8 @@ class SFTData:
 
 
 def check_sft_data(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for what is missing: files, packages, the solver, the other run."""
+    """Raises ConfigError, before anything is created, for what is missing: files, packages, the
+    solver, the other run."""
     check_sft(config)
     data = config.data
     for key, sources in (("data.train", data.train), ("data.eval", data.eval)):
@@ -65,44 +67,72 @@ def check_sft_data(config: RunConfig) -> None:
     twice = next((source for source in given if given.count(source) > 1), None)
     if twice is not None:
         raise ConfigError(
-            f"data.train, data.eval: {twice} is given twice: its conversations would count twice, or be held out and trained on"
+            f"data.train, data.eval: {twice} is given twice: its conversations would count "
+            "twice, or be held out and trained on"
         )
     if data.best_of is not None:
         check_run_folder(data.best_of)
         if data.best_of.resolve() == config.run_dir.resolve():
-            raise ConfigError(f"data.best_of: {data.best_of} is this run's own folder: give it another one with run.dir")
+            raise ConfigError(
+                f"data.best_of: {data.best_of} is this run's own folder: give it another one "
+                "with run.dir"
+            )
     if data.demonstrations:
         environment = make_environment(config)
         try:
-            shown = demonstrate(environment, world_seed(config.run.seed, "demonstration", 0), config.agent, random_rate=0.0)
+            shown = demonstrate(
+                environment,
+                environment_seed(config.run.seed, "demonstration", 0),
+                config.agent,
+                random_rate=0.0,
+            )
         finally:
             environment.close()
         if shown is None:
-            raise ConfigError(f"environment {type(environment).__name__} has no solver to learn from: remove data.demonstrations")
+            raise ConfigError(
+                f"environment {type(environment).__name__} has no solver to learn from: remove "
+                "data.demonstrations"
+            )
 
 
 def load_sft_data(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None, context_length: int, view: LiveView
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat | None,
+    context_length: int,
+    view: LiveView,
 ) -> SFTData:
-    """Reads and encodes everything. Raises ConfigError if no row is left to train on. `chat` is needed for demonstrations."""
+    """Reads and encodes everything. Raises ConfigError if no row is left to train on. `chat` is
+    needed for demonstrations."""
     section, found = config.data, SFTData()
     limit = min(section.max_tokens or context_length, context_length)
     if section.train:
-        found.train |= _from_files(config, section.train, "train", tokenizer, limit, found.reports, view)
+        found.train |= _from_files(
+            config, section.train, "train", tokenizer, limit, found.reports, view
+        )
     if section.demonstrations:
         assert chat is not None
-        samples = solver_samples(config, chat, section.demonstrations, section.random_action_rate, view)
+        samples = solver_samples(
+            config, chat, section.demonstrations, section.random_action_rate, view
+        )
         found.train |= _fitting(samples, "demonstrations", limit, found.reports)
     if section.best_of is not None:
-        found.train |= _fitting(*_best_attempts(config, section.best_of, tokenizer), limit, found.reports)
+        found.train |= _fitting(
+            *_best_attempts(config, section.best_of, tokenizer), limit, found.reports
+        )
     if section.eval:
-        found.held_out |= _from_files(config, section.eval, "eval", tokenizer, limit, found.reports, view)
+        found.held_out |= _from_files(
+            config, section.eval, "eval", tokenizer, limit, found.reports, view
+        )
     elif section.eval_share:
         found.held_out = _hold_out(found.train, section.eval_share, config.run.seed)
     for line in (line for report in found.reports for line in report.lines()):
         (view.warn if " left out, " in line else view.note)(line)
     if not found.train:
-        raise ConfigError("data: no row is left to train on:\n" + "\n".join(line for report in found.reports for line in report.lines()))
+        raise ConfigError(
+            "data: no row is left to train on:\n"
+            + "\n".join(line for report in found.reports for line in report.lines())
+        )
     return found
 
 
@@ -117,7 +147,9 @@ def _from_files(
 ) -> Conversations:
     section, report, found = config.data, RowReport(kind), Conversations()
     reports.append(report)
-    encoder = AssistantTokens(tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long)
+    encoder = AssistantTokens(
+        tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
+    )
     for source in sources:
         for conversation in read_conversations(source, section.format, report):
             try:
@@ -130,8 +162,11 @@ def _from_files(
     return found
 
 
-def _fitting(samples: Sequence[Sample], report: RowReport | str, limit: int, reports: list[RowReport]) -> Conversations:
-    """Samples by the conversation that they are of; one that is too long costs the whole conversation."""
+def _fitting(
+    samples: Sequence[Sample], report: RowReport | str, limit: int, reports: list[RowReport]
+) -> Conversations:
+    """Samples by the conversation that they are of; one that is too long costs the whole
+    conversation."""
     grouped: dict[str, list[Sample]] = {}
     for sample in samples:
         grouped.setdefault(sample.trajectory_id, []).append(sample)
@@ -142,25 +177,38 @@ def _fitting(samples: Sequence[Sample], report: RowReport | str, limit: int, rep
     for name, members in grouped.items():
         longest = max(len(s.ids) for s in members)
         if longest > limit:
-            report.add(name, RowError("too_long", f"it has {longest} tokens, the limit is {limit} (data.max_tokens)"))
+            report.add(
+                name,
+                RowError(
+                    "too_long", f"it has {longest} tokens, the limit is {limit} (data.max_tokens)"
+                ),
+            )
         else:
             found[name] = [token_row(name, s.ids, s.loss_mask) for s in members]
     return found
 
 
-def _best_attempts(config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Sample], RowReport]:
-    """Rejection sampling: the samples of the best stored training attempts, at most per_task of a task, and an account of all of them."""
+def _best_attempts(
+    config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Sample], RowReport]:
+    """Rejection sampling: the samples of the best stored training attempts, at most per_task of a
+    task, and an account of all of them."""
     check_tokenizer(folder, tokenizer, "data.best_of", config.model.name)
 
     async def read(store: Any) -> list[Trajectory]:
-        return [one.trajectory async for one in store.trajectories(split="train", status="completed")]
+        return [
+            one.trajectory async for one in store.trajectories(split="train", status="completed")
+        ]
 
     attempts = [t for t in read_store(folder, read) if t.num_completion_tokens()]
     return best_attempts(attempts, config.data.min_reward, config.data.per_task, str(folder))
 
 
-def best_attempts(attempts: Sequence[Trajectory], min_reward: float | None, per_task: int, where: str) -> tuple[list[Sample], RowReport]:
-    """Of every task the attempts with the highest reward, of equals the one with the fewest tokens; none twice, token by token."""
+def best_attempts(
+    attempts: Sequence[Trajectory], min_reward: float | None, per_task: int, where: str
+) -> tuple[list[Sample], RowReport]:
+    """Of every task the attempts with the highest reward, of equals the one with the fewest tokens;
+    none twice, token by token."""
     report = RowReport("best_of", rows=len(attempts))
     tasks: dict[str, list[Trajectory]] = {}
     for attempt in attempts:
@@ -168,7 +216,9 @@ def best_attempts(attempts: Sequence[Trajectory], min_reward: float | None, per_
         if min_reward is None and not attempt.success:
             report.add(name, RowError("low_reward", f"no success (reward {attempt.reward:g})"))
         elif min_reward is not None and attempt.reward < min_reward:
-            report.add(name, RowError("low_reward", f"reward {attempt.reward:g} is below {min_reward:g}"))
+            report.add(
+                name, RowError("low_reward", f"reward {attempt.reward:g} is below {min_reward:g}")
+            )
         else:
             tasks.setdefault(attempt.task_id, []).append(attempt)
     samples: list[Sample] = []
@@ -178,9 +228,13 @@ def best_attempts(attempts: Sequence[Trajectory], min_reward: float | None, per_
         for attempt in members:
             name, answer = f"{where}:{attempt.id}", answer_of(attempt)
             if any(answer.says(other) for other in kept):
-                report.add(name, RowError("duplicate", f"says what a better attempt at {task} says"))
+                report.add(
+                    name, RowError("duplicate", f"says what a better attempt at {task} says")
+                )
             elif len(kept) == per_task:
-                report.add(name, RowError("beyond_per_task", f"{per_task} of {task} are taken already"))
+                report.add(
+                    name, RowError("beyond_per_task", f"{per_task} of {task} are taken already")
+                )
             else:
                 kept.append(answer)
                 samples += answer.rows

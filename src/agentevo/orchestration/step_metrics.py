@@ -13,26 +13,42 @@ from agentevo.types import Trajectory
 
 
 def _spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{prefix}/mean": fmean(values), f"{prefix}/max": max(values), f"{prefix}/min": min(values)} if values else {}
+    return (
+        {
+            f"{prefix}/mean": fmean(values),
+            f"{prefix}/max": max(values),
+            f"{prefix}/min": min(values),
+        }
+        if values
+        else {}
+    )
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, str]) -> dict[str, float]:
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], dropped: Mapping[str, str]
+) -> dict[str, float]:
     """Of all sampled trajectories of a step; rewards and lengths over the completed ones."""
     done = [t for t in trajectories if t.status == "completed"]
     turns = [turn for t in done for turn in t.turns]
     metrics = {"rollout/in": float(len(trajectories))} | drop_metrics(dropped)
     metrics |= _spread("critic/score", [t.reward for t in done])
     metrics |= _spread("response_length", [float(len(turn.completion_ids)) for turn in turns])
-    metrics |= _spread("prompt_length", [float(len(t.turns[0].prompt_ids)) for t in done if t.turns])
+    metrics |= _spread(
+        "prompt_length", [float(len(t.turns[0].prompt_ids)) for t in done if t.turns]
+    )
     metrics |= _spread("num_turns", [float(len(t.turns)) for t in done])
     if turns:
-        metrics["response_length/clip_ratio"] = fmean(turn.finish_reason == "length" for turn in turns)
+        metrics["response_length/clip_ratio"] = fmean(
+            turn.finish_reason == "length" for turn in turns
+        )
     if done:
         metrics["train/success"] = fmean(t.success for t in done)
         for key in sorted({key for t in done for key in t.metrics}):
             metrics[f"agent/{key}"] = fmean(t.metrics.get(key, 0.0) for t in done)
         for name in sorted({name for t in done for name in t.reward_parts}):
-            metrics[f"reward_parts/{name}/mean"] = fmean(t.reward_parts.get(name, 0.0) for t in done)
+            metrics[f"reward_parts/{name}/mean"] = fmean(
+                t.reward_parts.get(name, 0.0) for t in done
+            )
     groups: dict[str, list[float]] = {}
     for t in done:
         groups.setdefault(t.group_id, []).append(t.reward)
@@ -49,11 +65,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory], dropped: Mapping[str, st
 def drop_metrics(dropped: Mapping[str, str]) -> dict[str, float]:
     """How many trajectories are not trained on, and why. dropped: id -> reason."""
     metrics = {"rollout/dropped": float(len(dropped))}
-    return metrics | {f"rollout/dropped/{reason}": float(count) for reason, count in Counter(dropped.values()).items()}
+    return metrics | {
+        f"rollout/dropped/{reason}": float(count)
+        for reason, count in Counter(dropped.values()).items()
+    }
 
 
-def collection_metrics(*, group_sizes: Sequence[int], length_parts: Sequence[float], baseline_rewards: Sequence[float]) -> dict[str, float]:
-    """Of what can be trained on: members of each group, what the length has changed of each kept reward, rewards of greedy attempts."""
+def collection_metrics(
+    *, group_sizes: Sequence[int], length_parts: Sequence[float], baseline_rewards: Sequence[float]
+) -> dict[str, float]:
+    """Of what can be trained on: members of each group, what the length has changed of each kept
+    reward, rewards of greedy attempts."""
     metrics = {"group/of_one": float(sum(size == 1 for size in group_sizes))}
     if length_parts:
         metrics["reward_parts/length/mean"] = fmean(length_parts)
@@ -63,12 +85,17 @@ def collection_metrics(*, group_sizes: Sequence[int], length_parts: Sequence[flo
 
 
 def performance_metrics(
-    timings: Mapping[str, float], engine: Mapping[str, float], trained: Mapping[str, float], peak_flops_per_s: float
+    timings: Mapping[str, float],
+    engine: Mapping[str, float],
+    trained: Mapping[str, float],
+    peak_flops_per_s: float,
 ) -> dict[str, float]:
-    """Seconds per phase, tokens per second, and MFU; `engine` holds what its counters grew by in this step."""
+    """Seconds per phase, tokens per second, and MFU; `engine` holds what its counters grew by in
+    this step."""
     step_s = timings["step"]
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
-    generated, logical = engine.get("engine/generated_tokens", 0.0), trained.get("trainer/logical_tokens", 0.0)
+    generated = engine.get("engine/generated_tokens", 0.0)
+    logical = trained.get("trainer/logical_tokens", 0.0)
     metrics |= {
         "engine/generated_tokens": generated,
         "engine/tokens_per_s": generated / timings["gen"] if timings["gen"] else 0.0,

@@ -1,7 +1,9 @@
-"""A group under way: several attempts at one task, each an asyncio task that can be broken off without losing what it has recorded.
+"""A group under way: several attempts at one task, each an asyncio task that can be broken off
+without losing what it has recorded.
 
-What goes wrong inside an agent is data: the attempt becomes a `failed` trajectory with the reason. What goes wrong in the engine is not:
-`InfrastructureFailure` leaves the group, the other attempts are broken off, and nothing of it may be written.
+What goes wrong inside an agent is data: the attempt becomes a `failed` trajectory with the reason.
+What goes wrong in the engine is not: `InfrastructureFailure` leaves the group, the other attempts
+are broken off, and nothing of it may be written.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from agentevo.errors import AgentEvoError
 from agentevo.types import Status, Task, Trajectory
 
 LETTING_GO_S = 5.0
-"""How long an agent that was broken off may take to end. One that goes on is left alone, with a policy that answers no more."""
+"""How long an agent that was broken off may take to end. One that goes on is left alone, with a
+policy that answers no more."""
 LOOK_S = 0.05
-"""How often, at most, to look whether an attempt's time is over: it stands still while the engine sleeps."""
+"""How often, at most, to look whether an attempt's time is over: it stands still while the engine
+sleeps."""
 
 
 class InfrastructureFailure(AgentEvoError):
@@ -29,9 +33,12 @@ class InfrastructureFailure(AgentEvoError):
 
 
 class Attempt:
-    """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may take, while the engine is awake."""
+    """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may
+    take, while the engine is awake."""
 
-    def __init__(self, agent: Agent, task: Task, policy: Policy, *, name: str, limit_s: float) -> None:
+    def __init__(
+        self, agent: Agent, task: Task, policy: Policy, *, name: str, limit_s: float
+    ) -> None:
         self.name, self.policy = name, policy
         self._agent, self._task = agent, task
         self._limit_s = limit_s
@@ -39,14 +46,16 @@ class Attempt:
         self._cut: str | None = None
 
     def cut(self, reason: str) -> None:
-        """Breaks the attempt off: it ends as cancelled, with the turns until now. Too late for one that has ended."""
+        """Breaks the attempt off: it ends as cancelled, with the turns until now. Too late for one
+        that has ended."""
         if self._cut is None and (self._playing is None or not self._playing.done()):
             self._cut = reason
             if self._playing is not None:
                 self._playing.cancel()
 
     async def run(self, *, task_id: str, group_id: str, number: int) -> Trajectory:
-        """Plays until the agent, the time limit or `cut` ends it; the only place where an agent's failure is caught."""
+        """Plays until the agent, the time limit or `cut` ends it; the only place where an agent's
+        failure is caught."""
         started, clock = time.time(), time.perf_counter()
         self._playing = asyncio.create_task(self._play())
         if self._cut is not None:
@@ -59,8 +68,13 @@ class Attempt:
         outcome, status, error = self._ended(self._playing, late)
         if self.policy.broken is not None and status != "cancelled":
             broken = self.policy.broken
-            raise InfrastructureFailure(f"{self.name}: {type(broken).__name__}: {broken}") from broken
-        turns = [msgspec.structs.replace(t, reward=outcome.turn_rewards.get(t.index, 0.0)) for t in self.policy.turns]
+            raise InfrastructureFailure(
+                f"{self.name}: {type(broken).__name__}: {broken}"
+            ) from broken
+        turns = [
+            msgspec.structs.replace(t, reward=outcome.turn_rewards.get(t.index, 0.0))
+            for t in self.policy.turns
+        ]
         return Trajectory(
             id=self.name,
             task_id=task_id,
@@ -79,16 +93,23 @@ class Attempt:
         )
 
     async def _play(self) -> Outcome:
-        """An event loop ends with a task that raises SystemExit, and with it the sampler or trainer."""
+        """An event loop ends with a task that raises SystemExit, and with it the sampler or
+        trainer."""
         try:
             return await self._agent.run(self._task, self.policy)
         except SystemExit as error:
-            raise AgentEvoError(f"SystemExit({error.code!r}): an agent can't end the process that it plays in") from error
+            raise AgentEvoError(
+                f"SystemExit({error.code!r}): an agent can't end the process that it plays in"
+            ) from error
 
     async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
-        """Until the agent has ended, or has taken `limit_s` without what the engine slept meanwhile."""
+        """Until the agent has ended, or has taken `limit_s` without what the engine slept
+        meanwhile."""
         ends, slept_s = time.monotonic() + self._limit_s, self.policy.slept_s
-        while not playing.done() and (left := ends + (self.policy.slept_s - slept_s) - time.monotonic()) > 0:
+        while (
+            not playing.done()
+            and (left := ends + (self.policy.slept_s - slept_s) - time.monotonic()) > 0
+        ):
             await asyncio.wait([playing], timeout=max(left, LOOK_S))
 
     async def _let_go(self, playing: asyncio.Task[Outcome]) -> None:
@@ -100,12 +121,20 @@ class Attempt:
         finally:
             await self.policy.close()
 
-    def _ended(self, playing: asyncio.Task[Outcome], late: bool) -> tuple[Outcome, Status, str | None]:
+    def _ended(
+        self, playing: asyncio.Task[Outcome], late: bool
+    ) -> tuple[Outcome, Status, str | None]:
         nothing = Outcome(reward=0.0, success=False)
-        if self._cut is not None and (not playing.done() or playing.cancelled() or playing.exception() is not None):
+        if self._cut is not None and (
+            not playing.done() or playing.cancelled() or playing.exception() is not None
+        ):
             return nothing, "cancelled", self._cut
         if late:
-            return nothing, "failed", f"the episode took longer than agent.timeout_s={self._limit_s:g} s"
+            return (
+                nothing,
+                "failed",
+                f"the episode took longer than agent.timeout_s={self._limit_s:g} s",
+            )
         if playing.cancelled():
             return nothing, "failed", "CancelledError: the agent cancelled itself"
         error = playing.exception()
@@ -127,11 +156,23 @@ def _checked(outcome: Outcome) -> tuple[Outcome, Status, str | None]:
 
 
 class Group:
-    """The attempts at one task that are compared with each other, and the greedy one beside them, which belongs to a group of its own."""
+    """The attempts at one task that are compared with each other, and the greedy one beside them,
+    which belongs to a group of its own."""
 
-    def __init__(self, task_id: str, group_id: str, members: Sequence[Attempt], *, wanted: int, beside: tuple[str, Attempt] | None) -> None:
+    def __init__(
+        self,
+        task_id: str,
+        group_id: str,
+        members: Sequence[Attempt],
+        *,
+        wanted: int,
+        beside: tuple[str, Attempt] | None,
+    ) -> None:
         """`wanted` completed members are enough. beside: (group id, attempt)."""
-        self.task_id, self.group_id, self.members, self.beside = task_id, group_id, list(members), beside
+        self.task_id = task_id
+        self.group_id = group_id
+        self.members = list(members)
+        self.beside = beside
         self._wanted = wanted
 
     @property
@@ -139,12 +180,19 @@ class Group:
         return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """All members in their order, then the one beside them. Raises InfrastructureFailure; cancelled or failing, it leaves nothing
-        running."""
-        runs = [asyncio.create_task(one.run(task_id=self.task_id, group_id=self.group_id, number=k)) for k, one in enumerate(self.members)]
+        """All members in their order, then the one beside them. Raises InfrastructureFailure;
+        cancelled or failing, it leaves nothing running."""
+        runs = [
+            asyncio.create_task(one.run(task_id=self.task_id, group_id=self.group_id, number=k))
+            for k, one in enumerate(self.members)
+        ]
         members = set(runs)
         if self.beside is not None:
-            runs.append(asyncio.create_task(self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)))
+            runs.append(
+                asyncio.create_task(
+                    self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)
+                )
+            )
         try:
             pending = set(runs)
             while pending:
@@ -152,7 +200,9 @@ class Group:
                 for failed in done:
                     failed.result()
                 if len(self.members) > self._wanted and pending & members:
-                    completed = sum(run.done() and run.result().status == "completed" for run in members)
+                    completed = sum(
+                        run.done() and run.result().status == "completed" for run in members
+                    )
                     if completed >= self._wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
             return [run.result() for run in runs]

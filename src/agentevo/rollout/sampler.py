@@ -1,9 +1,12 @@
-"""The sampler: lets an agent attempt tasks several times each, and writes the trajectories to the store.
+"""The sampler: lets an agent attempt tasks several times each, and writes the trajectories to the
+store.
 
-`sample` is one pass over given tasks, for evaluations and for training in turn with sampling; nothing is leased. `group` is what it and the
-service (service.py) make of a task. Attempts of all groups run at once and share the engine's steps. Whatever goes wrong inside an attempt
-becomes a `failed` trajectory with the reason: it costs its own group one member and never the run. What goes wrong in the engine is no
-attempt's failure: the group is begun again, with a bound, and then the pass ends with that error.
+`sample` is one pass over given tasks, for evaluations and for training in turn with sampling;
+nothing is leased. `group` is what it and the service (service.py) make of a task. Attempts of all
+groups run at once and share the engine's steps. Whatever goes wrong inside an attempt becomes a
+`failed` trajectory with the reason: it costs its own group one member and never the run. What goes
+wrong in the engine is no attempt's failure: the group is begun again, with a bound, and then the
+pass ends with that error.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from agentevo.config import RunConfig
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
+from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
-from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.seeds import derive_seed
 from agentevo.store.store import RETRIES, Split, Store
 from agentevo.types import SamplingParams, Task, Trajectory
@@ -39,8 +42,20 @@ def group_name(task_id: str, label: str, step: int) -> str:
 class Sampler:
     """See the module. One sampler serves training and evaluation."""
 
-    def __init__(self, config: RunConfig, engine: Engine, chat: ChatFormat, agent: Agent, store: Store, context_length: int) -> None:
-        self._config, self._engine, self._chat, self._agent, self._store = config, engine, chat, agent, store
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        chat: ChatFormat,
+        agent: Agent,
+        store: Store,
+        context_length: int,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._chat = chat
+        self._agent = agent
+        self._store = store
         self._context_length = context_length
 
     def sampling(self, temperature: float) -> SamplingParams:
@@ -57,21 +72,34 @@ class Sampler:
         )
 
     async def sample(
-        self, tasks: Sequence[Task], *, attempts: int, temperature: float, split: Split, step: int, label: str, baseline: bool = False
+        self,
+        tasks: Sequence[Task],
+        *,
+        attempts: int,
+        temperature: float,
+        split: Split,
+        step: int,
+        label: str,
+        baseline: bool = False,
     ) -> list[Trajectory]:
-        """`attempts` trajectories of each task, in the order of tasks and attempts, written to the store as `split` of `step`.
+        """`attempts` trajectories of each task, in the order of tasks and attempts, written to the
+        store as `split` of `step`.
 
-        `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is part of ids and seeds. With `baseline`
-        each group is followed by a greedy attempt at its task, at the same time but in a group of its own (label BASELINE). For training,
-        `rollout.extra_attempts` are begun besides. A group that the store has already is read and not sampled again.
+        `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is
+        part of ids and seeds. With `baseline` each group is followed by a greedy attempt at its
+        task, at the same time but in a group of its own (label BASELINE). For training,
+        `rollout.extra_attempts` are begun besides. A group that the store has already is read and
+        not sampled again.
 
-        When the engine fails, is late or can't be reached, the group is begun again, as often as the store's RetryPolicy would; then
-        EngineError, and of the group nothing is written.
+        When the engine fails, is late or can't be reached, the group is begun again, as often as
+        the store's RetryPolicy would; then EngineError, and of the group nothing is written.
         """
-        await _patiently(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
+        await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
         names = [group_name(task.id, name, step) for task in tasks for name in labels]
-        known = await _patiently(lambda: self._known(names, split, step), "looking for known groups")
+        known = await _with_retries(
+            lambda: self._known(names, split, step), "looking for known groups"
+        )
 
         async def group(task: Task) -> list[Trajectory]:
             found = [known.get(group_name(task.id, name, step), []) for name in labels]
@@ -86,7 +114,10 @@ class Sampler:
                 label=label,
                 baseline=baseline,
             )
-            await _patiently(lambda: self._store.write_trajectories(made, split=split, step=step), "write_trajectories")
+            await _with_retries(
+                lambda: self._store.write_trajectories(made, split=split, step=step),
+                "write_trajectories",
+            )
             return made
 
         groups = await _together([group(task) for task in tasks])
@@ -104,7 +135,8 @@ class Sampler:
         baseline: bool = False,
         shown: Task | None = None,
     ) -> Group:
-        """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of which the last to complete are broken off.
+        """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
+        which the last to complete are broken off.
 
         `shown` is the task as the agent gets it.
         """
@@ -112,9 +144,13 @@ class Sampler:
 
         def attempt(group_id: str, number: int, sampling: SamplingParams) -> Attempt:
             own = f"{group_id}#{number}"
-            return Attempt(self._agent, shown or task, self._policy(own, sampling), name=own, limit_s=limit)
+            return Attempt(
+                self._agent, shown or task, self._policy(own, sampling), name=own, limit_s=limit
+            )
 
-        members = [attempt(name, number, self.sampling(temperature)) for number in range(attempts + extra)]
+        members = [
+            attempt(name, number, self.sampling(temperature)) for number in range(attempts + extra)
+        ]
         beside = group_name(task.id, BASELINE, step)
         greedy = (beside, attempt(beside, 0, self.sampling(0.0))) if baseline else None
         return Group(task.id, name, members, wanted=attempts, beside=greedy)
@@ -131,7 +167,8 @@ class Sampler:
         )
 
     async def _played(self, task: Task, **arguments: Any) -> list[Trajectory]:
-        """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a bounded number of times."""
+        """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a
+        bounded number of times."""
         failures = 0
         while True:
             try:
@@ -142,27 +179,38 @@ class Sampler:
                     raise _given_up(failures, error) from error
             await asyncio.sleep(RETRIES.delay_s(failures))
 
-    async def _known(self, groups: Sequence[str], split: Split, step: int) -> dict[str, list[Trajectory]]:
-        """Of these groups those that are in the store with their tokens: id -> members in order. A group is written whole."""
+    async def _known(
+        self, groups: Sequence[str], split: Split, step: int
+    ) -> dict[str, list[Trajectory]]:
+        """Of these groups those that are in the store with their tokens: id -> members in order. A
+        group is written whole."""
         wanted = set(groups)
-        there = {found.group_id for found in await self._store.summaries(split=split, step=step)} & wanted
+        there = {
+            found.group_id for found in await self._store.summaries(split=split, step=step)
+        } & wanted
         known: dict[str, list[Trajectory]] = {}
         for name in there:
             stored = [one async for one in self._store.trajectories(group_id=name, split=split)]
             if not any(one.tokens_deleted for one in stored):
-                known[name] = sorted((one.trajectory for one in stored), key=lambda trajectory: trajectory.attempt)
+                known[name] = sorted(
+                    (one.trajectory for one in stored), key=lambda trajectory: trajectory.attempt
+                )
         return known
 
 
 def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:
-    kind = EngineUnavailableError if isinstance(error.__cause__, EngineUnavailableError) else EngineError
+    kind = (
+        EngineUnavailableError
+        if isinstance(error.__cause__, EngineUnavailableError)
+        else EngineError
+    )
     told = isinstance(error.__cause__, (EngineUnavailableError, DeadlineExceededError))
     remedy = "" if told else "; if memory is short, lower engine.kv_cache_gb or engine.max_running"
     return kind(f"given up after {tries} tries: {error}{remedy}")
 
 
-async def _patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
-    return await patiently(call, within_s=PATIENCE_S, what=what)
+async def _with_retries(call: Callable[[], Awaitable[T]], what: str) -> T:
+    return await with_retries(call, within_s=STORE_RETRY_S, what=what)
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

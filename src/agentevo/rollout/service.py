@@ -1,17 +1,20 @@
-"""The sampler as a service: queues the tasks of coming steps, leases them, has them attempted, writes the groups. Any number of services
-may share a store; each may die at any time.
+"""The sampler as a service: queues the tasks of coming steps, leases them, has them attempted,
+writes the groups. Any number of services may share a store; each may die at any time.
 
-Admission. A group sampled for step s is trained on by a trainer at version s - 1. Under `rollout.policy: wait` it starts only while
+Admission. A group sampled for step s is trained on by a trainer at version s - 1. Under
+`rollout.policy: wait` it starts only while
 
     s <= engine.version + 1 + rollout.staleness
 
-so none of its tokens is older than the bound; a group with a token that is (an engine came back with old weights) is not written but tried
-again. The other policies keep the number of tasks on their way (Store.outstanding) below staleness + 1 steps' worth, and a step's worth
-more for every further round that dynamic sampling may take; `cancel` breaks off attempts that became too old.
+so none of its tokens is older than the bound; a group with a token that is (an engine came back
+with old weights) is not written but tried again. The other policies keep the number of tasks on
+their way (Store.outstanding) below staleness + 1 steps' worth, and a step's worth more for every
+further round that dynamic sampling may take; `cancel` breaks off attempts that became too old.
 
-A group is written whole, in the transaction that completes its task, by whoever holds the newest lease: a service that has lost its lease
-writes nothing. An engine's failure gives the task back for another try; while no engine can be reached at all, groups wait and nothing
-counts against their tasks. A database that is away is waited for.
+A group is written whole, in the transaction that completes its task, by whoever holds the newest
+lease: a service that has lost its lease writes nothing. An engine's failure gives the task back for
+another try; while no engine can be reached at all, groups wait and nothing counts against their
+tasks. A database that is away is waited for.
 """
 
 from __future__ import annotations
@@ -26,10 +29,16 @@ from typing import TypeVar
 import msgspec
 
 from agentevo.config import RunConfig
-from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError, StoreError, StoreUnavailableError
+from agentevo.errors import (
+    DeadlineExceededError,
+    EngineError,
+    EngineUnavailableError,
+    StoreError,
+    StoreUnavailableError,
+)
 from agentevo.inference.engine import Engine
+from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Group, InfrastructureFailure
-from agentevo.rollout.patience import PATIENCE_S, patiently
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.store import Lease, Store
@@ -38,9 +47,11 @@ from agentevo.types import Task, Trajectory
 T = TypeVar("T")
 
 STOPPING_S = 10.0
-"""For a clean stop: to write what is complete, and to give back the other tasks. What takes longer is left to the leases' end."""
+"""For a clean stop: to write what is complete, and to give back the other tasks. What takes longer
+is left to the leases' end."""
 MAX_UNREACHED = 20
-"""So often a group is begun again, uncounted, because no engine could be reached. More than that may be the task's own doing."""
+"""So often a group is begun again, uncounted, because no engine could be reached. More than that
+may be the task's own doing."""
 COUNTERS = (
     "tasks_added",
     "tasks_retried",
@@ -56,7 +67,8 @@ COUNTERS = (
     "attempts_cancelled",
     "cancelled_tokens",
 )
-"""Of `SamplerService.stats`; `unreached` are groups begun again because no engine could be reached."""
+"""Of `SamplerService.stats`; `unreached` are groups begun again because no engine could be
+reached."""
 FED_AT_ONCE = 64
 """Tasks queued between two looks at everything else."""
 
@@ -77,8 +89,8 @@ class _Work:
 
 
 class SamplerService:
-    """See the module. `worker` names the service in the store; names need not differ. `note` hears of each task that is set aside as
-    poison, once, with its last error."""
+    """See the module. `worker` names the service in the store; names need not differ. `note` hears
+    of each task that is set aside as poison, once, with its last error."""
 
     def __init__(
         self,
@@ -89,11 +101,15 @@ class SamplerService:
         tasks: TaskSource,
         *,
         worker: str,
-        patience_s: float = PATIENCE_S,
+        retry_s: float = STORE_RETRY_S,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._config, self._sampler, self._engine, self._store, self._tasks = config, sampler, engine, store, tasks
-        self._worker, self._patience_s, self._note = worker, patience_s, note
+        self._config = config
+        self._sampler = sampler
+        self._engine = engine
+        self._store = store
+        self._tasks = tasks
+        self._worker, self._patience_s, self._note = worker, retry_s, note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
         self._baseline = "baseline_rewards" in config.algorithm.needs
@@ -115,13 +131,17 @@ class SamplerService:
     def stats(self) -> dict[str, float]:
         """Groups and attempts under way, and counters since the start."""
         playing = [a for work in self._works if work.group is not None for a in work.group.attempts]
-        running = {"sampler/groups_running": float(len(self._works)), "sampler/attempts_running": float(len(playing))}
+        running = {
+            "sampler/groups_running": float(len(self._works)),
+            "sampler/attempts_running": float(len(playing)),
+        }
         return running | {f"sampler/{name}": float(self._counts[name]) for name in COUNTERS}
 
     async def run(self, stop: Callable[[], bool]) -> None:
-        """Until `stop`, or the first defect. Running groups are then broken off and their tasks given back at once; so too when this is
-        cancelled. Raises StoreUnavailableError when the database stays away."""
-        last = await self._patiently(self._store.last_step, "last_step")
+        """Until `stop`, or the first defect. Running groups are then broken off and their tasks
+        given back at once; so too when this is cancelled. Raises StoreUnavailableError when the
+        database stays away."""
+        last = await self._with_retries(self._store.last_step, "last_step")
         self._next_step = 1 + (last.step if last is not None else 0)
         try:
             while not stop():
@@ -146,15 +166,21 @@ class SamplerService:
         self._group_ended.clear()
 
     async def _feed(self, version: int) -> None:
-        """Queues what may be sampled now. Ids say which task of which step it is, so what another service has queued stays as it is."""
+        """Queues what may be sampled now. Ids say which task of which step it is, so what another
+        service has queued stays as it is."""
         if self._waits:
-            while self._next_step <= min(version + 1 + self._rollout.staleness, self._config.trainer.steps):
+            while self._next_step <= min(
+                version + 1 + self._rollout.staleness, self._config.trainer.steps
+            ):
                 await self._add(self._tasks.queued(self._next_step))
                 self._next_step += 1
             return
         rounds = self._rollout.staleness + max(1, self._config.algorithm.dynamic_sampling)
         for _ in range(FED_AT_ONCE):
-            if await self._patiently(lambda: self._store.outstanding("train"), "outstanding") >= rounds * self._groups_per_step:
+            if (
+                await self._with_retries(lambda: self._store.outstanding("train"), "outstanding")
+                >= rounds * self._groups_per_step
+            ):
                 return
             while not await self._add([self._next_task()]):
                 continue
@@ -166,7 +192,7 @@ class SamplerService:
         return self._to_feed.popleft()
 
     async def _add(self, tasks: list[Task]) -> int:
-        new = await self._patiently(lambda: self._store.add_tasks(tasks), "add_tasks")
+        new = await self._with_retries(lambda: self._store.add_tasks(tasks), "add_tasks")
         self._counts["tasks_added"] += new
         return new
 
@@ -175,12 +201,17 @@ class SamplerService:
         room = self._capacity - len(self._works)
         if room <= 0:
             return
-        leases = await self._patiently(
-            lambda: self._store.lease_tasks(self._worker, lease_s=self._rollout.lease_s, limit=room), "lease_tasks"
+        leases = await self._with_retries(
+            lambda: self._store.lease_tasks(
+                self._worker, lease_s=self._rollout.lease_s, limit=room
+            ),
+            "lease_tasks",
         )
         ours = {work.lease.task.id: work for work in self._works if not work.lost}
         for lease in leases:
-            if lease.task.id in ours:  # it ran out while the database was away, and nobody else has taken it
+            if (
+                lease.task.id in ours
+            ):  # it ran out while the database was away, and nobody else has taken it
                 ours[lease.task.id].lease = lease
                 continue
             work = _Work(lease, int(lease.task.metadata.get("step", version + 1)))
@@ -199,24 +230,36 @@ class SamplerService:
         if self._rollout.policy != "cancel":
             return
         bound = self._rollout.staleness
-        for attempt in (a for work in self._works if work.group is not None for a in work.group.members):
+        for attempt in (
+            a for work in self._works if work.group is not None for a in work.group.members
+        ):
             oldest = attempt.policy.oldest_version
             if oldest is not None and oldest < version - bound:
-                attempt.cut(f"cancelled: token of version {oldest}, trainer at {version}, rollout.staleness={bound}")
+                attempt.cut(
+                    f"cancelled: token of version {oldest}, trainer at {version}, "
+                    f"rollout.staleness={bound}"
+                )
 
     async def _work(self, work: _Work) -> None:
         """From the lease to its end, one way or another."""
         beats = asyncio.create_task(self._beat(work))
         try:
             if await self._is_known(work):
-                await self._let_go(work, lambda: self._store.complete_task(work.lease), "groups_known")
+                await self._let_go(
+                    work, lambda: self._store.complete_task(work.lease), "groups_known"
+                )
                 return
             made = await self._play(work)
             work.writing = True
             await self._write(work, made)
         except asyncio.CancelledError:
             if not work.lost:
-                await self._let_go(work, lambda: self._store.return_task(work.lease), "tasks_returned", within_s=STOPPING_S / 2)
+                await self._let_go(
+                    work,
+                    lambda: self._store.return_task(work.lease),
+                    "tasks_returned",
+                    within_s=STOPPING_S / 2,
+                )
             raise
         except (InfrastructureFailure, EngineError) as error:
             await self._retry(work, str(error))
@@ -226,7 +269,8 @@ class SamplerService:
             await asyncio.gather(beats, return_exceptions=True)
 
     async def _beat(self, work: _Work) -> None:
-        """Renews the lease; ends the work when it is lost. A database that is away can't give the task to anybody else."""
+        """Renews the lease; ends the work when it is lost. A database that is away can't give the
+        task to anybody else."""
         while not work.lost:
             await asyncio.sleep(self._rollout.lease_s / 3)
             lease = work.lease
@@ -244,9 +288,14 @@ class SamplerService:
                 return
 
     async def _is_known(self, work: _Work) -> bool:
-        """Whether the group is in the store: a predecessor has written it, and the task was queued again since."""
+        """Whether the group is in the store: a predecessor has written it, and the task was queued
+        again since."""
         name = group_name(work.lease.task.id, "train", work.step)
-        return bool(await self._patiently(lambda: self._store.summaries(group_id=name, split="train", limit=1), "summaries"))
+        return bool(
+            await self._with_retries(
+                lambda: self._store.summaries(group_id=name, split="train", limit=1), "summaries"
+            )
+        )
 
     async def _play(self, work: _Work) -> list[Trajectory]:
         """The group's trajectories, of admissible weights. Raises InfrastructureFailure."""
@@ -268,7 +317,10 @@ class SamplerService:
             except InfrastructureFailure as error:
                 unreached += 1
                 self._counts["unreached"] += isinstance(error.__cause__, EngineUnavailableError)
-                if not isinstance(error.__cause__, EngineUnavailableError) or unreached > MAX_UNREACHED:
+                if (
+                    not isinstance(error.__cause__, EngineUnavailableError)
+                    or unreached > MAX_UNREACHED
+                ):
                     raise
                 await asyncio.sleep(self._rollout.poll_s)
                 continue
@@ -278,41 +330,58 @@ class SamplerService:
 
     async def _until_admitted(self, work: _Work) -> None:
         """Waits for an engine, and under `wait` for weights that the group may be sampled from."""
-        while self._engine.version < 0 or (self._waits and work.step > self._engine.version + 1 + self._rollout.staleness):
+        while self._engine.version < 0 or (
+            self._waits and work.step > self._engine.version + 1 + self._rollout.staleness
+        ):
             await asyncio.sleep(self._rollout.poll_s)
 
     def _check_age(self, step: int, made: list[Trajectory]) -> None:
         for trajectory in made:
-            oldest = min((version for turn in trajectory.turns for version in turn.versions), default=step)
+            oldest = min(
+                (version for turn in trajectory.turns for version in turn.versions), default=step
+            )
             if trajectory.status == "completed" and step - 1 - oldest > self._rollout.staleness:
                 raise InfrastructureFailure(
-                    f"{trajectory.id}: an engine drew a token under version {oldest}, too old for step {step} with "
+                    f"{trajectory.id}: an engine drew a token under version {oldest}, too old "
+                    f"for step {step} with "
                     f"rollout.staleness={self._rollout.staleness}: it came back with old weights"
                 )
 
     async def _write(self, work: _Work, made: list[Trajectory]) -> None:
-        """Completes the task with its trajectories. Refused trajectories fail the task with the reason; a lost lease writes nothing."""
-        if not any(one.status == "completed" for one in made if one.group_id == group_name(work.lease.task.id, "train", work.step)):
+        """Completes the task with its trajectories. Refused trajectories fail the task with the
+        reason; a lost lease writes nothing."""
+        if not any(
+            one.status == "completed"
+            for one in made
+            if one.group_id == group_name(work.lease.task.id, "train", work.step)
+        ):
             made = [_useless(one) for one in made]
 
         lease = work.lease
         try:
-            await self._patiently(
-                lambda: self._store.write_trajectories(made, split="train", step=work.step, lease=lease), "write_trajectories"
+            await self._with_retries(
+                lambda: self._store.write_trajectories(
+                    made, split="train", step=work.step, lease=lease
+                ),
+                "write_trajectories",
             )
         except StoreUnavailableError:
             raise
         except StoreError as error:
             reason = str(error)
             if lease is work.lease:
-                await self._let_go(work, lambda: self._store.fail_task(lease, reason), "tasks_failed")
+                await self._let_go(
+                    work, lambda: self._store.fail_task(lease, reason), "tasks_failed"
+                )
             else:
                 await self._write(work, made)
             return
         self._counts["groups_written"] += 1
         for one in made:
             self._counts[f"attempts_{one.status}"] += 1
-            self._counts["cancelled_tokens"] += one.num_completion_tokens() if one.status == "cancelled" else 0
+            self._counts["cancelled_tokens"] += (
+                one.num_completion_tokens() if one.status == "cancelled" else 0
+            )
 
     async def _retry(self, work: _Work, error: str) -> None:
         async def retry() -> None:
@@ -325,12 +394,23 @@ class SamplerService:
     def _note_poison(self, task_id: str, error: str) -> None:
         if task_id not in self._noted:
             self._noted.add(task_id)
-            self._note(f"{self._worker}: task {task_id} is set aside as poison, nothing will be trained on for it: {error}")
+            self._note(
+                f"{self._worker}: task {task_id} is set aside as poison, nothing will be trained "
+                f"on for it: {error}"
+            )
 
-    async def _let_go(self, work: _Work, call: Callable[[], Awaitable[None]], counted: str, *, within_s: float | None = None) -> None:
-        """Ends the lease by `call`, unless it is lost already; a database that stays away lets it run out."""
+    async def _let_go(
+        self,
+        work: _Work,
+        call: Callable[[], Awaitable[None]],
+        counted: str,
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Ends the lease by `call`, unless it is lost already; a database that stays away lets it
+        run out."""
         try:
-            await patiently(call, within_s=within_s or self._patience_s, what=counted)
+            await with_retries(call, within_s=within_s or self._patience_s, what=counted)
         except StoreUnavailableError:
             if within_s is None:
                 raise
@@ -353,12 +433,15 @@ class SamplerService:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        return await patiently(call, within_s=self._patience_s, what=what)
+    async def _with_retries(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+        return await with_retries(call, within_s=self._patience_s, what=what)
 
 
 def _useless(trajectory: Trajectory) -> Trajectory:
-    """A greedy attempt beside a group in which nothing completed has nothing to be compared with."""
+    """A greedy attempt beside a group in which nothing completed has nothing to be compared
+    with."""
     if trajectory.status != "completed":
         return trajectory
-    return msgspec.structs.replace(trajectory, status="cancelled", error="cut: no attempt of its group completed")
+    return msgspec.structs.replace(
+        trajectory, status="cancelled", error="cut: no attempt of its group completed"
+    )

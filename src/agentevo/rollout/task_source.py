@@ -1,4 +1,5 @@
-"""Which tasks a run plays, in which order: all from the run's seed, so every process of a run knows the same ones."""
+"""Which tasks a run plays, in which order: all from the run's seed, so every process of a run knows
+the same ones."""
 
 from __future__ import annotations
 
@@ -17,27 +18,44 @@ from agentevo.types import Task
 class TaskSource:
     """Which tasks a step trains on and which are held out.
 
-    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a fifth; training goes round the others
-    in an order that the run's seed shuffles anew each round. What does not fill a step at a round's end waits: no step has a task twice.
+    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a
+    fifth; training goes round the others in an order that the run's seed shuffles anew each round.
+    What does not fill a step at a round's end waits: no step has a task twice.
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
         self._config, self._given = config, list(given) if given is not None else None
-        self._held_out = max(1, min(config.evaluation.tasks, len(self._given) // 5)) if self._given is not None else config.evaluation.tasks
+        self._held_out = (
+            max(1, min(config.evaluation.tasks, len(self._given) // 5))
+            if self._given is not None
+            else config.evaluation.tasks
+        )
         if self._given is not None and len(self._given) < 2:
-            raise ConfigError(f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and one held out")
+            raise ConfigError(
+                f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and "
+                "one held out"
+            )
         self._by_id = {task.id: task for task in self._given or ()}
         repeated = next(
-            (name for name in self._by_id if name.rpartition("~")[0] in self._by_id and name.rpartition("~")[2].isdigit()), None
+            (
+                name
+                for name in self._by_id
+                if name.rpartition("~")[0] in self._by_id and name.rpartition("~")[2].isdigit()
+            ),
+            None,
         )
         if repeated is not None:
             raise ConfigError(
-                f"tasks: the id {repeated!r} is what a repetition of {repeated.rpartition('~')[0]!r} is called: give it another"
+                f"tasks: the id {repeated!r} is what a repetition of "
+                f"{repeated.rpartition('~')[0]!r} is called: give it another"
             )
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
         if self._config.environment is None:
-            raise ConfigError("environment: this run has none, so there are no tasks to play: add environment.type=NAME, or give tasks")
+            raise ConfigError(
+                "environment: this run has none, so there are no tasks to play: add "
+                "environment.type=NAME, or give tasks"
+            )
         kind: str = self._config.environment.type
         return environment_tasks(kind, self._config.run.seed, purpose, first, count)
 
@@ -49,38 +67,63 @@ class TaskSource:
         pool = self._given[: -self._held_out]
         count = min(count, len(pool))
         round_, place = divmod(step - 1, len(pool) // count)  # `queued` counts rounds likewise
-        return [pool[index] for index in self._shuffled("order", round_, len(pool))[place * count : (place + 1) * count]]
+        return [
+            pool[index]
+            for index in self._shuffled("order", round_, len(pool))[
+                place * count : (place + 1) * count
+            ]
+        ]
 
     def queued(self, step: int) -> list[Task]:
-        """Tasks of step `step` as samplers queue them: `metadata["step"]` says for which step, and a given task that a later round repeats
-        is a task of its own there, ID~ROUND."""
+        """Tasks of step `step` as samplers queue them: `metadata["step"]` says for which step, and
+        a given task that a later round repeats is a task of its own there, ID~ROUND."""
         tasks, round_ = self.train(step), 0
         if self._given is not None:
             pool = len(self._given) - self._held_out
             round_ = (step - 1) // (pool // len(tasks))
-        return [replace(task, id=f"{task.id}~{round_}" if round_ else task.id, metadata=task.metadata | {"step": step}) for task in tasks]
+        return [
+            replace(
+                task,
+                id=f"{task.id}~{round_}" if round_ else task.id,
+                metadata=task.metadata | {"step": step},
+            )
+            for task in tasks
+        ]
 
     def as_given(self, task: Task) -> Task:
         """A queued task as the agent knows it."""
         if self._given is None:
-            return replace(task, metadata={key: value for key, value in task.metadata.items() if key != "step"})
+            return replace(
+                task, metadata={key: value for key, value in task.metadata.items() if key != "step"}
+            )
         return self._by_id.get(task.id) or self._by_id.get(task.id.rpartition("~")[0]) or task
 
     def refill(self, step: int) -> Iterator[Task]:
-        """More tasks for a step that could not fill its batch, always the same ones: endless new ones of an environment; of given tasks
-        all others that are not held out, each once, in an order of the step's own."""
+        """More tasks for a step that could not fill its batch, always the same ones: endless new
+        ones of an environment; of given tasks all others that are not held out, each once, in an
+        order of the step's own."""
         if self._given is None:
             assert self._config.environment is not None
             yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
             return
         pool = self._given[: -self._held_out]
         taken = {task.id for task in self.train(step)}
-        yield from (pool[index] for index in self._shuffled("refill", step, len(pool)) if pool[index].id not in taken)
+        yield from (
+            pool[index]
+            for index in self._shuffled("refill", step, len(pool))
+            if pool[index].id not in taken
+        )
 
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""
-        return self._environment("eval", 0, self._held_out) if self._given is None else self._given[-self._held_out :]
+        return (
+            self._environment("eval", 0, self._held_out)
+            if self._given is None
+            else self._given[-self._held_out :]
+        )
 
     def _shuffled(self, purpose: str, number: int, size: int) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, purpose, number))
+        generator = torch.Generator().manual_seed(
+            derive_seed(self._config.run.seed, purpose, number)
+        )
         return torch.randperm(size, generator=generator).tolist()

@@ -1,4 +1,5 @@
-"""Where an environment's tasks come from: seeds, never shared between training, evaluation and demonstrations."""
+"""Where an environment's tasks come from: seeds, never shared between training, evaluation and
+demonstrations."""
 
 from __future__ import annotations
 
@@ -14,29 +15,45 @@ Purpose = Literal["train", "eval", "demonstration"]
 _REMAINDER: dict[Purpose, int] = {"train": 0, "eval": 1, "demonstration": 2}
 
 
-def world_seed(run_seed: int, purpose: Purpose, index: int | str) -> int:
-    """The seed that is number, or name, `index` of a purpose. Seeds of different purposes differ modulo 4: no world is in two of them."""
+def environment_seed(run_seed: int, purpose: Purpose, index: int | str) -> int:
+    """The seed that is number, or name, `index` of a purpose. Seeds of different purposes differ
+    modulo 4: no environment is in two of them."""
     return derive_seed(run_seed, purpose, index) // 4 * 4 + _REMAINDER[purpose]
 
 
-def environment_tasks(environment: str, run_seed: int, purpose: Purpose, first: int, count: int) -> list[Task]:
+def environment_tasks(
+    environment: str, run_seed: int, purpose: Purpose, first: int, count: int
+) -> list[Task]:
     """Tasks first .. first + count - 1 of a purpose."""
     return [
-        Task(id=f"{purpose}-{index}", environment=environment, seed=world_seed(run_seed, purpose, index))
+        Task(
+            id=f"{purpose}-{index}",
+            environment=environment,
+            seed=environment_seed(run_seed, purpose, index),
+        )
         for index in range(first, first + count)
     ]
 
 
 def refill_tasks(environment: str, run_seed: int, step: int) -> Iterator[Task]:
-    """Endless further training tasks for one step, in ids and seeds apart from those of `environment_tasks` and of other steps."""
+    """Endless further training tasks for one step, in ids and seeds apart from those of
+    `environment_tasks` and of other steps."""
     for place in count_from():
         index = f"{step}+{place}"
-        yield Task(id=f"train-{index}", environment=environment, seed=world_seed(run_seed, "train", index))
+        yield Task(
+            id=f"train-{index}",
+            environment=environment,
+            seed=environment_seed(run_seed, "train", index),
+        )
 
 
 def seed_of_task(run_seed: int, task_id: str) -> int:
-    """The world of an environment's task, by the id that `environment_tasks` or `refill_tasks` gave it."""
+    """The environment of an environment's task, by the id that `environment_tasks` or
+    `refill_tasks` gave it."""
     purpose, _, index = task_id.rpartition("-")
     if purpose not in _REMAINDER or not re.fullmatch(r"\d+(\+\d+)?", index):
-        raise ValueError(f"{task_id!r} is not the id of an environment's task, such as train-7: given tasks have no world of their own")
-    return world_seed(run_seed, purpose, int(index) if index.isdigit() else index)
+        raise ValueError(
+            f"{task_id!r} is not the id of an environment's task, such as train-7: given tasks "
+            "have no environment of their own"
+        )
+    return environment_seed(run_seed, purpose, int(index) if index.isdigit() else index)

@@ -6,11 +6,12 @@
                every number, then the second, ...
     noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the others
 
-One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on from turn to turn. zlib at level 1 on
-planes, and neither a higher level nor zstd: on 4,096 tokens of prose and code in SmolLM2's vocabulary, half of them with log-probs, it
-leaves 0.41 of the bytes (without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at 144 MB/s (level 6: 97,
-zstd: 425), which is 4,400 such trajectories a second on one core, a fifth more with the noise kept out of it. A dependency would buy speed
-where there is enough.
+One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
+from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
+of prose and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41 of the bytes
+(without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at 144 MB/s
+(level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth more with
+the noise kept out of it. A dependency would buy speed where there is enough.
 """
 
 from __future__ import annotations
@@ -40,17 +41,22 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 def pack_ints(values: Sequence[int]) -> bytes:
     """Little-endian int32. Raises OverflowError or TypeError for what is not one."""
     try:
-        if values and values[0] == values[-1] and values.count(values[0]) == len(values):  # versions nearly always
+        if (
+            values and values[0] == values[-1] and values.count(values[0]) == len(values)
+        ):  # versions nearly always
             return struct.pack("<i", values[0]) * len(values)
         return struct.pack(f"<{len(values)}i", *values)
     except struct.error as error:
-        wrong = next(value for value in values if not isinstance(value, int) or not -(2**31) <= value < 2**31)
+        wrong = next(
+            value for value in values if not isinstance(value, int) or not -(2**31) <= value < 2**31
+        )
         kind = OverflowError if isinstance(wrong, int) else TypeError
         raise kind(f"{wrong!r} is no 32-bit integer") from error
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Little-endian float32, rounded to nearest. Raises OverflowError for a finite number beyond float32's range."""
+    """Little-endian float32, rounded to nearest. Raises OverflowError for a finite number beyond
+    float32's range."""
     try:
         return struct.pack(f"<{len(values)}f", *values)
     except OverflowError as error:
@@ -71,14 +77,23 @@ def unpack(typecode: str, data: bytes) -> list[Any]:
 
 
 def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:
-    """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in decimal and `messages` as JSON text."""
+    """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in
+    decimal and `messages` as JSON text."""
     heads = [
-        [turn["parent"], len(turn["prompt_ids"]) // 4, len(turn["completion_ids"]) // 4, *(turn[name] for name in _HEAD)] for turn in turns
+        [
+            turn["parent"],
+            len(turn["prompt_ids"]) // 4,
+            len(turn["completion_ids"]) // 4,
+            *(turn[name] for name in _HEAD),
+        ]
+        for turn in turns
     ]
     columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name, _ in _COLUMNS}
     half = len(columns["logprobs"]) // 2
     noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
-    return _VERSION + _MSGPACK.encode([zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL), noise])
+    return _VERSION + _MSGPACK.encode(
+        [zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL), noise]
+    )
 
 
 def unpack_turns(blob: bytes) -> list[Turn]:
@@ -87,13 +102,30 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         if blob[:1] != _VERSION:
             raise ValueError(f"its format is {blob[:1]!r}")
         packed, noise = _DECODER.decode(memoryview(blob)[1:])
-        heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(zlib.decompress(packed))
+        heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
+            zlib.decompress(packed)
+        )
     except (zlib.error, ValueError, TypeError, msgspec.MsgspecError) as error:
-        raise StoreError(f"the tokens of a trajectory can't be read: {error}; was the store written by a newer AgentEvo?") from error
+        raise StoreError(
+            f"the tokens of a trajectory can't be read: {error}; was the store written by a "
+            "newer AgentEvo?"
+        ) from error
     columns = (prompt_ids, completion_ids, noise + logprobs, versions)
-    numbers = {name: unpack(code, _from_planes(data)) for (name, code), data in zip(_COLUMNS, columns, strict=True)}
+    numbers = {
+        name: unpack(code, _from_planes(data))
+        for (name, code), data in zip(_COLUMNS, columns, strict=True)
+    }
     turns, prompt, completion = [], 0, 0
-    for index, (parent, num_prompt, num_completion, finish_reason, temperature, seed, reward, messages) in enumerate(heads):
+    for index, (
+        parent,
+        num_prompt,
+        num_completion,
+        finish_reason,
+        temperature,
+        seed,
+        reward,
+        messages,
+    ) in enumerate(heads):
         new = slice(completion, completion + num_completion)
         turn = Turn(
             index=index,

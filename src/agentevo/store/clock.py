@@ -1,16 +1,18 @@
 """What time it is for a store: two clocks, because two questions are asked.
 
 `wall` is Unix time, for people: when something was written. It may jump, and nothing depends on it.
-`steady` times leases and back-offs. Every process that shares the store must read the same one, and nobody may set it:
+`steady` times leases and back-offs. Every process that shares the store must read the same one, and
+nobody may set it:
 
     SQLite       the machine's monotonic clock: one for all its processes, which a change of date or an NTP step leaves alone
     PostgreSQL   the server's `clock_timestamp()`
     MongoDB      the server's `localTime`
 
-A server's clock can be set, and a monotonic one starts again at a reboot. Set forward, leases run out early: the fencing id then refuses
-the first holder, and work is repeated, never counted twice. Set back, a lease would seem to last for longer; so one that began in the
-future is begun again now, and no lease has ever more time left than its own length. `lease_tasks` looks for those when it finds nothing
-else.
+A server's clock can be set, and a monotonic one starts again at a reboot. Set forward, leases run
+out early: the fencing id then refuses the first holder, and work is repeated, never counted twice.
+Set back, a lease would seem to last for longer; so one that began in the future is begun again now,
+and no lease has ever more time left than its own length. `lease_tasks` looks for those when it
+finds nothing else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Records to rows and back, exactly: `decode(encode(x)) == x` with log-probs rounded to float32. Formats: tables.py, blobs.py.
+"""Records to rows and back, exactly: `decode(encode(x)) == x` with log-probs rounded to float32.
+Formats: tables.py, blobs.py.
 
-The digest of a row covers everything that was given to the store but the timings, so that "the same content again" can be told from a clash
-of ids without reading the turns. Anything that could not be read back as it was is refused here, before a transaction starts.
+The digest of a row covers everything that was given to the store but the timings, so that "the same
+content again" can be told from a clash of ids without reading the turns. Anything that could not be
+read back as it was is refused here, before a transaction starts.
 
-A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a MongoDB document.
+A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a
+MongoDB document.
 """
 
 from __future__ import annotations
@@ -17,7 +20,17 @@ import msgspec
 
 from agentevo.errors import StoreError
 from agentevo.store.blobs import pack_floats, pack_ints, pack_turns, unpack_turns
-from agentevo.store.store import SPLITS, Emptied, Lease, Split, StepRecord, StoredTask, StoredTrajectory, TaskEvent, TrajectorySummary
+from agentevo.store.store import (
+    SPLITS,
+    Emptied,
+    Lease,
+    Split,
+    StepRecord,
+    StoredTask,
+    StoredTrajectory,
+    TaskEvent,
+    TrajectorySummary,
+)
 from agentevo.types import FinishReason, Status, Task, Trajectory, Turn
 
 JSON = msgspec.json.Encoder(order="deterministic")
@@ -28,9 +41,15 @@ _HISTORY = msgspec.json.Decoder(list[TaskEvent])
 _RECORD = msgspec.json.Decoder(dict[str, Any])
 _STATUSES, _FINISH_REASONS = get_args(Status), get_args(FinishReason)
 _PART = "reward_parts/"
-"""In the column `metrics`, the parts of the reward stand beside the metrics under names that begin like this."""
+"""In the column `metrics`, the parts of the reward stand beside the metrics under names that begin
+like this."""
 
-_UNSTORABLE = (TypeError, ValueError, OverflowError, msgspec.MsgspecError)  # ValueError covers lone surrogates in text
+_UNSTORABLE = (
+    TypeError,
+    ValueError,
+    OverflowError,
+    msgspec.MsgspecError,
+)  # ValueError covers lone surrogates in text
 
 SUMMARY_COLUMNS = TrajectorySummary.__struct_fields__
 
@@ -54,7 +73,10 @@ def encode_task(task: Task) -> EncodedTask:
     try:
         text = JSON.encode(task)
     except _UNSTORABLE as error:
-        raise StoreError(f"task {task.id!r} can't be stored: {error}; answer and metadata must be plain JSON values") from error
+        raise StoreError(
+            f"task {task.id!r} can't be stored: {error}; answer and metadata must be plain JSON "
+            "values"
+        ) from error
     digest = blake2b(text, digest_size=16).digest()
     row = {
         "id": task.id,
@@ -127,16 +149,23 @@ def encode_record(step: int, record: dict[str, Any]) -> str:
     try:
         return JSON.encode(record).decode()
     except _UNSTORABLE as error:
-        raise StoreError(f"the record of step {step} can't be stored: {error}; use plain JSON values") from error
+        raise StoreError(
+            f"the record of step {step} can't be stored: {error}; use plain JSON values"
+        ) from error
 
 
 def decode_step(row: Mapping[Any, Any]) -> StepRecord:
     return StepRecord(
-        step=row["step"], record=_RECORD.decode(row["record"]), num_trajectories=row["num_trajectories"], committed_at=row["committed_at"]
+        step=row["step"],
+        record=_RECORD.decode(row["record"]),
+        num_trajectories=row["num_trajectories"],
+        committed_at=row["committed_at"],
     )
 
 
-def encode_trajectories(trajectories: Iterable[Trajectory], split: Split, step: int) -> list[EncodedTrajectory]:
+def encode_trajectories(
+    trajectories: Iterable[Trajectory], split: Split, step: int
+) -> list[EncodedTrajectory]:
     """Raises StoreError naming the trajectory that can't be stored."""
     if split not in SPLITS:
         raise StoreError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
@@ -157,20 +186,36 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
     if not stored.tokens_deleted:
         return msgspec.structs.replace(encoded, row=row)
     known = {} if stored.emptied is None else msgspec.structs.asdict(stored.emptied)
-    return msgspec.structs.replace(encoded, digest=known.get("digest", encoded.digest), row=row | known, data=None)
+    return msgspec.structs.replace(
+        encoded, digest=known.get("digest", encoded.digest), row=row | known, data=None
+    )
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
     if trajectory.status not in _STATUSES:
-        raise ValueError(f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}")
+        raise ValueError(
+            f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
+        )
     for name in trajectory.metrics:
         if name.startswith(_PART):
-            raise ValueError(f"the metric {name!r} has a name that parts of the reward have: choose another, or give it as a part")
-    measured = trajectory.metrics | {f"{_PART}{name}": value for name, value in trajectory.reward_parts.items()}
-    numbers = {"reward": trajectory.reward, "started_at": trajectory.started_at, "duration_s": trajectory.duration_s, **measured}
+            raise ValueError(
+                f"the metric {name!r} has a name that parts of the reward have: choose another, "
+                "or give it as a part"
+            )
+    measured = trajectory.metrics | {
+        f"{_PART}{name}": value for name, value in trajectory.reward_parts.items()
+    }
+    numbers = {
+        "reward": trajectory.reward,
+        "started_at": trajectory.started_at,
+        "duration_s": trajectory.duration_s,
+        **measured,
+    }
     for name, value in numbers.items():
         if not math.isfinite(value):
-            raise ValueError(f"{name} is {value}: record the trajectory as failed, with the reason as its error")
+            raise ValueError(
+                f"{name} is {value}: record the trajectory as failed, with the reason as its error"
+            )
     turns = [_encode_turn(turn, position) for position, turn in enumerate(trajectory.turns)]
     facts: dict[str, object] = {
         "id": trajectory.id,
@@ -201,7 +246,8 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
 
 
 def _number(value: float) -> float:
-    """A float as SQLite gives it back: it keeps no sign of zero, and the digest must not see one either."""
+    """A float as SQLite gives it back: it keeps no sign of zero, and the digest must not see one
+    either."""
     return float(value) + 0.0
 
 
@@ -209,14 +255,22 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
     if turn.index != position:
         raise ValueError(f"the turn at position {position} has index {turn.index}")
     if turn.parent is not None and not 0 <= turn.parent < turn.index:
-        raise ValueError(f"turn {turn.index} has parent {turn.parent}: a parent comes before its children")
+        raise ValueError(
+            f"turn {turn.index} has parent {turn.parent}: a parent comes before its children"
+        )
     if not len(turn.completion_ids) == len(turn.logprobs) == len(turn.versions):
-        lengths = f"{len(turn.completion_ids)} completion_ids, {len(turn.logprobs)} logprobs, {len(turn.versions)} versions"
+        lengths = (
+            f"{len(turn.completion_ids)} completion_ids, {len(turn.logprobs)} logprobs, "
+            f"{len(turn.versions)} versions"
+        )
         raise ValueError(f"turn {turn.index} has {lengths}: there must be one of each per token")
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
     if not (math.isfinite(turn.reward) and math.isfinite(turn.temperature)):
-        raise ValueError(f"turn {turn.index} has reward {turn.reward} and temperature {turn.temperature}: both must be finite")
+        raise ValueError(
+            f"turn {turn.index} has reward {turn.reward} and temperature {turn.temperature}: "
+            "both must be finite"
+        )
     return {
         "turn_index": turn.index,
         "parent": turn.parent,
@@ -241,7 +295,11 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         attempt=row["attempt"],
         turns=[] if data is None else unpack_turns(data),
         reward=row["reward"],
-        reward_parts={name.removeprefix(_PART): value for name, value in measured.items() if name.startswith(_PART)},
+        reward_parts={
+            name.removeprefix(_PART): value
+            for name, value in measured.items()
+            if name.startswith(_PART)
+        },
         success=row["success"],
         status=row["status"],
         error=row["error"],
@@ -264,8 +322,15 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
 
 
 def _emptied(row: Mapping[Any, Any]) -> Emptied:
-    return Emptied(digest=bytes(row["digest"]), num_turns=row["num_turns"], num_completion_tokens=row["num_completion_tokens"])
+    return Emptied(
+        digest=bytes(row["digest"]),
+        num_turns=row["num_turns"],
+        num_completion_tokens=row["num_completion_tokens"],
+    )
 
 
 def decode_summary(row: Mapping[Any, Any]) -> TrajectorySummary:
-    return TrajectorySummary(metrics=_METRICS.decode(row["metrics"]), **{name: row[name] for name in SUMMARY_COLUMNS if name != "metrics"})
+    return TrajectorySummary(
+        metrics=_METRICS.decode(row["metrics"]),
+        **{name: row[name] for name in SUMMARY_COLUMNS if name != "metrics"},
+    )

@@ -1,11 +1,14 @@
 """Stores out of and into JSON lines, nothing left out.
 
-`export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with its turns: ids, log-probs, versions,
-messages) and beside them `split`, `step`, `state`, `trained_step`, `drop_reason`, `written_at`, `tokens_deleted` and `emptied`.
+`export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with
+its turns: ids, log-probs, versions, messages) and beside them `split`, `step`, `state`,
+`trained_step`, `drop_reason`, `written_at`, `tokens_deleted` and `emptied`.
 
-`export_store` writes all of a store, for `import_store`: the lines above with `"kind": "trajectory"`, and lines of the kinds `task` and
-`step`. Tasks come first, then trajectories in the order of writing, then steps, so that an import that breaks off can just be repeated; a
-store that is exported, imported into any backend and exported again gives the same bytes, but for leases, which don't travel.
+`export_store` writes all of a store, for `import_store`: the lines above with `"kind":
+"trajectory"`, and lines of the kinds `task` and `step`. Tasks come first, then trajectories in the
+order of writing, then steps, so that an import that breaks off can just be repeated; a store that
+is exported, imported into any backend and exported again gives the same bytes, but for leases,
+which don't travel.
 
 The file appears whole or not at all; the same store gives the same bytes.
 """
@@ -31,7 +34,8 @@ _KINDS: dict[str, Any] = {"task": StoredTask, "trajectory": StoredTrajectory, "s
 
 
 async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[TrajectoryFilter]) -> int:
-    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing what is there; returns how many.
+    """Writes the matching trajectories to `path` (.jsonl or .jsonl.gz), replacing what is there;
+    returns how many.
 
     Raises StoreError for another extension and for a path that can't be written.
     """
@@ -46,8 +50,8 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
 async def export_store(store: Store, path: Path | str) -> int:
     """Writes the whole store to `path` as above; returns the number of lines.
 
-    It is read a page at a time, which makes one picture of a store only while nothing moves in it: raises StoreError, and leaves the path
-    as it was, if something did.
+    It is read a page at a time, which makes one picture of a store only while nothing moves in it:
+    raises StoreError, and leaves the path as it was, if something did.
     """
     count = 0
     with _whole_file(Path(path)) as file:
@@ -65,7 +69,10 @@ async def export_store(store: Store, path: Path | str) -> int:
         for step in await store.steps():
             write("step", msgspec.structs.asdict(step))
         if await _progress(store) != before:
-            raise StoreError(f"can't export to {path}: the run goes on, and its rows would be of different moments: stop it first")
+            raise StoreError(
+                f"can't export to {path}: the run goes on, and its rows would be of different "
+                "moments: stop it first"
+            )
     return count
 
 
@@ -75,10 +82,11 @@ async def _progress(store: Store) -> tuple[dict[str, int], StepRecord | None]:
 
 
 async def import_store(store: Store, path: Path | str) -> int:
-    """The inverse: returns how many rows are new. What is there with the same content is left as it is.
+    """The inverse: returns how many rows are new. What is there with the same content is left as it
+    is.
 
-    Raises StoreError for a file that can't be read, with the line that is wrong, and for ids that stand for other content here; the lines
-    before have then been imported.
+    Raises StoreError for a file that can't be read, with the line that is wrong, and for ids that
+    stand for other content here; the lines before have then been imported.
     """
     new = 0
     page: list[Any] = []
@@ -115,9 +123,13 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield _parse(line)
                 except (msgspec.MsgspecError, KeyError, ValueError) as error:
                     what = f"unknown kind {error}" if isinstance(error, KeyError) else error
-                    raise StoreError(f"{path}: line {number} is no line of `agentevo store export`: {what}") from error
+                    raise StoreError(
+                        f"{path}: line {number} is no line of `agentevo store export`: {what}"
+                    ) from error
     except (OSError, EOFError) as error:
-        raise StoreError(f"can't import {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise StoreError(
+            f"can't import {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _parse(line: bytes) -> tuple[str, Any]:
@@ -127,7 +139,9 @@ def _parse(line: bytes) -> tuple[str, Any]:
         return kind, msgspec.json.decode(line, type=record)
     ledger = {name for name in StoredTrajectory.__struct_fields__ if name != "trajectory"}
     fields = {name: value for name, value in msgspec.json.decode(line).items() if name in ledger}
-    return kind, msgspec.convert(fields | {"trajectory": msgspec.json.decode(line, type=Trajectory)}, type=StoredTrajectory)
+    return kind, msgspec.convert(
+        fields | {"trajectory": msgspec.json.decode(line, type=Trajectory)}, type=StoredTrajectory
+    )
 
 
 class _Kind(msgspec.Struct):

@@ -1,7 +1,9 @@
-"""Leases of tasks in SQL (drawn in store.py), on a connection that may write. Transactions are the caller's; `rules` says what is refused.
+"""Leases of tasks in SQL (drawn in store.py), on a connection that may write. Transactions are the
+caller's; `rules` says what is refused.
 
-Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease are passed over: on PostgreSQL many
-workers lease at once, and on SQLite, which ignores both words, the writer is alone anyway.
+Rows that are about to move are read `FOR UPDATE`, and those that another worker is about to lease
+are passed over: on PostgreSQL many workers lease at once, and on SQLite, which ignores both words,
+the writer is alone anyway.
 """
 
 from __future__ import annotations
@@ -20,30 +22,55 @@ from agentevo.store.codec import decode_history, decode_lease, encode_history
 from agentevo.store.store import Lease, RetryPolicy, TaskEvent, TaskState
 from agentevo.store.tables import BIG, tasks
 
-_LET_GO: dict[str, Any] = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
+_LET_GO: dict[str, Any] = {
+    "worker": None,
+    "lease_started_at": None,
+    "lease_expires_at": None,
+    "not_before": 0.0,
+}
 
 # Built once: building a statement takes SQLAlchemy longer than SQLite takes to execute it.
-_QUEUED = select(tasks).where(tasks.c.state == "queued").with_for_update(skip_locked=True).limit(bindparam("limit", type_=Integer))
-_DUE = _QUEUED.where(tasks.c.not_before > 0.0, tasks.c.not_before <= bindparam("now", type_=Float)).order_by(
-    tasks.c.not_before, tasks.c.seq
+_QUEUED = (
+    select(tasks)
+    .where(tasks.c.state == "queued")
+    .with_for_update(skip_locked=True)
+    .limit(bindparam("limit", type_=Integer))
 )
+_DUE = _QUEUED.where(
+    tasks.c.not_before > 0.0, tasks.c.not_before <= bindparam("now", type_=Float)
+).order_by(tasks.c.not_before, tasks.c.seq)
 _FRESH = _QUEUED.where(tasks.c.not_before == 0.0).order_by(tasks.c.seq)
 _EXPIRED = (
     select(tasks)
     .where(tasks.c.state == "leased", tasks.c.lease_expires_at <= bindparam("now", type_=Float))
-    .where(tuple_(tasks.c.lease_expires_at, tasks.c.seq) > tuple_(bindparam("after", type_=Float), bindparam("after_seq", type_=BIG)))
+    .where(
+        tuple_(tasks.c.lease_expires_at, tasks.c.seq)
+        > tuple_(bindparam("after", type_=Float), bindparam("after_seq", type_=BIG))
+    )
     .order_by(tasks.c.lease_expires_at, tasks.c.seq)
     .limit(bindparam("limit", type_=Integer))
     .with_for_update(skip_locked=True)
 )
-_PLACE = select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == bindparam("at")).with_for_update()
-_COMPLETE = update(tasks).where(tasks.c.id == bindparam("at")).values(_LET_GO | {"state": "completed"})
+_PLACE = (
+    select(tasks.c.state, tasks.c.fencing_id).where(tasks.c.id == bindparam("at")).with_for_update()
+)
+_COMPLETE = (
+    update(tasks).where(tasks.c.id == bindparam("at")).values(_LET_GO | {"state": "completed"})
+)
 
 
 async def lease_tasks(
-    connection: AsyncConnection, worker: str, *, now: Now, lease_s: float, limit: int, retries: RetryPolicy
+    connection: AsyncConnection,
+    worker: str,
+    *,
+    now: Now,
+    lease_s: float,
+    limit: int,
+    retries: RetryPolicy,
 ) -> list[Lease]:
-    taken = await _take_expired(connection, worker, now=now, lease_s=lease_s, limit=limit, retries=retries)
+    taken = await _take_expired(
+        connection, worker, now=now, lease_s=lease_s, limit=limit, retries=retries
+    )
     for query, values in ((_DUE, {"now": now.steady}), (_FRESH, {})):
         if len(taken) < limit:
             rows = await _rows(connection, query, limit=limit - len(taken), **values)
@@ -68,26 +95,47 @@ async def lease_tasks(
         }
         for lease, (row, expired) in zip(leases, taken, strict=True)
     ]
-    await _update(connection, [(row, changes | change) for (row, _), change in zip(taken, counted, strict=True)])
+    await _update(
+        connection,
+        [(row, changes | change) for (row, _), change in zip(taken, counted, strict=True)],
+    )
     return leases
 
 
 async def _take_expired(
-    connection: AsyncConnection, worker: str, *, now: Now, lease_s: float, limit: int, retries: RetryPolicy
+    connection: AsyncConnection,
+    worker: str,
+    *,
+    now: Now,
+    lease_s: float,
+    limit: int,
+    retries: RetryPolicy,
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
-    """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past the bound are set aside on the way."""
+    """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past
+    the bound are set aside on the way."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     after = (-math.inf, 0)
     while len(taken) < limit:
-        rows = await _rows(connection, _EXPIRED, now=now.steady, limit=limit - len(taken), after=after[0], after_seq=after[1])
+        rows = await _rows(
+            connection,
+            _EXPIRED,
+            now=now.steady,
+            limit=limit - len(taken),
+            after=after[0],
+            after_seq=after[1],
+        )
         if not rows:
             break
-        # Not by an offset: a row that another worker had locked, and lets go, would move those behind it.
+        # Not by an offset: a row that another worker had locked, and lets go, would move those
+        # behind it.
         after = max((row["lease_expires_at"], row["seq"]) for row in rows)
         poisoned = []
         for row in rows:
             event = rules.expired(row["worker"], row["fencing_id"], now.wall)
-            changes = {"num_expiries": row["num_expiries"] + 1, "history": _appended(row["history"], event)}
+            changes = {
+                "num_expiries": row["num_expiries"] + 1,
+                "history": _appended(row["history"], event),
+            }
             if rules.after_expiry(row["num_expiries"] + 1, retries) == "leased":
                 taken.append((row, changes))
             else:
@@ -98,11 +146,18 @@ async def _take_expired(
 
 
 async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryPolicy) -> None:
-    """Ends what a clock that was set back (or began again, at a reboot) has made long: see clock.py."""
+    """Ends what a clock that was set back (or began again, at a reboot) has made long: see
+    clock.py."""
     length = tasks.c.lease_expires_at - tasks.c.lease_started_at
-    late = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S)
-    await connection.execute(late.values(lease_started_at=now.steady, lease_expires_at=now.steady + length))
-    waiting = update(tasks).where(tasks.c.state == "queued", tasks.c.not_before > now.steady + retries.max_delay_s)
+    late = update(tasks).where(
+        tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S
+    )
+    await connection.execute(
+        late.values(lease_started_at=now.steady, lease_expires_at=now.steady + length)
+    )
+    waiting = update(tasks).where(
+        tasks.c.state == "queued", tasks.c.not_before > now.steady + retries.max_delay_s
+    )
     await connection.execute(waiting.values(not_before=now.steady + retries.max_delay_s))
 
 
@@ -123,12 +178,26 @@ async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None
         if error is None:
             await connection.execute(_COMPLETE, {"at": lease.task.id})
             return
-        event = TaskEvent(kind="failed", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
-        changes = {"state": state, "error": error, "history": _appended(await _history(connection, lease), event)}
-        await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes))
+        event = TaskEvent(
+            kind="failed",
+            worker=lease.worker,
+            fencing_id=lease.fencing_id,
+            at=now.wall,
+            error=error,
+        )
+        changes = {
+            "state": state,
+            "error": error,
+            "history": _appended(await _history(connection, lease), event),
+        }
+        await connection.execute(
+            update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
+        )
 
 
-async def retry(connection: AsyncConnection, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
+async def retry(
+    connection: AsyncConnection, lease: Lease, error: str, *, now: Now, retries: RetryPolicy
+) -> TaskState:
     row = await _place(connection, lease)
     if not rules.holds(row, lease, ("queued", "poison")):
         return "poison" if row is not None and row.state == "poison" else "queued"
@@ -136,7 +205,9 @@ async def retry(connection: AsyncConnection, lease: Lease, error: str, *, now: N
     known = (await connection.execute(query)).one()
     num_failures = known.num_failures + 1
     state = rules.after_failure(num_failures, retries)
-    event = TaskEvent(kind="retried", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
+    event = TaskEvent(
+        kind="retried", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error
+    )
     changes = {
         "state": state,
         "num_failures": num_failures,
@@ -144,33 +215,54 @@ async def retry(connection: AsyncConnection, lease: Lease, error: str, *, now: N
         "history": _appended(known.history, event),
         "not_before": now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0,
     }
-    await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes))
+    await connection.execute(
+        update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
+    )
     return state
 
 
 async def give_back(connection: AsyncConnection, lease: Lease) -> None:
     """leased -> queued, at once and uncounted."""
     if rules.holds(await _place(connection, lease), lease, "queued"):
-        await connection.execute(update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | {"state": "queued"}))
+        await connection.execute(
+            update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | {"state": "queued"})
+        )
 
 
 async def requeue_old(connection: AsyncConnection, before: float) -> int:
-    """leased -> queued for leases that ran out before that moment of the steady clock; their holders are refused from now on."""
+    """leased -> queued for leases that ran out before that moment of the steady clock; their
+    holders are refused from now on."""
     old = update(tasks).where(tasks.c.state == "leased", tasks.c.lease_expires_at <= before)
-    return (await connection.execute(old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1}))).rowcount
+    return (
+        await connection.execute(
+            old.values(_LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1})
+        )
+    ).rowcount
 
 
 async def queue_again(connection: AsyncConnection) -> int:
     """poison, failed -> queued."""
-    fresh = _LET_GO | {"state": "queued", "fencing_id": tasks.c.fencing_id + 1, "num_failures": 0, "num_expiries": 0, "error": None}
-    return (await connection.execute(update(tasks).where(tasks.c.state.in_(("poison", "failed"))).values(fresh))).rowcount
+    fresh = _LET_GO | {
+        "state": "queued",
+        "fencing_id": tasks.c.fencing_id + 1,
+        "num_failures": 0,
+        "num_expiries": 0,
+        "error": None,
+    }
+    return (
+        await connection.execute(
+            update(tasks).where(tasks.c.state.in_(("poison", "failed"))).values(fresh)
+        )
+    ).rowcount
 
 
 def _appended(history: str, event: TaskEvent) -> str:
     return encode_history([*decode_history(history), event])
 
 
-async def _rows(connection: AsyncConnection, query: Select[Any], **values: float) -> list[Mapping[Any, Any]]:
+async def _rows(
+    connection: AsyncConnection, query: Select[Any], **values: float
+) -> list[Mapping[Any, Any]]:
     return [row._mapping for row in await connection.execute(query, values)]
 
 
@@ -183,16 +275,25 @@ async def _history(connection: AsyncConnection, lease: Lease) -> str:
     return str(await connection.scalar(select(tasks.c.history).where(tasks.c.id == lease.task.id)))
 
 
-async def _update(connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]) -> None:
+async def _update(
+    connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]
+) -> None:
     """Each row gets its values; all name the same columns."""
     if changes:
         await connection.execute(
             _changing(tuple(changes[0][1])),
-            [{"at": row["seq"]} | {f"new_{name}": value for name, value in values.items()} for row, values in changes],
+            [
+                {"at": row["seq"]} | {f"new_{name}": value for name, value in values.items()}
+                for row, values in changes
+            ],
         )
 
 
 @cache
 def _changing(names: tuple[str, ...]) -> Update:
     """Parameters: `at`, a row's seq, and new_NAME of each."""
-    return update(tasks).where(tasks.c.seq == bindparam("at")).values({name: bindparam(f"new_{name}") for name in names})
+    return (
+        update(tasks)
+        .where(tasks.c.seq == bindparam("at"))
+        .values({name: bindparam(f"new_{name}") for name in names})
+    )

@@ -1,5 +1,6 @@
-"""The ledger's transitions of trajectories and steps in SQL (drawn in store.py), on a connection that may write. Transactions are the
-caller's; `rules` says what is refused. Repeating a transition that has happened changes nothing.
+"""The ledger's transitions of trajectories and steps in SQL (drawn in store.py), on a connection
+that may write. Transactions are the caller's; `rules` says what is refused. Repeating a transition
+that has happened changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.store import rules
 from agentevo.store.codec import decode_step
-from agentevo.store.facts import rows_by_id
+from agentevo.store.queries import rows_by_id
 from agentevo.store.store import StepRecord
 from agentevo.store.streams import chunks
 from agentevo.store.tables import steps, tasks, tokens, trajectories
@@ -21,7 +22,11 @@ _READY = {"state": "ready", "trained_step": None}
 
 
 async def reserve(connection: AsyncConnection, ids: Iterable[str], step: int) -> int:
-    rules.check_reservable(step, committed=await connection.scalar(select(steps.c.step).where(steps.c.step == step)) is not None)
+    rules.check_reservable(
+        step,
+        committed=await connection.scalar(select(steps.c.step).where(steps.c.step == step))
+        is not None,
+    )
     wanted = list(ids)
     seqs, places = await _places(connection, wanted)
     moving = rules.moving_to_reserved(wanted, places, step)
@@ -29,15 +34,25 @@ async def reserve(connection: AsyncConnection, ids: Iterable[str], step: int) ->
     return len(moving)
 
 
-async def commit_step(connection: AsyncConnection, step: int, record: str, *, ids: Iterable[str] | None, now: float) -> int:
+async def commit_step(
+    connection: AsyncConnection, step: int, record: str, *, ids: Iterable[str] | None, now: float
+) -> int:
     """`record` is JSON text, `now` Unix time."""
-    here = set((await connection.execute(select(trajectories.c.id).where(trajectories.c.trained_step == step))).scalars())
+    here = set(
+        (
+            await connection.execute(
+                select(trajectories.c.id).where(trajectories.c.trained_step == step)
+            )
+        ).scalars()
+    )
     known = await connection.scalar(select(steps.c.record).where(steps.c.step == step))
     if not rules.must_commit(step, record, known=known, ids=ids, here=here):
         return 0
     values = {"step": step, "record": record, "num_trajectories": len(here), "committed_at": now}
     await connection.execute(insert(steps).values(values))
-    await connection.execute(update(trajectories).where(trajectories.c.trained_step == step).values(state="committed"))
+    await connection.execute(
+        update(trajectories).where(trajectories.c.trained_step == step).values(state="committed")
+    )
     return len(here)
 
 
@@ -51,7 +66,13 @@ async def drop(connection: AsyncConnection, ids: Iterable[str], reason: str) -> 
     wanted = list(ids)
     seqs, places = await _places(connection, wanted)
     moving = rules.moving_to_dropped(wanted, places, reason)
-    await _set(connection, [seqs[name] for name in moving], state="dropped", trained_step=None, drop_reason=reason)
+    await _set(
+        connection,
+        [seqs[name] for name in moving],
+        state="dropped",
+        trained_step=None,
+        drop_reason=reason,
+    )
     return len(moving)
 
 
@@ -65,7 +86,9 @@ async def _forget_steps(connection: AsyncConnection, step: int) -> int:
     """Store.rewind with `keep`."""
     taken = update(trajectories).where(trajectories.c.trained_step > step).values(_READY)
     has_tokens = exists().where(tokens.c.trajectory_seq == trajectories.c.seq)
-    dropped = update(trajectories).where(trajectories.c.step > step, trajectories.c.state == "dropped", has_tokens)
+    dropped = update(trajectories).where(
+        trajectories.c.step > step, trajectories.c.state == "dropped", has_tokens
+    )
     again = (await connection.execute(taken)).rowcount
     again += (await connection.execute(dropped.values(_READY | {"drop_reason": None}))).rowcount
     await connection.execute(delete(steps).where(steps.c.step > step))
@@ -74,10 +97,16 @@ async def _forget_steps(connection: AsyncConnection, step: int) -> int:
 
 async def _delete_after(connection: AsyncConnection, step: int) -> int:
     """Store.rewind without it."""
-    orphaned = select(trajectories.c.task_id).where(trajectories.c.step > step)  # DISTINCT would make SQLite walk over all tasks
+    orphaned = select(trajectories.c.task_id).where(
+        trajectories.c.step > step
+    )  # DISTINCT would make SQLite walk over all tasks
     task_ids = dict.fromkeys((await connection.execute(orphaned)).scalars())
-    deleted = (await connection.execute(delete(trajectories).where(trajectories.c.step > step))).rowcount
-    await connection.execute(update(trajectories).where(trajectories.c.trained_step > step).values(_READY))
+    deleted = (
+        await connection.execute(delete(trajectories).where(trajectories.c.step > step))
+    ).rowcount
+    await connection.execute(
+        update(trajectories).where(trajectories.c.trained_step > step).values(_READY)
+    )
     await connection.execute(delete(steps).where(steps.c.step > step))
     queue = update(tasks).values(
         state="queued",
@@ -99,42 +128,69 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
 
 
 async def delete_dropped_tokens(connection: AsyncConnection) -> int:
-    """Of dropped trajectories that no trainer will ask for again. One that was killed between a step's drops and its commit decides on
-    that step once more: on what was sampled for it (rollout.policy: wait), or else on the groups that it has reserved or finds ready, whose
-    greedy attempts are dropped and may have been sampled for an earlier step."""
+    """Of dropped trajectories that no trainer will ask for again. One that was killed between a
+    step's drops and its commit decides on that step once more: on what was sampled for it
+    (rollout.policy: wait), or else on the groups that it has reserved or finds ready, whose greedy
+    attempts are dropped and may have been sampled for an earlier step."""
     last = await connection.scalar(select(func.max(steps.c.step))) or 0
     other = trajectories.alias()
     same_task = (other.c.task_id == trajectories.c.task_id, other.c.split == trajectories.c.split)
     in_use = exists().where(*same_task, other.c.state.in_(("ready", "reserved")))
-    spent = select(trajectories.c.seq).where(trajectories.c.state == "dropped", trajectories.c.step <= last, ~in_use)
-    return (await connection.execute(delete(tokens).where(tokens.c.trajectory_seq.in_(spent)))).rowcount
+    spent = select(trajectories.c.seq).where(
+        trajectories.c.state == "dropped", trajectories.c.step <= last, ~in_use
+    )
+    return (
+        await connection.execute(delete(tokens).where(tokens.c.trajectory_seq.in_(spent)))
+    ).rowcount
 
 
 async def delete_orphans(connection: AsyncConnection) -> int:
-    """Tokens without a trajectory: a foreign key forbids them, so this finds what another program has left."""
+    """Tokens without a trajectory: a foreign key forbids them, so this finds what another program
+    has left."""
     owner = exists().where(trajectories.c.seq == tokens.c.trajectory_seq)
     return (await connection.execute(delete(tokens).where(~owner))).rowcount
 
 
 async def clear(connection: AsyncConnection) -> int:
-    counts = [(await connection.execute(delete(table))).rowcount for table in (tokens, trajectories, tasks, steps)]
+    counts = [
+        (await connection.execute(delete(table))).rowcount
+        for table in (tokens, trajectories, tasks, steps)
+    ]
     return sum(counts[1:])
 
 
-async def read_steps(connection: AsyncConnection, *, after: int | None = None, last_only: bool = False) -> list[StepRecord]:
-    query = select(steps).order_by(steps.c.step.desc()).limit(1) if last_only else select(steps).order_by(steps.c.step)
+async def read_steps(
+    connection: AsyncConnection, *, after: int | None = None, last_only: bool = False
+) -> list[StepRecord]:
+    query = (
+        select(steps).order_by(steps.c.step.desc()).limit(1)
+        if last_only
+        else select(steps).order_by(steps.c.step)
+    )
     if after is not None:
         query = query.where(steps.c.step > after)
     return [decode_step(row._mapping) for row in await connection.execute(query)]
 
 
-async def _places(connection: AsyncConnection, ids: Iterable[str]) -> tuple[dict[str, int], dict[str, rules.Place]]:
+async def _places(
+    connection: AsyncConnection, ids: Iterable[str]
+) -> tuple[dict[str, int], dict[str, rules.Place]]:
     """id -> seq, id -> place; unknown ids are absent."""
-    rows = await rows_by_id(connection, trajectories, ["seq", "split", "state", "trained_step", "drop_reason"], dict.fromkeys(ids))
-    places = {name: rules.Place(row.split, row.state, row.trained_step, row.drop_reason) for name, row in rows.items()}
+    rows = await rows_by_id(
+        connection,
+        trajectories,
+        ["seq", "split", "state", "trained_step", "drop_reason"],
+        dict.fromkeys(ids),
+    )
+    places = {
+        name: rules.Place(row.split, row.state, row.trained_step, row.drop_reason)
+        for name, row in rows.items()
+    }
     return {name: row.seq for name, row in rows.items()}, places
 
 
 async def _set(connection: AsyncConnection, seqs: list[int], **values: Any) -> None:
     for chunk in chunks(seqs):
-        await connection.execute(update(trajectories).where(trajectories.c.seq.in_(chunk)).values(values))
+        await connection.execute(
+            update(trajectories).where(trajectories.c.seq.in_(chunk)).values(values)
+        )

@@ -1,6 +1,8 @@
-"""From one version of the schema to the next, a step at a time, in the transaction that opens the store: whole or not at all.
+"""From one version of the schema to the next, a step at a time, in the transaction that opens the
+store: whole or not at all.
 
-A step is plain SQL and the formats of its time, never `tables.metadata`, which is only ever the newest schema. Only SQLite had a version 1.
+A step is plain SQL and the formats of its time, never `tables.metadata`, which is only ever the
+newest schema. Only SQLite had a version 1.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _TASKS_2 = """CREATE TABLE tasks (
     not_before DOUBLE NOT NULL, worker TEXT, lease_started_at DOUBLE, lease_expires_at DOUBLE, error TEXT, history TEXT NOT NULL,
     CHECK (state IN ('queued', 'leased', 'completed', 'failed', 'poison')))"""
 
-# Leases of version 1 are on another clock: they begin at 0 of the steady one and are over, so that the next worker takes the task.
+# Leases of version 1 are on another clock: they begin at 0 of the steady one and are over, so that
+# the next worker takes the task.
 _COPY_TASKS = """INSERT INTO tasks SELECT seq, id, task, digest, state, fencing_id, num_leases, 0, 0, 0.0, worker,
     CASE WHEN state = 'leased' THEN 0.0 END, CASE WHEN state = 'leased' THEN 0.0 END, error, '[]' FROM tasks_1"""
 
@@ -37,7 +40,16 @@ _TO_2 = (
     "CREATE INDEX tasks_by_start ON tasks (state, lease_started_at)",
     *(
         f"DROP INDEX trajectories_by_{name}"
-        for name in ("step", "trained_step", "split", "state", "state_and_split", "status", "task", "group")
+        for name in (
+            "step",
+            "trained_step",
+            "split",
+            "state",
+            "state_and_split",
+            "status",
+            "task",
+            "group",
+        )
     ),
     *(
         f"CREATE INDEX trajectories_by_{name} ON trajectories ({name}, seq)"
@@ -46,25 +58,35 @@ _TO_2 = (
     "CREATE INDEX trajectories_by_task ON trajectories (task_id, seq)",
     "CREATE INDEX trajectories_by_group ON trajectories (group_id, seq)",
     "CREATE INDEX trajectories_by_place ON trajectories (state, split, seq, num_turns)",
-    "CREATE TABLE tokens (trajectory_seq INTEGER NOT NULL PRIMARY KEY REFERENCES trajectories (seq) ON DELETE CASCADE, data BLOB NOT NULL)",
+    "CREATE TABLE tokens (trajectory_seq INTEGER NOT NULL PRIMARY KEY REFERENCES trajectories "
+    "(seq) ON DELETE CASCADE, data BLOB NOT NULL)",
 )
 
 
 async def _from_1_to_2(connection: AsyncConnection) -> None:
-    """Retries, back-off and poison for tasks; one compressed blob for a trajectory's turns instead of a row with four for each turn."""
+    """Retries, back-off and poison for tasks; one compressed blob for a trajectory's turns instead
+    of a row with four for each turn."""
     for statement in _TO_2:
         await connection.exec_driver_sql(statement)
     last = 0
     while True:
-        page = await connection.exec_driver_sql("SELECT seq FROM trajectories WHERE seq > ? ORDER BY seq LIMIT ?", (last, PAGE))
+        page = await connection.exec_driver_sql(
+            "SELECT seq FROM trajectories WHERE seq > ? ORDER BY seq LIMIT ?", (last, PAGE)
+        )
         seqs = list(page.scalars())
         if not seqs:
             break
         turns: dict[int, list[dict[str, object]]] = {seq: [] for seq in seqs}
-        query = "SELECT * FROM turns WHERE trajectory_seq BETWEEN ? AND ? ORDER BY trajectory_seq, turn_index"
+        query = (
+            "SELECT * FROM turns WHERE trajectory_seq BETWEEN ? AND ? ORDER BY "
+            "trajectory_seq, turn_index"
+        )
         for row in await connection.exec_driver_sql(query, (seqs[0], seqs[-1])):
             turns[row.trajectory_seq].append(dict(row._mapping))
-        await connection.exec_driver_sql("INSERT INTO tokens VALUES (?, ?)", [(seq, pack_turns(of_it)) for seq, of_it in turns.items()])
+        await connection.exec_driver_sql(
+            "INSERT INTO tokens VALUES (?, ?)",
+            [(seq, pack_turns(of_it)) for seq, of_it in turns.items()],
+        )
         last = seqs[-1]
     await connection.exec_driver_sql("DROP TABLE turns")
 

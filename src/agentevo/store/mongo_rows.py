@@ -1,12 +1,14 @@
-"""Facts and ledger in MongoDB's words: what facts, leases and ledger are for SQL. Each function runs inside the transaction of `session`.
+"""Facts and ledger in MongoDB's words: what facts, leases and ledger are for SQL. Each function
+runs inside the transaction of `session`.
 
     tasks, trajectories   a document for a row of tables.py, `_id` being its id
     tokens                {_id: id of the trajectory, data}
     steps                 {_id: step, record, num_trajectories, committed_at}
     meta                  {_id: "schema", version}, {_id: "tasks" or "trajectories", seq}, {_id: "trainer", turn}
 
-A transaction sees a snapshot, and one that writes a document which another has written meanwhile is begun again. What only reads what the
-other writes would slip through; so reserve, commit, release, drop, rewind and gc all write `meta.trainer`, and go one after the other.
+A transaction sees a snapshot, and one that writes a document which another has written meanwhile is
+begun again. What only reads what the other writes would slip through; so reserve, commit, release,
+drop, rewind and gc all write `meta.trainer`, and go one after the other.
 """
 
 from __future__ import annotations
@@ -47,14 +49,28 @@ from agentevo.store.streams import CHUNK, chunks, whole_groups
 Document = dict[str, Any]
 
 INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "tasks": (("seq",), ("state", "seq"), ("state", "not_before", "seq"), ("state", "lease_expires_at"), ("state", "lease_started_at")),
+    "tasks": (
+        ("seq",),
+        ("state", "seq"),
+        ("state", "not_before", "seq"),
+        ("state", "lease_expires_at"),
+        ("state", "lease_started_at"),
+    ),
     "trajectories": (
         ("seq",),
-        *((name, "seq") for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")),
+        *(
+            (name, "seq")
+            for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")
+        ),
         ("state", "split", "seq"),
     ),
 }
-LET_GO: Document = {"worker": None, "lease_started_at": None, "lease_expires_at": None, "not_before": 0.0}
+LET_GO: Document = {
+    "worker": None,
+    "lease_started_at": None,
+    "lease_expires_at": None,
+    "not_before": 0.0,
+}
 _READY: Document = {"state": "ready", "trained_step": None}
 
 
@@ -63,7 +79,9 @@ def row_of(document: Mapping[str, Any]) -> Document:
 
 
 def _document(row: Mapping[str, Any], seq: int) -> Document:
-    return {"_id": row["id"], "seq": seq} | {name: value for name, value in row.items() if name != "id"}
+    return {"_id": row["id"], "seq": seq} | {
+        name: value for name, value in row.items() if name != "id"
+    }
 
 
 class Rows:
@@ -76,22 +94,35 @@ class Rows:
 
     async def take_turn(self) -> None:
         """Of two transactions that take a turn at the same time, one begins again."""
-        await self.meta.update_one({"_id": "trainer"}, {"$inc": {"turn": 1}}, upsert=True, session=self.session)
+        await self.meta.update_one(
+            {"_id": "trainer"}, {"$inc": {"turn": 1}}, upsert=True, session=self.session
+        )
 
     async def find(self, collection: Any, where: Document, *names: str) -> list[Document]:
-        found: list[Document] = await collection.find(where, list(names) if names else None, session=self.session).to_list()
+        found: list[Document] = await collection.find(
+            where, list(names) if names else None, session=self.session
+        ).to_list()
         return found
 
     async def by_id(self, collection: Any, ids: Iterable[Any], *names: str) -> dict[Any, Document]:
         found: dict[Any, Document] = {}
         for chunk in chunks(dict.fromkeys(ids)):
-            found.update((document["_id"], document) for document in await self.find(collection, {"_id": {"$in": chunk}}, *names))
+            found.update(
+                (document["_id"], document)
+                for document in await self.find(collection, {"_id": {"$in": chunk}}, *names)
+            )
         return found
 
-    async def _new(self, kind: str, items: Sequence[EncodedTask] | Sequence[EncodedTrajectory]) -> list[Any]:
-        """The items that must be inserted, each id once. Refuses an id that stands for two contents."""
+    async def _new(
+        self, kind: str, items: Sequence[EncodedTask] | Sequence[EncodedTrajectory]
+    ) -> list[Any]:
+        """The items that must be inserted, each id once. Refuses an id that stands for two
+        contents."""
         known = {
-            name: bytes(found["digest"]) for name, found in (await self.by_id(self.database[kind], (i.id for i in items), "digest")).items()
+            name: bytes(found["digest"])
+            for name, found in (
+                await self.by_id(self.database[kind], (i.id for i in items), "digest")
+            ).items()
         }
         new: list[Any] = []
         for item in items:
@@ -102,21 +133,32 @@ class Rows:
                 new.append(item)
         return new
 
-    async def insert_tasks(self, items: Sequence[EncodedTask], first: int, *, queue: bool = True) -> int:
+    async def insert_tasks(
+        self, items: Sequence[EncodedTask], first: int, *, queue: bool = True
+    ) -> int:
         """`first` begins a range of numbers that is ours. Without `queue`, see Store.add_tasks."""
         new = await self._new("tasks", items)
         place = {} if queue else {"state": "completed"}
         if new:
-            await self.tasks.insert_many([_document(item.row | place, first + i) for i, item in enumerate(new)], session=self.session)
+            await self.tasks.insert_many(
+                [_document(item.row | place, first + i) for i, item in enumerate(new)],
+                session=self.session,
+            )
         for chunk in chunks(() if queue else (item.id for item in items)):
             waiting = {"_id": {"$in": chunk}, "state": "queued"}
-            await self.tasks.update_many(waiting, {"$set": place | {"not_before": 0.0}}, session=self.session)
+            await self.tasks.update_many(
+                waiting, {"$set": place | {"not_before": 0.0}}, session=self.session
+            )
         return len(new)
 
-    async def insert_trajectories(self, items: Sequence[EncodedTrajectory], first: int, now: float) -> int:
+    async def insert_trajectories(
+        self, items: Sequence[EncodedTrajectory], first: int, now: float
+    ) -> int:
         new = await self._new("trajectories", items)
         if new:
-            documents = [_document({"written_at": now} | item.row, first + i) for i, item in enumerate(new)]
+            documents = [
+                _document({"written_at": now} | item.row, first + i) for i, item in enumerate(new)
+            ]
             await self.trajectories.insert_many(documents, session=self.session)
             data = [{"_id": item.id, "data": item.data} for item in new if item.data is not None]
             if data:
@@ -126,9 +168,17 @@ class Rows:
     async def insert_steps(self, rows: Sequence[Document]) -> int:
         there = await self.by_id(self.steps, (row["step"] for row in rows), "record")
         known = {step: found["record"] for step, found in there.items()}
-        new = [row for row in rows if rules.must_commit(row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set())]
+        new = [
+            row
+            for row in rows
+            if rules.must_commit(
+                row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set()
+            )
+        ]
         if new:
-            await self.steps.insert_many([{"_id": row["step"], **row} for row in new], session=self.session)
+            await self.steps.insert_many(
+                [{"_id": row["step"], **row} for row in new], session=self.session
+            )
         return len(new)
 
     async def read_task(self, task_id: str) -> StoredTask:
@@ -137,69 +187,112 @@ class Rows:
             raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
         return decode_task(found)
 
-    async def read_tasks(self, state: str | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
+    async def read_tasks(
+        self, state: str | None, *, after: int, limit: int
+    ) -> list[tuple[int, StoredTask]]:
         where = {"seq": {"$gt": after}} | ({"state": state} if state else {})
-        found = await self.tasks.find(where, session=self.session).sort("seq", 1).limit(limit).to_list()
+        found = (
+            await self.tasks.find(where, session=self.session).sort("seq", 1).limit(limit).to_list()
+        )
         return [(document["seq"], decode_task(document)) for document in found]
 
     async def newest_seq(self) -> int:
-        found = await self.trajectories.find({}, ["seq"], session=self.session).sort("seq", -1).limit(1).to_list()
+        found = (
+            await self.trajectories.find({}, ["seq"], session=self.session)
+            .sort("seq", -1)
+            .limit(1)
+            .to_list()
+        )
         return int(found[0]["seq"]) if found else 0
 
     async def read_page(
-        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+        self,
+        properties: Mapping[str, object],
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
     ) -> list[tuple[int, StoredTrajectory]]:
         where = {"_id" if name == "id" else name: value for name, value in properties.items()}
         if seqs is not None:
             where["seq"] = {"$gte": seqs.start, "$lt": seqs.stop}
-        found = await self.trajectories.find(where, session=self.session).sort("seq", -1 if newest_first else 1).limit(limit).to_list()
+        found = (
+            await self.trajectories.find(where, session=self.session)
+            .sort("seq", -1 if newest_first else 1)
+            .limit(limit)
+            .to_list()
+        )
         data = await self.by_id(self.tokens, (document["_id"] for document in found))
         blobs = [data.get(document["_id"], {}).get("data") for document in found]
-        return [(d["seq"], decode_stored(row_of(d), blob and bytes(blob))) for d, blob in zip(found, blobs, strict=True)]
+        return [
+            (d["seq"], decode_stored(row_of(d), blob and bytes(blob)))
+            for d, blob in zip(found, blobs, strict=True)
+        ]
 
-    async def read_summaries(self, properties: Mapping[str, object], *, limit: int | None, newest_first: bool) -> list[TrajectorySummary]:
+    async def read_summaries(
+        self, properties: Mapping[str, object], *, limit: int | None, newest_first: bool
+    ) -> list[TrajectorySummary]:
         if limit == 0:
             return []
         names = [name for name in SUMMARY_COLUMNS if name != "id"]
-        cursor = self.trajectories.find(dict(properties), names, session=self.session).sort("seq", -1 if newest_first else 1)
+        cursor = self.trajectories.find(dict(properties), names, session=self.session).sort(
+            "seq", -1 if newest_first else 1
+        )
         return [decode_summary(row_of(found)) for found in await cursor.limit(limit or 0).to_list()]
 
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         async def page(after: int, length: int) -> list[tuple[int, str]]:
             where = {"state": "ready", "split": split, "seq": {"$gt": after}}
-            found = self.trajectories.find(where, ["seq", "group_id"], session=self.session).sort("seq", 1).limit(length)
+            found = (
+                self.trajectories.find(where, ["seq", "group_id"], session=self.session)
+                .sort("seq", 1)
+                .limit(length)
+            )
             return [(document["seq"], document["group_id"]) for document in await found.to_list()]
 
         async def members(groups: list[str]) -> list[tuple[str, str]]:
             found: list[tuple[str, str]] = []
             for chunk in chunks(groups):
                 where = {"group_id": {"$in": chunk}, "split": split}
-                found += [(d["group_id"], d["state"]) for d in await self.find(self.trajectories, where, "group_id", "state")]
+                found += [
+                    (d["group_id"], d["state"])
+                    for d in await self.find(self.trajectories, where, "group_id", "state")
+                ]
             return found
 
         return await whole_groups(page, members, size=size, limit=limit)
 
     async def outstanding(self, split: Split) -> int:
-        waiting = await self.tasks.count_documents({"state": {"$in": ["queued", "leased"]}}, session=self.session)
+        waiting = await self.tasks.count_documents(
+            {"state": {"$in": ["queued", "leased"]}}, session=self.session
+        )
         where = {"state": {"$in": ["ready", "reserved"]}, "split": split}
-        return int(waiting) + len({found["task_id"] for found in await self.find(self.trajectories, where, "task_id")})
+        return int(waiting) + len(
+            {found["task_id"] for found in await self.find(self.trajectories, where, "task_id")}
+        )
 
     async def count(self) -> dict[str, int]:
         counts = {f"tasks/{state}": 0 for state in TASK_STATES}
-        counts |= {f"trajectories/{split}/{state}": 0 for split in SPLITS for state in TRAJECTORY_STATES} | {"turns": 0}
+        counts |= {
+            f"trajectories/{split}/{state}": 0 for split in SPLITS for state in TRAJECTORY_STATES
+        } | {"turns": 0}
         by_state = [{"$group": {"_id": "$state", "n": {"$sum": 1}}}]
         for found in await (await self.tasks.aggregate(by_state, session=self.session)).to_list():
             counts[f"tasks/{found['_id']}"] = found["n"]
         place = {"split": "$split", "state": "$state"}
         by_place = [{"$group": {"_id": place, "n": {"$sum": 1}, "turns": {"$sum": "$num_turns"}}}]
-        for found in await (await self.trajectories.aggregate(by_place, session=self.session)).to_list():
+        for found in await (
+            await self.trajectories.aggregate(by_place, session=self.session)
+        ).to_list():
             counts[f"trajectories/{found['_id']['split']}/{found['_id']['state']}"] = found["n"]
             counts["turns"] += found["turns"]
         return counts | {"steps": await self.steps.count_documents({}, session=self.session)}
 
     async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
         """The lease's task if it must still move to `wanted`."""
-        found: Document | None = await self.tasks.find_one({"_id": lease.task.id}, session=self.session)
+        found: Document | None = await self.tasks.find_one(
+            {"_id": lease.task.id}, session=self.session
+        )
         place = None if found is None else rules.TaskPlace(found["state"], found["fencing_id"])
         return found if rules.holds(place, lease, wanted) else None
 
@@ -208,7 +301,10 @@ class Rows:
 
     async def renew(self, lease: Lease, *, now: Now, lease_s: float) -> float:
         await self._held(lease, ())
-        await self._set_task(lease.task.id, {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s})
+        await self._set_task(
+            lease.task.id,
+            {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s},
+        )
         return now.steady + lease_s
 
     async def finish(self, lease: Lease, *, error: str | None, now: Now) -> None:
@@ -217,7 +313,10 @@ class Rows:
         if found is not None:
             changes = LET_GO | {"state": state}
             if error is not None:
-                changes |= {"error": error, "history": _appended(found, "failed", lease, now, error)}
+                changes |= {
+                    "error": error,
+                    "history": _appended(found, "failed", lease, now, error),
+                }
             await self._set_task(lease.task.id, changes)
 
     async def retry(self, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
@@ -228,7 +327,9 @@ class Rows:
         state = rules.after_failure(num_failures, retries)
         changes: Document = {"state": state, "num_failures": num_failures, "error": error}
         changes["history"] = _appended(found, "retried", lease, now, error)
-        changes["not_before"] = now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
+        changes["not_before"] = (
+            now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
+        )
         await self._set_task(lease.task.id, LET_GO | changes)
         return state
 
@@ -237,32 +338,57 @@ class Rows:
             await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
 
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.Place]:
-        found = await self.by_id(self.trajectories, ids, "split", "state", "trained_step", "drop_reason")
-        return {name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"]) for name, d in found.items()}
+        found = await self.by_id(
+            self.trajectories, ids, "split", "state", "trained_step", "drop_reason"
+        )
+        return {
+            name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"])
+            for name, d in found.items()
+        }
 
     async def _set(self, ids: Iterable[str], **values: Any) -> None:
         for chunk in chunks(ids):
-            await self.trajectories.update_many({"_id": {"$in": chunk}}, {"$set": values}, session=self.session)
+            await self.trajectories.update_many(
+                {"_id": {"$in": chunk}}, {"$set": values}, session=self.session
+            )
 
     async def reserve(self, ids: list[str], step: int) -> int:
-        rules.check_reservable(step, committed=await self.steps.find_one({"_id": step}, session=self.session) is not None)
+        rules.check_reservable(
+            step,
+            committed=await self.steps.find_one({"_id": step}, session=self.session) is not None,
+        )
         moving = rules.moving_to_reserved(ids, await self._places(ids), step)
         await self._set(moving, state="reserved", trained_step=step)
         return len(moving)
 
-    async def commit_step(self, step: int, record: str, *, ids: list[str] | None, now: float) -> int:
-        here = {document["_id"] for document in await self.find(self.trajectories, {"trained_step": step}, "_id")}
+    async def commit_step(
+        self, step: int, record: str, *, ids: list[str] | None, now: float
+    ) -> int:
+        here = {
+            document["_id"]
+            for document in await self.find(self.trajectories, {"trained_step": step}, "_id")
+        }
         known = await self.steps.find_one({"_id": step}, session=self.session)
         if not rules.must_commit(step, record, known=known and known["record"], ids=ids, here=here):
             return 0
-        values = {"_id": step, "step": step, "record": record, "num_trajectories": len(here), "committed_at": now}
+        values = {
+            "_id": step,
+            "step": step,
+            "record": record,
+            "num_trajectories": len(here),
+            "committed_at": now,
+        }
         await self.steps.insert_one(values, session=self.session)
         await self._set(here, state="committed")
         return len(here)
 
     async def release(self, step: int | None) -> int:
         where = {"state": "reserved"} | ({} if step is None else {"trained_step": step})
-        return int((await self.trajectories.update_many(where, {"$set": _READY}, session=self.session)).modified_count)
+        return int(
+            (
+                await self.trajectories.update_many(where, {"$set": _READY}, session=self.session)
+            ).modified_count
+        )
 
     async def drop(self, ids: list[str], reason: str) -> int:
         moving = rules.moving_to_dropped(ids, await self._places(ids), reason)
@@ -270,14 +396,20 @@ class Rows:
         return len(moving)
 
     async def rewind(self, step: int, *, keep: bool) -> int:
-        rules.check_rewind(step, known=await self.steps.find_one({"_id": step}, session=self.session) is not None)
+        rules.check_rewind(
+            step, known=await self.steps.find_one({"_id": step}, session=self.session) is not None
+        )
         return await self._forget_steps(step) if keep else await self._delete_after(step)
 
     async def _forget_steps(self, step: int) -> int:
         """Store.rewind with `keep`."""
         taken = {"trained_step": {"$gt": step}}
-        again = (await self.trajectories.update_many(taken, {"$set": _READY}, session=self.session)).modified_count
-        dropped = await self.find(self.trajectories, {"step": {"$gt": step}, "state": "dropped"}, "_id")
+        again = (
+            await self.trajectories.update_many(taken, {"$set": _READY}, session=self.session)
+        ).modified_count
+        dropped = await self.find(
+            self.trajectories, {"step": {"$gt": step}, "state": "dropped"}, "_id"
+        )
         whole = await self.by_id(self.tokens, (found["_id"] for found in dropped), "_id")
         await self._set(whole, **_READY, drop_reason=None)
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
@@ -289,37 +421,57 @@ class Rows:
         for chunk in chunks(document["_id"] for document in later):
             await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)
         await self.trajectories.delete_many({"step": {"$gt": step}}, session=self.session)
-        await self.trajectories.update_many({"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session)
+        await self.trajectories.update_many(
+            {"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session
+        )
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
         fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         again = {"$set": fresh, "$inc": {"fencing_id": 1}}
         await self.tasks.update_many({"state": "leased"}, again, session=self.session)
         lost = set()
         for name in {document["task_id"] for document in later}:
-            if await self.trajectories.find_one({"task_id": name}, ["_id"], session=self.session) is None:
+            if (
+                await self.trajectories.find_one({"task_id": name}, ["_id"], session=self.session)
+                is None
+            ):
                 lost.add(name)
         for chunk in chunks(lost):
             where = {"_id": {"$in": chunk}, "state": {"$in": ["completed", "failed"]}}
             await self.tasks.update_many(where, again, session=self.session)
         return len(later)
 
-    async def read_steps(self, *, after: int | None = None, last_only: bool = False) -> list[StepRecord]:
+    async def read_steps(
+        self, *, after: int | None = None, last_only: bool = False
+    ) -> list[StepRecord]:
         where = {} if after is None else {"_id": {"$gt": after}}
-        cursor = self.steps.find(where, session=self.session).sort("_id", -1 if last_only else 1).limit(1 if last_only else 0)
+        cursor = (
+            self.steps.find(where, session=self.session)
+            .sort("_id", -1 if last_only else 1)
+            .limit(1 if last_only else 0)
+        )
         return [decode_step(found) for found in await cursor.to_list()]
 
     async def queue_again(self) -> int:
         fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
         where = {"state": {"$in": ["poison", "failed"]}}
-        return int((await self.tasks.update_many(where, {"$set": fresh, "$inc": {"fencing_id": 1}}, session=self.session)).modified_count)
+        return int(
+            (
+                await self.tasks.update_many(
+                    where, {"$set": fresh, "$inc": {"fencing_id": 1}}, session=self.session
+                )
+            ).modified_count
+        )
 
     async def requeue_old(self, before: float) -> int:
         where = {"state": "leased", "lease_expires_at": {"$lte": before}}
         again = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
-        return int((await self.tasks.update_many(where, again, session=self.session)).modified_count)
+        return int(
+            (await self.tasks.update_many(where, again, session=self.session)).modified_count
+        )
 
     async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
-        """Tokens without a trajectory, of the next CHUNK by id: how many, and after which id to go on, None at the end."""
+        """Tokens without a trajectory, of the next CHUNK by id: how many, and after which id to go
+        on, None at the end."""
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
         page = [document["_id"] for document in await cursor.to_list()]
@@ -328,22 +480,50 @@ class Rows:
         return deleted, page[-1] if len(page) == CHUNK else None
 
     async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
-        """Of the next CHUNK of dropped trajectories in the order of seq, as in ledger.py; returns likewise."""
-        newest = await self.steps.find({}, ["_id"], session=self.session).sort("_id", -1).limit(1).to_list()
+        """Of the next CHUNK of dropped trajectories in the order of seq, as in ledger.py; returns
+        likewise."""
+        newest = (
+            await self.steps.find({}, ["_id"], session=self.session)
+            .sort("_id", -1)
+            .limit(1)
+            .to_list()
+        )
         last = newest[0]["_id"] if newest else 0
         where = {"state": "dropped", "seq": {"$gt": after or 0}}
-        cursor = self.trajectories.find(where, ["seq", "step", "split", "task_id"], session=self.session).sort("seq", 1).limit(CHUNK)
+        cursor = (
+            self.trajectories.find(where, ["seq", "step", "split", "task_id"], session=self.session)
+            .sort("seq", 1)
+            .limit(CHUNK)
+        )
         page = await cursor.to_list()
         past = [found for found in page if found["step"] <= last]
-        using = {"task_id": {"$in": list({found["task_id"] for found in past})}, "state": {"$in": ["ready", "reserved"]}}
-        in_use = {(found["task_id"], found["split"]) for found in await self.find(self.trajectories, using, "task_id", "split")}
-        deleted = await self._delete_tokens([found["_id"] for found in past if (found["task_id"], found["split"]) not in in_use])
+        using = {
+            "task_id": {"$in": list({found["task_id"] for found in past})},
+            "state": {"$in": ["ready", "reserved"]},
+        }
+        in_use = {
+            (found["task_id"], found["split"])
+            for found in await self.find(self.trajectories, using, "task_id", "split")
+        }
+        deleted = await self._delete_tokens(
+            [found["_id"] for found in past if (found["task_id"], found["split"]) not in in_use]
+        )
         return deleted, page[-1]["seq"] if len(page) == CHUNK else None
 
     async def _delete_tokens(self, ids: list[str]) -> int:
-        return int((await self.tokens.delete_many({"_id": {"$in": ids}}, session=self.session)).deleted_count) if ids else 0
+        return (
+            int(
+                (
+                    await self.tokens.delete_many({"_id": {"$in": ids}}, session=self.session)
+                ).deleted_count
+            )
+            if ids
+            else 0
+        )
 
 
 def _appended(found: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
-    event = TaskEvent(kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error)
+    event = TaskEvent(
+        kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error
+    )
     return encode_history([*decode_history(found["history"]), event])

@@ -1,9 +1,11 @@
-"""A store in MongoDB, for workers on many machines: `mongodb://USER:PASSWORD@HOST/DATABASE?replicaSet=NAME`, a database for each store.
+"""A store in MongoDB, for workers on many machines:
+`mongodb://USER:PASSWORD@HOST/DATABASE?replicaSet=NAME`, a database for each store.
 
-The server must be a member of a replica set (one is enough) or a sharded cluster, because only those have transactions; anything else is
-refused. Each call is one transaction with snapshot reads and majority writes, but for leasing, which takes one document at a time, each
-atomically, so that workers don't get into each other's way. Conflicts and lost connections are passing: the call is begun again until its
-deadline. Leases are timed by the server's clock.
+The server must be a member of a replica set (one is enough) or a sharded cluster, because only
+those have transactions; anything else is refused. Each call is one transaction with snapshot reads
+and majority writes, but for leasing, which takes one document at a time, each atomically, so that
+workers don't get into each other's way. Conflicts and lost connections are passing: the call is
+begun again until its deadline. Leases are timed by the server's clock.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import msgspec
 
-from agentevo.errors import DeadlineExceededError, MissingExtraError, StoreError, StoreUnavailableError
+from agentevo.errors import (
+    DeadlineExceededError,
+    MissingExtraError,
+    StoreError,
+    StoreUnavailableError,
+)
 from agentevo.store import rules
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
 from agentevo.store.codec import (
@@ -63,10 +70,17 @@ _DUPLICATE_KEY, _NAMESPACE_EXISTS = 11000, 48
 
 
 class MongoDBStore(Streaming):
-    """See `Store` for what the methods promise; make one with `MongoDBStore.open` or `open_store`."""
+    """See `Store` for what the methods promise; make one with `MongoDBStore.open` or
+    `open_store`."""
 
     def __init__(
-        self, client: AsyncMongoClient[Document], name: str, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None
+        self,
+        client: AsyncMongoClient[Document],
+        name: str,
+        *,
+        timeout_s: float,
+        retries: RetryPolicy,
+        clock: Clock | None,
     ) -> None:
         self._client = client
         self._database = client[name]
@@ -76,25 +90,40 @@ class MongoDBStore(Streaming):
 
     @classmethod
     async def open(
-        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+        cls,
+        url: str,
+        *,
+        timeout_s: float = 60.0,
+        create: bool = True,
+        retries: RetryPolicy = RETRIES,
+        clock: Clock | None = None,
     ) -> Self:
         """Opens a database. Makes its collections and indexes if need be, unless `create` is false.
 
-        Raises StoreError for a server without transactions and for a database that holds something else; it is left as it was.
+        Raises StoreError for a server without transactions and for a database that holds something
+        else; it is left as it was.
         """
         try:
             from pymongo import AsyncMongoClient
             from pymongo.errors import PyMongoError
             from pymongo.uri_parser import parse_uri
         except ImportError as error:
-            raise MissingExtraError("a store in MongoDB needs pymongo 4.13 or newer: pip install 'agentevo[mongodb]'") from error
+            raise MissingExtraError(
+                "a store in MongoDB needs pymongo 4.13 or newer: pip install 'agentevo[mongodb]'"
+            ) from error
         try:
             name = await asyncio.to_thread(lambda: parse_uri(url)["database"])
             if not name:
-                raise StoreError("the URL of a store in MongoDB names a database: write mongodb://HOST/DATABASE")
-            client: AsyncMongoClient[Document] = AsyncMongoClient(url, serverSelectionTimeoutMS=int(400 * timeout_s), w="majority")
+                raise StoreError(
+                    "the URL of a store in MongoDB names a database: write mongodb://HOST/DATABASE"
+                )
+            client: AsyncMongoClient[Document] = AsyncMongoClient(
+                url, serverSelectionTimeoutMS=int(400 * timeout_s), w="majority"
+            )
         except (PyMongoError, ValueError) as error:
-            raise StoreError(f"not the URL of a MongoDB database: {error}; write mongodb://HOST/DATABASE") from error
+            raise StoreError(
+                f"not the URL of a MongoDB database: {error}; write mongodb://HOST/DATABASE"
+            ) from error
         store = cls(client, name, timeout_s=timeout_s, retries=retries, clock=clock)
         try:
             async with store._deadline("open"):
@@ -111,29 +140,44 @@ class MongoDBStore(Streaming):
         hello = await self._client.admin.command("hello")
         if "setName" not in hello and hello.get("msg") != "isdbgrid":
             raise StoreError(
-                f"store {self.where}: this server has no transactions, without which nothing here is exactly-once: start mongod with "
-                "--replSet rs0 and call rs.initiate() once (a single member is enough), or use PostgreSQL"
+                f"store {self.where}: this server has no transactions, without which nothing "
+                "here is exactly-once: start mongod with "
+                "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
+                "PostgreSQL"
             )
         known = await self._database["meta"].find_one({"_id": "schema"})
         if known is not None:
             if known["version"] > SCHEMA_VERSION:
                 raise StoreError(
-                    f"store {self.where}: its schema {known['version']} is a newer AgentEvo's, this knows up to {SCHEMA_VERSION}: upgrade "
+                    f"store {self.where}: its schema {known['version']} is a newer AgentEvo's, "
+                    f"this knows up to {SCHEMA_VERSION}: upgrade "
                     "with pip install -U agentevo; it was left as it is"
                 )
             if known["version"] < SCHEMA_VERSION:
                 raise StoreError(
-                    f"store {self.where}: its schema {known['version']} is an older AgentEvo's, this knows {SCHEMA_VERSION}: move it with "
-                    "`agentevo store export` of that version and `agentevo store import` into a new database; it was left as it is"
+                    f"store {self.where}: its schema {known['version']} is an older AgentEvo's, "
+                    f"this knows {SCHEMA_VERSION}: move it with "
+                    "`agentevo store export` of that version and `agentevo store import` into a "
+                    "new database; it was left as it is"
                 )
             return
         if not create:
             raise StoreError(f"store {self.where}: no store in this database: check the URL")
-        there = set(await self._database.list_collection_names()) & {"tasks", "trajectories", "tokens", "steps"}
+        there = set(await self._database.list_collection_names()) & {
+            "tasks",
+            "trajectories",
+            "tokens",
+            "steps",
+        }
         if there:
-            for name in sorted(there):  # a store that another process is making right now has none of these filled
+            for name in sorted(
+                there
+            ):  # a store that another process is making right now has none of these filled
                 if await self._database[name].find_one({}) is not None:
-                    raise StoreError(f"store {self.where}: the database holds a collection {name!r} of something else: give another name")
+                    raise StoreError(
+                        f"store {self.where}: the database holds a collection {name!r} of "
+                        "something else: give another name"
+                    )
         for name, indexes in INDEXES.items():
             for columns in indexes:
                 await self._database[name].create_index([(column, 1) for column in columns])
@@ -144,8 +188,12 @@ class MongoDBStore(Streaming):
                 if error.code != _NAMESPACE_EXISTS:
                     raise
         for name in ("trainer", "tasks", "trajectories"):
-            await self._database["meta"].update_one({"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True)
-        await self._database["meta"].update_one({"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True)
+            await self._database["meta"].update_one(
+                {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
+            )
+        await self._database["meta"].update_one(
+            {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
+        )
 
     async def close(self) -> None:
         async with self._deadline("close"):
@@ -153,7 +201,8 @@ class MongoDBStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """The one place where the database's failures become ours. Gives a list for those that were tried again."""
+        """The one place where the database's failures become ours. Gives a list for those that were
+        tried again."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
         passed: list[PyMongoError] = []
@@ -164,7 +213,8 @@ class MongoDBStore(Streaming):
             if passed and isinstance(passed[-1], ConnectionFailure):
                 raise self._unavailable(what, passed[-1]) from passed[-1]
             raise DeadlineExceededError(
-                f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server may be gone or busy: calling again is "
+                f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server "
+                "may be gone or busy: calling again is "
                 "harmless"
             ) from error
         except ConnectionFailure as error:
@@ -173,7 +223,10 @@ class MongoDBStore(Streaming):
             raise StoreError(f"store {self.where}: {what}: {error}") from error
 
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
-        return StoreUnavailableError(f"store {self.where}: {what}: {error}: the database can't be used now; calling again is harmless")
+        return StoreUnavailableError(
+            f"store {self.where}: {what}: {error}: the database can't be used now; calling again "
+            "is harmless"
+        )
 
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
         """`work` again and again while what goes wrong is passing, until the deadline."""
@@ -185,7 +238,8 @@ class MongoDBStore(Streaming):
                     return await work()
                 except PyMongoError as error:
                     clash = isinstance(error, BulkWriteError) and any(
-                        one.get("code") == _DUPLICATE_KEY for one in (error.details or {}).get("writeErrors", [])
+                        one.get("code") == _DUPLICATE_KEY
+                        for one in (error.details or {}).get("writeErrors", [])
                     )
                     lost = isinstance(error, AutoReconnect) and self._is_open
                     labelled = any(error.has_error_label(label) for label in _LABELS)
@@ -195,12 +249,16 @@ class MongoDBStore(Streaming):
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 
     async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:
-        """`work` in a transaction; with `turn`, one after the other with all others that take one."""
+        """`work` in a transaction; with `turn`, one after the other with all others that take
+        one."""
         from pymongo.read_concern import ReadConcern
 
         async def transaction() -> T:
             snapshot = ReadConcern("snapshot")
-            async with self._client.start_session() as session, await session.start_transaction(read_concern=snapshot):
+            async with (
+                self._client.start_session() as session,
+                await session.start_transaction(read_concern=snapshot),
+            ):
                 rows = Rows(self._database, session)
                 if turn:
                     await rows.take_turn()
@@ -208,9 +266,11 @@ class MongoDBStore(Streaming):
 
         return await self._again(what, transaction)
 
-    async def _in_pieces(self, piece: Callable[[Rows, Any], Awaitable[tuple[int, Any]]], *, turn: bool) -> int:
-        """What is too much for one transaction, which has a lifetime: `piece` says how many rows it deleted and after which one the next
-        goes on, None at the end. Returns the sum."""
+    async def _in_pieces(
+        self, piece: Callable[[Rows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
+    ) -> int:
+        """What is too much for one transaction, which has a lifetime: `piece` says how many rows it
+        deleted and after which one the next goes on, None at the end. Returns the sum."""
         done, after = 0, None
 
         async def work(rows: Rows) -> tuple[int, Any]:
@@ -233,12 +293,15 @@ class MongoDBStore(Streaming):
         return Now(seconds, seconds)
 
     async def _numbers(self, kind: str, count: int) -> int:
-        """The first of `count` numbers for new rows, which nobody else gets. Outside transactions: a gap does no harm, a queue would."""
+        """The first of `count` numbers for new rows, which nobody else gets. Outside transactions:
+        a gap does no harm, a queue would."""
         if not count:
             return 0
 
         async def work() -> int:
-            found = await self._database["meta"].find_one_and_update({"_id": kind}, {"$inc": {"seq": count}})
+            found = await self._database["meta"].find_one_and_update(
+                {"_id": kind}, {"$inc": {"seq": count}}
+            )
             return int(found["seq"]) + 1 if found else 1
 
         return await self._again("numbers", work)
@@ -246,13 +309,19 @@ class MongoDBStore(Streaming):
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         encoded = [encode_task(task) for task in tasks]
         first = await self._numbers("tasks", len(encoded))
-        return await self._run("add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue))
+        return await self._run(
+            "add_tasks", lambda rows: rows.insert_tasks(encoded, first, queue=queue)
+        )
 
     async def stored_task(self, task_id: str) -> StoredTask:
         return await self._run("task", lambda rows: rows.read_task(task_id))
 
-    async def _task_page(self, state: TaskState | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
-        return await self._run("tasks", lambda rows: rows.read_tasks(state, after=after, limit=limit))
+    async def _task_page(
+        self, state: TaskState | None, *, after: int, limit: int
+    ) -> list[tuple[int, StoredTask]]:
+        return await self._run(
+            "tasks", lambda rows: rows.read_tasks(state, after=after, limit=limit)
+        )
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
         async def work() -> list[Lease]:
@@ -276,15 +345,23 @@ class MongoDBStore(Streaming):
         while (found := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])) is not None:
             event = rules.expired(found["worker"], found["fencing_id"], now.wall)
             count = found["num_expiries"] + 1
-            counted = {"num_expiries": count, "history": encode_history([*decode_history(found["history"]), event])}
+            counted = {
+                "num_expiries": count,
+                "history": encode_history([*decode_history(found["history"]), event]),
+            }
             same = {"_id": found["_id"], "fencing_id": found["fencing_id"], **ran_out}
             if rules.after_expiry(count, self._retries) == "poison":
                 error = f"its leases ran out {count} times: {event.error}"
-                await tasks.update_one(same, {"$set": LET_GO | counted | {"state": "poison", "error": error}})
+                await tasks.update_one(
+                    same, {"$set": LET_GO | counted | {"state": "poison", "error": error}}
+                )
             elif (await tasks.update_one(same, {"$set": taken | counted, **again})).modified_count:
                 return decode_lease(row_of(found), worker, now=now.steady, lease_s=lease_s)
         for where, order in (
-            ({"state": "queued", "not_before": {"$gt": 0.0, "$lte": now.steady}}, [("not_before", 1), ("seq", 1)]),
+            (
+                {"state": "queued", "not_before": {"$gt": 0.0, "$lte": now.steady}},
+                [("not_before", 1), ("seq", 1)],
+            ),
             ({"state": "queued", "not_before": 0.0}, [("seq", 1)]),
         ):
             found = await tasks.find_one_and_update(where, {"$set": taken, **again}, sort=order)
@@ -299,12 +376,18 @@ class MongoDBStore(Streaming):
         for found in await tasks.find(late).to_list():
             length = found["lease_expires_at"] - found["lease_started_at"]
             times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + length}
-            await tasks.update_one({"_id": found["_id"], "fencing_id": found["fencing_id"], **late}, {"$set": times})
-        await tasks.update_many({"state": "queued", "not_before": {"$gt": longest}}, {"$set": {"not_before": longest}})
+            await tasks.update_one(
+                {"_id": found["_id"], "fencing_id": found["fencing_id"], **late}, {"$set": times}
+            )
+        await tasks.update_many(
+            {"state": "queued", "not_before": {"$gt": longest}}, {"$set": {"not_before": longest}}
+        )
 
     async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
         length, now = lease.lease_s if lease_s is None else lease_s, await self._now()
-        expires_at = await self._run("renew", lambda rows: rows.renew(lease, now=now, lease_s=length))
+        expires_at = await self._run(
+            "renew", lambda rows: rows.renew(lease, now=now, lease_s=length)
+        )
         return msgspec.structs.replace(lease, lease_s=length, expires_at=expires_at)
 
     async def complete_task(self, lease: Lease) -> None:
@@ -317,7 +400,9 @@ class MongoDBStore(Streaming):
 
     async def retry_task(self, lease: Lease, error: str) -> TaskState:
         now = await self._now()
-        return await self._run("retry_task", lambda rows: rows.retry(lease, error, now=now, retries=self._retries))
+        return await self._run(
+            "retry_task", lambda rows: rows.retry(lease, error, now=now, retries=self._retries)
+        )
 
     async def return_task(self, lease: Lease) -> None:
         await self._run("return_task", lambda rows: rows.give_back(lease))
@@ -325,7 +410,14 @@ class MongoDBStore(Streaming):
     async def queue_again(self) -> int:
         return await self._run("queue_again", lambda rows: rows.queue_again())
 
-    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
+    async def write_trajectories(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        split: Split,
+        step: int,
+        lease: Lease | None = None,
+    ) -> int:
         encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
         first, now = await self._numbers("trajectories", len(encoded)), await self._now()
 
@@ -340,9 +432,17 @@ class MongoDBStore(Streaming):
         wanted = list(ids)
         return await self._run("reserve", lambda rows: rows.reserve(wanted, step), turn=True)
 
-    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
-        text, wanted, now = encode_record(step, record), None if ids is None else list(ids), await self._now()
-        return await self._run("commit_step", lambda rows: rows.commit_step(step, text, ids=wanted, now=now.wall), turn=True)
+    async def commit_step(
+        self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None
+    ) -> int:
+        text = encode_record(step, record)
+        wanted = None if ids is None else list(ids)
+        now = await self._now()
+        return await self._run(
+            "commit_step",
+            lambda rows: rows.commit_step(step, text, ids=wanted, now=now.wall),
+            turn=True,
+        )
 
     async def release(self, step: int | None = None) -> int:
         return await self._run("release", lambda rows: rows.release(step), turn=True)
@@ -358,17 +458,32 @@ class MongoDBStore(Streaming):
         return await self._run("trajectories", lambda rows: rows.newest_seq())
 
     async def _page(
-        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+        self,
+        properties: Mapping[str, object],
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
     ) -> list[tuple[int, StoredTrajectory]]:
-        return await self._run("trajectories", lambda rows: rows.read_page(properties, seqs=seqs, limit=limit, newest_first=newest_first))
+        return await self._run(
+            "trajectories",
+            lambda rows: rows.read_page(
+                properties, seqs=seqs, limit=limit, newest_first=newest_first
+            ),
+        )
 
     async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]:
         properties, limit, newest = checked_filters(filters)
-        return await self._run("summaries", lambda rows: rows.read_summaries(properties, limit=limit, newest_first=newest))
+        return await self._run(
+            "summaries",
+            lambda rows: rows.read_summaries(properties, limit=limit, newest_first=newest),
+        )
 
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         rules.check_group(split, size, limit)
-        return await self._run("ready_groups", lambda rows: rows.ready_groups(split, size=size, limit=limit))
+        return await self._run(
+            "ready_groups", lambda rows: rows.ready_groups(split, size=size, limit=limit)
+        )
 
     async def outstanding(self, split: Split) -> int:
         rules.check_split(split)
@@ -378,7 +493,9 @@ class MongoDBStore(Streaming):
         return await self._run("steps", lambda rows: rows.read_steps(after=after))
 
     async def last_step(self) -> StepRecord | None:
-        return next(iter(await self._run("last_step", lambda rows: rows.read_steps(last_only=True))), None)
+        return next(
+            iter(await self._run("last_step", lambda rows: rows.read_steps(last_only=True))), None
+        )
 
     async def counts(self) -> dict[str, int]:
         return await self._run("counts", lambda rows: rows.count())
@@ -388,12 +505,22 @@ class MongoDBStore(Streaming):
         return int(found["storageSize"]) + int(found.get("indexSize", 0))
 
     async def put(
-        self, *, tasks: Iterable[StoredTask] = (), trajectories: Iterable[StoredTrajectory] = (), steps: Iterable[StepRecord] = ()
+        self,
+        *,
+        tasks: Iterable[StoredTask] = (),
+        trajectories: Iterable[StoredTrajectory] = (),
+        steps: Iterable[StepRecord] = (),
     ) -> int:
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
-        encoded = await asyncio.to_thread(lambda: [encode_stored(stored) for stored in trajectories])
-        new_steps = [msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)} for step in steps]
-        first_task, first = await self._numbers("tasks", len(encoded_tasks)), await self._numbers("trajectories", len(encoded))
+        encoded = await asyncio.to_thread(
+            lambda: [encode_stored(stored) for stored in trajectories]
+        )
+        new_steps = [
+            msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)}
+            for step in steps
+        ]
+        first_task = await self._numbers("tasks", len(encoded_tasks))
+        first = await self._numbers("trajectories", len(encoded))
 
         async def work(rows: Rows) -> int:
             new = await rows.insert_tasks(encoded_tasks, first_task) if encoded_tasks else 0
@@ -403,18 +530,24 @@ class MongoDBStore(Streaming):
         return await self._run("put", work, turn=True)
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """The server keeps the space of what was deleted for what comes next: `bytes` is what its files shrank by, if at all."""
+        """The server keeps the space of what was deleted for what comes next: `bytes` is what its
+        files shrank by, if at all."""
         before, now = await self.size_bytes(), await self._now()
         async with self._deadline("gc"):
             done = {
-                "leases": await self._run("gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True),
+                "leases": await self._run(
+                    "gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True
+                ),
                 "orphans": await self._in_pieces(Rows.delete_orphans, turn=False),
-                "tokens": await self._in_pieces(Rows.delete_dropped_tokens, turn=True) if dropped else 0,
+                "tokens": await self._in_pieces(Rows.delete_dropped_tokens, turn=True)
+                if dropped
+                else 0,
             }
         return done | {"bytes": before - await self.size_bytes()}
 
     async def clear(self) -> int:
-        """Outside of transactions, whose lifetime a large store exceeds. Tokens go first: `counts` says so until nothing is left."""
+        """Outside of transactions, whose lifetime a large store exceeds. Tokens go first: `counts`
+        says so until nothing is left."""
         deleted = 0
 
         async def work() -> int:

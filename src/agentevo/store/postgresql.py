@@ -1,14 +1,17 @@
-"""A store in PostgreSQL, for workers on many machines: `postgresql://USER:PASSWORD@HOST/DATABASE?schema=NAME` (default `agentevo`).
+"""A store in PostgreSQL, for workers on many machines:
+`postgresql://USER:PASSWORD@HOST/DATABASE?schema=NAME` (default `agentevo`).
 
-Each store is a schema of its own, so one database holds many. Transactions run at READ COMMITTED and lock what they move:
+Each store is a schema of its own, so one database holds many. Transactions run at READ COMMITTED
+and lock what they move:
 
     workers    a shared lock of the whole store; the rows of the tasks that they lease or finish, with SKIP LOCKED when leasing
     trainer    the same, and one exclusive lock: reserve, commit, release and drop happen one after the other
     alone      the whole store exclusively: rewind, gc, import, migrations
 
-Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost connections are passing: the call is begun
-again until its deadline, so a server that restarts costs its clients a wait and nothing else. Commits are durable as the server is
-configured (`synchronous_commit`). Leases are timed by the server's clock.
+Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost
+connections are passing: the call is begun again until its deadline, so a server that restarts costs
+its clients a wait and nothing else. Commits are durable as the server is configured
+(`synchronous_commit`). Leases are timed by the server's clock.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ POOL_SIZE = 8
 _PAUSE_S = 0.05
 """Between two tries."""
 _PASSING = ("08", "40001", "40P01", "23505", "53300", "55P03", "57P0")
-"""Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many clients, locks, a server that stops."""
+"""Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many
+clients, locks, a server that stops."""
 _GONE = ("08", "53300", "57P0")
 """Of them, those of a server that can't be reached."""
 _LATE = ("57014", "25P03")
@@ -46,12 +50,17 @@ _TABLES = ("tasks", "trajectories", "tokens", "steps")
 
 
 class PostgreSQLStore(SQLStore):
-    """See `Store` for what the methods promise; make one with `PostgreSQLStore.open` or `open_store`."""
+    """See `Store` for what the methods promise; make one with `PostgreSQLStore.open` or
+    `open_store`."""
 
-    def __init__(self, url: URL, schema: str, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+    def __init__(
+        self, url: URL, schema: str, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None
+    ) -> None:
         settings = {
             "search_path": schema,
-            "statement_timeout": str(int(900 * timeout_s)),  # in milliseconds: a little before the caller stops waiting
+            "statement_timeout": str(
+                int(900 * timeout_s)
+            ),  # in milliseconds: a little before the caller stops waiting
             "idle_in_transaction_session_timeout": str(int(2000 * timeout_s)),
             "application_name": "agentevo",
         }
@@ -69,20 +78,36 @@ class PostgreSQLStore(SQLStore):
 
     @classmethod
     async def open(
-        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+        cls,
+        url: str,
+        *,
+        timeout_s: float = 60.0,
+        create: bool = True,
+        retries: RetryPolicy = RETRIES,
+        clock: Clock | None = None,
     ) -> Self:
-        """Opens a schema of a database that exists. Makes schema and tables if need be, unless `create` is false.
+        """Opens a schema of a database that exists. Makes schema and tables if need be, unless
+        `create` is false.
 
-        Raises StoreError for a schema that holds other tables, or those of a newer AgentEvo; it is left as it was.
+        Raises StoreError for a schema that holds other tables, or those of a newer AgentEvo; it is
+        left as it was.
         """
         address, schema = _parse(url)
         try:
             import asyncpg  # noqa: F401
         except ImportError as error:
-            raise MissingExtraError(f"the store {address.render_as_string()} needs asyncpg: pip install 'agentevo[postgresql]'") from error
+            raise MissingExtraError(
+                f"the store {address.render_as_string()} needs asyncpg: pip install "
+                "'agentevo[postgresql]'"
+            ) from error
         store = cls(address, schema, timeout_s=timeout_s, retries=retries, clock=clock)
         try:
-            await store._run("open", lambda connection: _check_or_make_schema(connection, store, create=create), write=True, lock="alone")
+            await store._run(
+                "open",
+                lambda connection: _check_or_make_schema(connection, store, create=create),
+                write=True,
+                lock="alone",
+            )
         except BaseException:
             await store._engine.dispose()
             raise
@@ -93,8 +118,11 @@ class PostgreSQLStore(SQLStore):
         async with self._deadline("close"):
             await self._engine.dispose()
 
-    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
-        """Again and again while what goes wrong is passing: a call happens whole or not at all, so another try is harmless."""
+    async def _run(
+        self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
+    ) -> T:
+        """Again and again while what goes wrong is passing: a call happens whole or not at all, so
+        another try is harmless."""
         async with self._deadline(what) as passed:
             while True:
                 try:
@@ -108,7 +136,9 @@ class PostgreSQLStore(SQLStore):
 
     @asynccontextmanager
     async def _transaction(self, *, write: bool, lock: Lock) -> AsyncIterator[AsyncConnection]:
-        options: dict[str, Any] = {} if write else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        options: dict[str, Any] = (
+            {} if write else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        )
         async with self._engine.execution_options(**options).begin() as connection:
             if write:
                 await self._lock(connection, lock)
@@ -124,7 +154,10 @@ class PostgreSQLStore(SQLStore):
     async def _now(self, connection: AsyncConnection) -> Now:
         if self._clock is not None:
             return self._clock.now()
-        seconds = float(await connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())::float8")) or 0.0)
+        seconds = float(
+            await connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())::float8"))
+            or 0.0
+        )
         return Now(seconds, seconds)
 
     def _is_late(self, error: BaseException) -> bool:
@@ -133,7 +166,11 @@ class PostgreSQLStore(SQLStore):
     def _is_unreachable(self, error: BaseException) -> bool:
         if not isinstance(error, DBAPIError):  # no connection could be made
             return True
-        return _sqlstate(error).startswith(_GONE) or error.connection_invalidated or isinstance(error, InterfaceError)
+        return (
+            _sqlstate(error).startswith(_GONE)
+            or error.connection_invalidated
+            or isinstance(error, InterfaceError)
+        )
 
     def _is_passing(self, error: BaseException) -> bool:
         """Whether the same call may go through in a moment."""
@@ -151,7 +188,9 @@ class PostgreSQLStore(SQLStore):
         return await self._run("size_bytes", work)
 
     async def _vacuum(self) -> None:
-        async with self._engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+        async with self._engine.execution_options(
+            isolation_level="AUTOCOMMIT"
+        ).connect() as connection:
             await connection.execute(text(f"VACUUM (ANALYZE) {', '.join(_TABLES)}"))
 
 
@@ -162,15 +201,22 @@ def _parse(url: str) -> tuple[URL, str]:
     except (ArgumentError, ValueError) as error:
         shown = without_password(url)
         raise StoreError(
-            f"{shown!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE ({type(error).__name__})"
+            f"{shown!r} is not the URL of a database: write postgresql://USER@HOST/DATABASE "
+            f"({type(error).__name__})"
         ) from None
     schema = address.query.get("schema", DEFAULT_SCHEMA)
     if not address.database:
-        raise StoreError(f"{address.render_as_string()!r} names no database: write postgresql://USER@HOST/DATABASE")
+        raise StoreError(
+            f"{address.render_as_string()!r} names no database: write "
+            "postgresql://USER@HOST/DATABASE"
+        )
     if not isinstance(schema, str) or not re.fullmatch(r"[a-z_][a-z0-9_]{0,62}", schema):
         raise StoreError(f"schema={schema!r}: use small letters, digits and _, at most 63 of them")
     if unknown := sorted(set(address.query) - {"schema", *_OPTIONS}):
-        raise StoreError(f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, {', '.join(_OPTIONS)}")
+        raise StoreError(
+            f"{unknown[0]!r} is no option of a PostgreSQL store: after the ? may stand schema, "
+            f"{', '.join(_OPTIONS)}"
+        )
     address = address.difference_update_query(["schema"])
     if mode := address.query.get("sslmode"):  # libpq's word for what asyncpg calls ssl
         address = address.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
@@ -181,29 +227,38 @@ def _sqlstate(error: BaseException) -> str:
     return str(getattr(getattr(error, "orig", None), "sqlstate", None) or "")
 
 
-async def _check_or_make_schema(connection: AsyncConnection, store: PostgreSQLStore, *, create: bool) -> None:
+async def _check_or_make_schema(
+    connection: AsyncConnection, store: PostgreSQLStore, *, create: bool
+) -> None:
     query = "SELECT tablename FROM pg_tables WHERE schemaname = :schema"
     names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
     if "agentevo_store" in names:
         version = await connection.scalar(text("SELECT version FROM agentevo_store"))
         if version != SCHEMA_VERSION:
-            move = "move it with `agentevo store export` of the older AgentEvo and `agentevo store import` into a new schema"
+            move = (
+                "move it with `agentevo store export` of the older AgentEvo and `agentevo "
+                "store import` into a new schema"
+            )
             advice = "upgrade with pip install -U agentevo" if version > SCHEMA_VERSION else move
             raise StoreError(
-                f"{store.where}: the schema {store.schema!r} has version {version}, this AgentEvo knows {SCHEMA_VERSION}: {advice}; it was "
+                f"{store.where}: the schema {store.schema!r} has version {version}, this "
+                f"AgentEvo knows {SCHEMA_VERSION}: {advice}; it was "
                 "left as it is"
             )
         return
     if names:
         raise StoreError(
-            f"{store.where}: the schema {store.schema!r} holds other tables: give another with ?schema=NAME; it was left as it is"
+            f"{store.where}: the schema {store.schema!r} holds other tables: give another with "
+            "?schema=NAME; it was left as it is"
         )
     if not create:
         raise StoreError(f"{store.where}: no store in the schema {store.schema!r}: check the URL")
     await connection.execute(text(f"CREATE SCHEMA IF NOT EXISTS {store.schema}"))
     await connection.run_sync(metadata.create_all)
     await connection.execute(text("CREATE TABLE agentevo_store (version integer NOT NULL)"))
-    await connection.execute(text("INSERT INTO agentevo_store VALUES (:version)"), {"version": SCHEMA_VERSION})
+    await connection.execute(
+        text("INSERT INTO agentevo_store VALUES (:version)"), {"version": SCHEMA_VERSION}
+    )
 
 
 stores.register("postgresql")(PostgreSQLStore.open)

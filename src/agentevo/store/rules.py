@@ -1,6 +1,8 @@
-"""What the ledger refuses, for every backend alike: pure functions of rows that a transaction has read and locked.
+"""What the ledger refuses, for every backend alike: pure functions of rows that a transaction has
+read and locked.
 
-Each says what must move, and refuses, naming a row, if any is not where the transition starts; so a refusal leaves everything as it was.
+Each says what must move, and refuses, naming a row, if any is not where the transition starts; so a
+refusal leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ class Place(NamedTuple):
 
 
 def holds(row: TaskPlace | None, lease: Lease, wanted: str | tuple[str, ...]) -> bool:
-    """Whether the lease's task must still move to `wanted`; False if it is there already. Refuses a lease that is lost."""
+    """Whether the lease's task must still move to `wanted`; False if it is there already. Refuses a
+    lease that is lost."""
     name = lease.task.id
     states = (wanted,) if isinstance(wanted, str) else wanted
     if row is None:
-        raise StoreError(f"no task {name!r} in this store, but {lease.worker!r} holds a lease on it: was the store replaced?")
+        raise StoreError(
+            f"no task {name!r} in this store, but {lease.worker!r} holds a lease on it: was the "
+            "store replaced?"
+        )
     if row.fencing_id != lease.fencing_id:
         raise StoreError(
-            f"task {name!r}: the lease {lease.fencing_id} of {lease.worker!r} ran out and the task has moved on "
+            f"task {name!r}: the lease {lease.fencing_id} of {lease.worker!r} ran out and the "
+            "task has moved on "
             f"(fencing id {row.fencing_id}): discard this attempt, or lease for longer"
         )
     if row.state in states:
@@ -58,7 +65,13 @@ def after_expiry(num_expiries: int, retries: RetryPolicy) -> TaskState:
 
 
 def expired(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
-    return TaskEvent(kind="expired", worker=worker or "", fencing_id=fencing_id, at=at, error="the lease ran out: did its worker die?")
+    return TaskEvent(
+        kind="expired",
+        worker=worker or "",
+        fencing_id=fencing_id,
+        at=at,
+        error="the lease ran out: did its worker die?",
+    )
 
 
 def check_reservable(step: int, *, committed: bool) -> None:
@@ -71,29 +84,47 @@ def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, Place], step: int)
     for name in dict.fromkeys(ids):
         row = rows.get(name)
         if row is None:
-            raise StoreError(f"trajectory {name!r} can't be reserved for step {step}: it is not in the store; write it first")
+            raise StoreError(
+                f"trajectory {name!r} can't be reserved for step {step}: it is not in the store; "
+                "write it first"
+            )
         if row.split != "train":
             raise StoreError(
-                f"trajectory {name!r} can't be reserved for step {step}: its split is {row.split!r}, only 'train' is trained on"
+                f"trajectory {name!r} can't be reserved for step {step}: its split is "
+                f"{row.split!r}, only 'train' is trained on"
             )
         if row.state == "ready":
             moving.append(name)
         elif (row.state, row.trained_step) != ("reserved", step):
             at = "" if row.trained_step is None else f"({row.trained_step})"
-            raise StoreError(f"trajectory {name!r} can't be reserved for step {step}: it is {row.state}{at}, not ready")
+            raise StoreError(
+                f"trajectory {name!r} can't be reserved for step {step}: it is {row.state}{at}, "
+                "not ready"
+            )
     return moving
 
 
-def must_commit(step: int, record: str, *, known: str | None, ids: Iterable[str] | None, here: set[str]) -> bool:
-    """Whether the step must still be written. `known` is its record if it is there, `here` what is reserved for it or committed to it."""
+def must_commit(
+    step: int, record: str, *, known: str | None, ids: Iterable[str] | None, here: set[str]
+) -> bool:
+    """Whether the step must still be written. `known` is its record if it is there, `here` what is
+    reserved for it or committed to it."""
     if ids is not None:
         wanted = set(ids)
-        for problem, names in (("is not reserved for it", wanted - here), ("is reserved for it but not part of it", here - wanted)):
+        for problem, names in (
+            ("is not reserved for it", wanted - here),
+            ("is reserved for it but not part of it", here - wanted),
+        ):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                raise StoreError(f"step {step} can't be committed: trajectory {min(names)!r}{more} {problem}")
+                raise StoreError(
+                    f"step {step} can't be committed: trajectory {min(names)!r}{more} {problem}"
+                )
     if known is not None and known != record:
-        raise StoreError(f"step {step} is already committed with another record: rewind to step {step - 1} before doing it again")
+        raise StoreError(
+            f"step {step} is already committed with another record: rewind to step {step - 1} "
+            "before doing it again"
+        )
     return known is None
 
 
@@ -102,11 +133,20 @@ def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str
     for name in dict.fromkeys(ids):
         row = rows.get(name)
         if row is None:
-            raise StoreError(f"trajectory {name!r} can't be dropped ({reason}): it is not in the store; write it first")
+            raise StoreError(
+                f"trajectory {name!r} can't be dropped ({reason}): it is not in the store; write "
+                "it first"
+            )
         if row.state == "committed":
-            raise StoreError(f"trajectory {name!r} can't be dropped ({reason}): step {row.trained_step} was trained on it")
+            raise StoreError(
+                f"trajectory {name!r} can't be dropped ({reason}): step {row.trained_step} was "
+                "trained on it"
+            )
         if row.state == "dropped" and row.drop_reason != reason:
-            raise StoreError(f"trajectory {name!r} can't be dropped ({reason}): it was dropped before ({row.drop_reason})")
+            raise StoreError(
+                f"trajectory {name!r} can't be dropped ({reason}): it was dropped before "
+                f"({row.drop_reason})"
+            )
         if row.state in ("ready", "reserved"):
             moving.append(name)
     return moving
@@ -114,7 +154,9 @@ def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str
 
 def check_rewind(step: int, *, known: bool) -> None:
     if step > 0 and not known:
-        raise StoreError(f"can't rewind to step {step}: it was never committed; `steps()` lists those that were")
+        raise StoreError(
+            f"can't rewind to step {step}: it was never committed; `steps()` lists those that were"
+        )
 
 
 def check_split(split: Split) -> None:
@@ -125,19 +167,25 @@ def check_split(split: Split) -> None:
 def check_group(split: Split, size: int, limit: int) -> None:
     if size < 1 or limit < 0:
         raise StoreError(
-            f"ready_groups({split!r}, size={size}, limit={limit}): a group has at least one member, and a limit is not negative"
+            f"ready_groups({split!r}, size={size}, limit={limit}): a group has at least one "
+            "member, and a limit is not negative"
         )
 
 
 def is_ready_group(states: Iterable[str], size: int) -> bool:
     """See `Store.ready_groups`; `states` are those of the members that have been written."""
     members = list(states)
-    return len(members) >= size and "ready" in members and not {"reserved", "committed"}.intersection(members)
+    return (
+        len(members) >= size
+        and "ready" in members
+        and not {"reserved", "committed"}.intersection(members)
+    )
 
 
 def check_same_content(kind: str, name: str, digest: bytes, known: bytes) -> None:
     if digest != known:
         raise StoreError(
-            f"{kind}: {name!r} is already there with other content: ids must differ for different attempts "
+            f"{kind}: {name!r} is already there with other content: ids must differ for "
+            "different attempts "
             "(after going back to an older checkpoint, call rewind first)"
         )

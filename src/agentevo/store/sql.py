@@ -1,7 +1,9 @@
-"""What the SQL stores share: every call of `Store` as one transaction around functions of facts, leases and ledger.
+"""What the SQL stores share: every call of `Store` as one transaction around functions of queries,
+leases and ledger.
 
-A backend says how it runs a transaction, under which locks, and what time it is. `work` awaits its connection and nothing else, so that a
-backend whose driver blocks can run the whole of it in one thread.
+A backend says how it runs a transaction, under which locks, and what time it is. `work` awaits its
+connection and nothing else, so that a backend whose driver blocks can run the whole of it in one
+thread.
 """
 
 from __future__ import annotations
@@ -17,9 +19,15 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
-from agentevo.store import facts, leases, ledger, rules
+from agentevo.store import leases, ledger, queries, rules
 from agentevo.store.clock import Now
-from agentevo.store.codec import encode_record, encode_stored, encode_stored_task, encode_task, encode_trajectories
+from agentevo.store.codec import (
+    encode_record,
+    encode_stored,
+    encode_stored_task,
+    encode_task,
+    encode_trajectories,
+)
 from agentevo.store.store import (
     Lease,
     RetryPolicy,
@@ -36,7 +44,8 @@ from agentevo.store.streams import Streaming
 from agentevo.types import Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
-"""Who may write at the same time: any number of workers and one trainer; or nobody else. (SQLite has one writer anyway.)"""
+"""Who may write at the same time: any number of workers and one trainer; or nobody else. (SQLite
+has one writer anyway.)"""
 
 T = TypeVar("T")
 Work = Callable[[AsyncConnection], Awaitable[T]]
@@ -51,7 +60,9 @@ class SQLStore(Streaming):
         self._retries = retries
 
     @abstractmethod
-    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
+    async def _run(
+        self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
+    ) -> T:
         """`work` in a transaction, within the deadline. `what` names the call in messages."""
 
     @abstractmethod
@@ -73,7 +84,8 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """The one place where the database's failures become ours. Gives a list for those that were tried again."""
+        """The one place where the database's failures become ours. Gives a list for those that were
+        tried again."""
         passed: list[BaseException] = []
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -87,32 +99,49 @@ class SQLStore(Streaming):
                 raise self._too_late(what) from error
             if self._is_unreachable(error):
                 raise self._unavailable(what, error) from error
-            raise StoreError(f"store {self.where}: {what}: {getattr(error, 'orig', None) or error}") from error
+            raise StoreError(
+                f"store {self.where}: {what}: {getattr(error, 'orig', None) or error}"
+            ) from error
 
     def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
         reason = getattr(error, "orig", None) or error
-        return StoreUnavailableError(f"store {self.where}: {what}: {reason}: the database can't be used now; calling again is harmless")
+        return StoreUnavailableError(
+            f"store {self.where}: {what}: {reason}: the database can't be used now; calling "
+            "again is harmless"
+        )
 
     def _too_late(self, what: str) -> DeadlineExceededError:
         return DeadlineExceededError(
-            f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; another process may hold the write lock, or the disk "
+            f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; another "
+            "process may hold the write lock, or the disk "
             "is slow, or the server is gone: calling again is harmless"
         )
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
         encoded = [encode_task(task) for task in tasks]
-        return await self._run("add_tasks", lambda connection: facts.insert_tasks(connection, encoded, queue=queue), write=True)
+        return await self._run(
+            "add_tasks",
+            lambda connection: queries.insert_tasks(connection, encoded, queue=queue),
+            write=True,
+        )
 
     async def stored_task(self, task_id: str) -> StoredTask:
-        return await self._run("task", lambda connection: facts.read_task(connection, task_id))
+        return await self._run("task", lambda connection: queries.read_task(connection, task_id))
 
-    async def _task_page(self, state: TaskState | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
-        return await self._run("tasks", lambda connection: facts.read_tasks(connection, state, after=after, limit=limit))
+    async def _task_page(
+        self, state: TaskState | None, *, after: int, limit: int
+    ) -> list[tuple[int, StoredTask]]:
+        return await self._run(
+            "tasks",
+            lambda connection: queries.read_tasks(connection, state, after=after, limit=limit),
+        )
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
         async def work(connection: AsyncConnection) -> list[Lease]:
             now = await self._now(connection)
-            return await leases.lease_tasks(connection, worker, now=now, lease_s=lease_s, limit=limit, retries=self._retries)
+            return await leases.lease_tasks(
+                connection, worker, now=now, lease_s=lease_s, limit=limit, retries=self._retries
+            )
 
         return await self._run("lease_tasks", work, write=True)
 
@@ -120,9 +149,13 @@ class SQLStore(Streaming):
         length = lease.lease_s if lease_s is None else lease_s
 
         async def work(connection: AsyncConnection) -> float:
-            return await leases.renew(connection, lease, now=await self._now(connection), lease_s=length)
+            return await leases.renew(
+                connection, lease, now=await self._now(connection), lease_s=length
+            )
 
-        return msgspec.structs.replace(lease, lease_s=length, expires_at=await self._run("renew", work, write=True))
+        return msgspec.structs.replace(
+            lease, lease_s=length, expires_at=await self._run("renew", work, write=True)
+        )
 
     async def complete_task(self, lease: Lease) -> None:
         async def work(connection: AsyncConnection) -> None:
@@ -138,57 +171,99 @@ class SQLStore(Streaming):
 
     async def retry_task(self, lease: Lease, error: str) -> TaskState:
         async def work(connection: AsyncConnection) -> TaskState:
-            return await leases.retry(connection, lease, error, now=await self._now(connection), retries=self._retries)
+            return await leases.retry(
+                connection, lease, error, now=await self._now(connection), retries=self._retries
+            )
 
         return await self._run("retry_task", work, write=True)
 
     async def return_task(self, lease: Lease) -> None:
-        await self._run("return_task", lambda connection: leases.give_back(connection, lease), write=True)
+        await self._run(
+            "return_task", lambda connection: leases.give_back(connection, lease), write=True
+        )
 
     async def queue_again(self) -> int:
         return await self._run("queue_again", leases.queue_again, write=True)
 
-    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
+    async def write_trajectories(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        split: Split,
+        step: int,
+        lease: Lease | None = None,
+    ) -> int:
         encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
 
         async def work(connection: AsyncConnection) -> int:
             now = await self._now(connection)
             if lease is not None:
                 await leases.finish(connection, lease, error=None, now=now)
-            return await facts.insert_trajectories(connection, encoded, now.wall)
+            return await queries.insert_trajectories(connection, encoded, now.wall)
 
         return await self._run("write_trajectories", work, write=True)
 
     async def reserve(self, ids: Iterable[str], step: int) -> int:
         wanted = list(ids)
-        return await self._run("reserve", lambda connection: ledger.reserve(connection, wanted, step), write=True, lock="trainer")
+        return await self._run(
+            "reserve",
+            lambda connection: ledger.reserve(connection, wanted, step),
+            write=True,
+            lock="trainer",
+        )
 
-    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
+    async def commit_step(
+        self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None
+    ) -> int:
         text, wanted = encode_record(step, record), None if ids is None else list(ids)
 
         async def work(connection: AsyncConnection) -> int:
-            return await ledger.commit_step(connection, step, text, ids=wanted, now=(await self._now(connection)).wall)
+            return await ledger.commit_step(
+                connection, step, text, ids=wanted, now=(await self._now(connection)).wall
+            )
 
         return await self._run("commit_step", work, write=True, lock="trainer")
 
     async def release(self, step: int | None = None) -> int:
-        return await self._run("release", lambda connection: ledger.release(connection, step), write=True, lock="trainer")
+        return await self._run(
+            "release",
+            lambda connection: ledger.release(connection, step),
+            write=True,
+            lock="trainer",
+        )
 
     async def drop(self, ids: Iterable[str], reason: str) -> int:
         wanted = list(ids)
-        return await self._run("drop", lambda connection: ledger.drop(connection, wanted, reason), write=True, lock="trainer")
+        return await self._run(
+            "drop",
+            lambda connection: ledger.drop(connection, wanted, reason),
+            write=True,
+            lock="trainer",
+        )
 
     async def rewind(self, step: int, *, keep: bool = False) -> int:
-        return await self._run("rewind", lambda connection: ledger.rewind(connection, step, keep=keep), write=True, lock="alone")
+        return await self._run(
+            "rewind",
+            lambda connection: ledger.rewind(connection, step, keep=keep),
+            write=True,
+            lock="alone",
+        )
 
     async def _newest_seq(self) -> int:
-        return await self._run("trajectories", facts.newest_seq)
+        return await self._run("trajectories", queries.newest_seq)
 
     async def _page(
-        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+        self,
+        properties: Mapping[str, object],
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
     ) -> list[tuple[int, StoredTrajectory]]:
         def work(connection: AsyncConnection) -> Awaitable[list[tuple[int, StoredTrajectory]]]:
-            return facts.read_page(connection, properties, seqs=seqs, limit=limit, newest_first=newest_first)
+            return queries.read_page(
+                connection, properties, seqs=seqs, limit=limit, newest_first=newest_first
+            )
 
         return await self._run("trajectories", work)
 
@@ -196,38 +271,61 @@ class SQLStore(Streaming):
         properties, limit, newest = checked_filters(filters)
 
         def work(connection: AsyncConnection) -> Awaitable[list[TrajectorySummary]]:
-            return facts.read_summaries(connection, properties, limit=limit, newest_first=newest)
+            return queries.read_summaries(connection, properties, limit=limit, newest_first=newest)
 
         return await self._run("summaries", work)
 
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         rules.check_group(split, size, limit)
-        return await self._run("ready_groups", lambda connection: facts.ready_groups(connection, split, size=size, limit=limit))
+        return await self._run(
+            "ready_groups",
+            lambda connection: queries.ready_groups(connection, split, size=size, limit=limit),
+        )
 
     async def outstanding(self, split: Split) -> int:
         rules.check_split(split)
-        return await self._run("outstanding", lambda connection: facts.outstanding(connection, split))
+        return await self._run(
+            "outstanding", lambda connection: queries.outstanding(connection, split)
+        )
 
     async def steps(self, *, after: int | None = None) -> list[StepRecord]:
-        return await self._run("steps", lambda connection: ledger.read_steps(connection, after=after))
+        return await self._run(
+            "steps", lambda connection: ledger.read_steps(connection, after=after)
+        )
 
     async def last_step(self) -> StepRecord | None:
-        return next(iter(await self._run("last_step", lambda connection: ledger.read_steps(connection, last_only=True))), None)
+        return next(
+            iter(
+                await self._run(
+                    "last_step", lambda connection: ledger.read_steps(connection, last_only=True)
+                )
+            ),
+            None,
+        )
 
     async def counts(self) -> dict[str, int]:
-        return await self._run("counts", facts.count)
+        return await self._run("counts", queries.count)
 
     async def put(
-        self, *, tasks: Iterable[StoredTask] = (), trajectories: Iterable[StoredTrajectory] = (), steps: Iterable[StepRecord] = ()
+        self,
+        *,
+        tasks: Iterable[StoredTask] = (),
+        trajectories: Iterable[StoredTrajectory] = (),
+        steps: Iterable[StepRecord] = (),
     ) -> int:
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
-        encoded = await asyncio.to_thread(lambda: [encode_stored(stored) for stored in trajectories])
-        rows = [msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)} for step in steps]
+        encoded = await asyncio.to_thread(
+            lambda: [encode_stored(stored) for stored in trajectories]
+        )
+        rows = [
+            msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)}
+            for step in steps
+        ]
 
         async def work(connection: AsyncConnection) -> int:
-            new = await facts.insert_tasks(connection, encoded_tasks) if encoded_tasks else 0
-            new += await facts.insert_trajectories(connection, encoded, 0.0) if encoded else 0
-            return new + (await facts.insert_steps(connection, rows) if rows else 0)
+            new = await queries.insert_tasks(connection, encoded_tasks) if encoded_tasks else 0
+            new += await queries.insert_trajectories(connection, encoded, 0.0) if encoded else 0
+            return new + (await queries.insert_steps(connection, rows) if rows else 0)
 
         return await self._run("put", work, write=True, lock="alone")
 

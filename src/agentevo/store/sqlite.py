@@ -1,11 +1,13 @@
 """The default store: one SQLite file, safe for any number of processes on one machine.
 
-Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every process; a power cut may undo the newest commits, whole, but
-never tears one. Readers see a snapshot and never wait for the writer. Writers queue: inside a process at a lock, between processes at
-SQLite's, which each takes at BEGIN, so that no transaction fails half-way for having read before it wrote.
+Write-ahead log, `synchronous=NORMAL`: a commit survives the death of every process; a power cut may
+undo the newest commits, whole, but never tears one. Readers see a snapshot and never wait for the
+writer. Writers queue: inside a process at a lock, between processes at SQLite's, which each takes
+at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
-A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver would go there and back some twenty times.
-The file is ours if it carries our `application_id`; `user_version` is the schema's version.
+A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver
+would go there and back some twenty times. The file is ours if it carries our `application_id`;
+`user_version` is the schema's version.
 """
 
 from __future__ import annotations
@@ -37,8 +39,15 @@ APPLICATION_ID = 0x41676576  # "Agev"
 THREADS = 8
 """Of a store object: calls that run at the same time. One of them writes."""
 
-_SETTINGS = ("page_size=16384", "foreign_keys=ON", "synchronous=NORMAL", "wal_autocheckpoint=1000", "journal_size_limit=67108864")
-"""Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk write: a turn's blobs are kilobytes."""
+_SETTINGS = (
+    "page_size=16384",
+    "foreign_keys=ON",
+    "synchronous=NORMAL",
+    "wal_autocheckpoint=1000",
+    "journal_size_limit=67108864",
+)
+"""Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk
+write: a turn's blobs are kilobytes."""
 _SHARES = {
     "tasks": {
         "sqlite_autoindex_tasks_1": "1",
@@ -77,7 +86,8 @@ class _Limit:
 
 
 class _Connection:
-    """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive` runs what awaits only them."""
+    """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive`
+    runs what awaits only them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -106,9 +116,18 @@ def _drive(work: Coroutine[Any, Any, T]) -> T:
 
 
 class SQLiteStore(SQLStore):
-    """See `Store` for what the methods promise; make one with `SQLiteStore.open` or `open_store`."""
+    """See `Store` for what the methods promise; make one with `SQLiteStore.open` or
+    `open_store`."""
 
-    def __init__(self, path: Path, engine: Engine, *, timeout_s: float, retries: RetryPolicy, clock: Clock | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        engine: Engine,
+        *,
+        timeout_s: float,
+        retries: RetryPolicy,
+        clock: Clock | None,
+    ) -> None:
         """`engine` comes from `_engine`, and the file has been checked."""
         super().__init__(str(path), timeout_s=timeout_s, retries=retries)
         self.path = path
@@ -119,18 +138,31 @@ class SQLiteStore(SQLStore):
 
     @classmethod
     async def open(
-        cls, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+        cls,
+        url: str,
+        *,
+        timeout_s: float = 60.0,
+        create: bool = True,
+        retries: RetryPolicy = RETRIES,
+        clock: Clock | None = None,
     ) -> Self:
-        """Opens `sqlite:///PATH`. Makes the file and its folder if need be, unless `create` is false.
+        """Opens `sqlite:///PATH`. Makes the file and its folder if need be, unless `create` is
+        false.
 
-        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer schema; such a file is left as it was. One
-        of an older schema is migrated.
+        Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer
+        schema; such a file is left as it was. One of an older schema is migrated.
         """
         path = _path_of(url)
         _check_file(path, create=create)
-        store = cls(path, _engine(path, timeout_s), timeout_s=timeout_s, retries=retries, clock=clock)
+        store = cls(
+            path, _engine(path, timeout_s), timeout_s=timeout_s, retries=retries, clock=clock
+        )
         try:
-            await store._run("open", lambda connection: _check_or_make_schema(connection, path, create=create), write=True)
+            await store._run(
+                "open",
+                lambda connection: _check_or_make_schema(connection, path, create=create),
+                write=True,
+            )
             await store._use_write_ahead_log()
         except BaseException:
             await store.close()
@@ -142,14 +174,21 @@ class SQLiteStore(SQLStore):
             await asyncio.to_thread(self._threads.shutdown)
             self._engine.dispose()
 
-    async def _run(self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker") -> T:
-        """One thread does the whole transaction. A call that is cancelled, or late, stops the statement that is running: see `_engine`."""
+    async def _run(
+        self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
+    ) -> T:
+        """One thread does the whole transaction. A call that is cancelled, or late, stops the
+        statement that is running: see `_engine`."""
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
         def transaction() -> T:
             with engine.begin() as connection:
-                return _drive(cast(Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))))
+                return _drive(
+                    cast(
+                        Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))
+                    )
+                )
 
         async with self._deadline(what), self._writer if write else nullcontext():
             try:
@@ -162,13 +201,19 @@ class SQLiteStore(SQLStore):
         return self._clock.now()
 
     def _is_late(self, error: BaseException) -> bool:
-        return any(word in str(getattr(error, "orig", error)) for word in ("locked", "busy", "interrupted"))
+        return any(
+            word in str(getattr(error, "orig", error)) for word in ("locked", "busy", "interrupted")
+        )
 
     def _is_unreachable(self, error: BaseException) -> bool:
-        return any(words in str(getattr(error, "orig", error)) for words in ("unable to open", "disk I/O error", "disk is full"))
+        return any(
+            words in str(getattr(error, "orig", error))
+            for words in ("unable to open", "disk I/O error", "disk is full")
+        )
 
     async def _use_write_ahead_log(self) -> None:
-        """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that open one together, the losers retry."""
+        """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that
+        open one together, the losers retry."""
         async with self._deadline("switch to a write-ahead log"):
             while True:
                 try:
@@ -189,7 +234,10 @@ class SQLiteStore(SQLStore):
         await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def size_bytes(self) -> int:
-        files = [self.path, *(self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))]
+        files = [
+            self.path,
+            *(self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")),
+        ]
         return sum(file.stat().st_size for file in files if file.exists())
 
     async def _vacuum(self) -> None:
@@ -200,15 +248,22 @@ class SQLiteStore(SQLStore):
 
 def _path_of(url: str) -> Path:
     if not url.startswith(_URL_PREFIX) or url.removeprefix(_URL_PREFIX) in ("", ":memory:"):
-        raise StoreError(f"{url!r} names no SQLite file: write sqlite:///relative/path or sqlite:////absolute/path")
+        raise StoreError(
+            f"{url!r} names no SQLite file: write sqlite:///relative/path or "
+            "sqlite:////absolute/path"
+        )
     return Path(url.removeprefix(_URL_PREFIX)).expanduser().absolute()
 
 
 def _check_file(path: Path, *, create: bool) -> None:
-    """Refuses, without opening it as a database, a path that can't be one; makes the folder of a new one."""
+    """Refuses, without opening it as a database, a path that can't be one; makes the folder of a
+    new one."""
     try:
         if path.is_dir():
-            raise StoreError(f"{path} is a folder: give the path of the store's file in it, for example {path / 'store.sqlite'}")
+            raise StoreError(
+                f"{path} is a folder: give the path of the store's file in it, for example "
+                f"{path / 'store.sqlite'}"
+            )
         if not path.exists():
             if not create:
                 raise StoreError(f"no store at {path}: check the path")
@@ -219,13 +274,18 @@ def _check_file(path: Path, *, create: bool) -> None:
     except OSError as error:
         raise StoreError(f"the store {path} can't be opened: {error.strerror or error}") from error
     if head and head != _MAGIC:
-        raise StoreError(f"{path} is not a SQLite database: give another path; the file was left as it is")
+        raise StoreError(
+            f"{path} is not a SQLite database: give another path; the file was left as it is"
+        )
 
 
 def _engine(path: Path, timeout_s: float) -> Engine:
     """SQLite's thread gives up by itself, a little before the caller stops waiting for it."""
-    # No rollback when a connection goes back to the pool: `begin()` has always ended its transaction by then.
-    engine = create_engine(URL.create("sqlite", database=str(path)), pool_size=THREADS, pool_reset_on_return=None)
+    # No rollback when a connection goes back to the pool: `begin()` has always ended its
+    # transaction by then.
+    engine = create_engine(
+        URL.create("sqlite", database=str(path)), pool_size=THREADS, pool_reset_on_return=None
+    )
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
@@ -241,7 +301,9 @@ def _engine(path: Path, timeout_s: float) -> Engine:
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
-        connection.info["limit"] = options.get("limit") or _Limit(time.monotonic() + _PATIENCE * timeout_s)
+        connection.info["limit"] = options.get("limit") or _Limit(
+            time.monotonic() + _PATIENCE * timeout_s
+        )
         if not options.get("autocommit"):
             connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write") else "BEGIN")
 
@@ -251,11 +313,14 @@ def _engine(path: Path, timeout_s: float) -> Engine:
 async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, create: bool) -> None:
     application = (await connection.exec_driver_sql("PRAGMA application_id")).scalar_one()
     version = (await connection.exec_driver_sql("PRAGMA user_version")).scalar_one()
-    empty = not (await connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")).scalar_one()
+    empty = not (
+        await connection.exec_driver_sql("SELECT count(*) FROM sqlite_master")
+    ).scalar_one()
     if application == APPLICATION_ID:
         if version > SCHEMA_VERSION:
             raise StoreError(
-                f"{path} has the schema {version} of a newer AgentEvo, this one knows up to {SCHEMA_VERSION}: upgrade with "
+                f"{path} has the schema {version} of a newer AgentEvo, this one knows up to "
+                f"{SCHEMA_VERSION}: upgrade with "
                 "pip install -U agentevo; the file was left as it is"
             )
         for old in range(version, SCHEMA_VERSION):
@@ -265,7 +330,10 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")
         return
     if application or version or not empty or not create:
-        raise StoreError(f"{path} is a SQLite database but not an AgentEvo store: give another path; the file was left as it is")
+        raise StoreError(
+            f"{path} is a SQLite database but not an AgentEvo store: give another path; the file "
+            "was left as it is"
+        )
     await connection.run_sync(metadata.create_all)
     await _tell_the_planner(connection)
     await connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
@@ -273,11 +341,16 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
 
 
 async def _tell_the_planner(connection: AsyncConnection) -> None:
-    """How many rows share a value, as a large store has it. Without this SQLite holds every index for equally good, and looks for a group
-    among all that are ready. See "manual control of query plans" in SQLite's documentation of `sqlite_stat1`."""
+    """How many rows share a value, as a large store has it. Without this SQLite holds every index
+    for equally good, and looks for a group among all that are ready. See "manual control of query
+    plans" in SQLite's documentation of `sqlite_stat1`."""
     await connection.exec_driver_sql("ANALYZE")  # makes the table
     await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
-    rows = [(table, index, f"1000000 {shares}") for table, indexes in _SHARES.items() for index, shares in indexes.items()]
+    rows = [
+        (table, index, f"1000000 {shares}")
+        for table, indexes in _SHARES.items()
+        for index, shares in indexes.items()
+    ]
     await connection.exec_driver_sql("INSERT INTO sqlite_stat1 VALUES (?, ?, ?)", rows)
     await connection.exec_driver_sql("ANALYZE sqlite_schema")  # has it read
 

@@ -1,4 +1,5 @@
-"""The store: append-only facts (tasks, trajectories, steps) and a ledger that says where each of them is.
+"""The store: append-only facts (tasks, trajectories, steps) and a ledger that says where each of
+them is.
 
     task         queued -> leased -> completed
                  leased -> failed     fail_task: the attempt itself failed, and that is a result
@@ -11,16 +12,19 @@
                  ready, reserved -> dropped(reason)
                  failed               from the start, for attempts that failed or were cancelled: never trained on
 
-Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the step's record. (2) Only trajectories of
-the split `train` can be reserved. (3) Every call happens whole or not at all, and repeating one that has happened changes nothing, so a
-caller that got `DeadlineExceededError` or `StoreUnavailableError` may simply call again (`lease_task` then leaves a lease behind, to run
-out; on MongoDB `gc` and `clear` happen in pieces, and the second call does the rest). (4) What is read back equals what was written,
-except that log-probs are rounded to float32.
+Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the
+step's record. (2) Only trajectories of the split `train` can be reserved. (3) Every call happens
+whole or not at all, and repeating one that has happened changes nothing, so a caller that got
+`DeadlineExceededError` or `StoreUnavailableError` may simply call again (`lease_task` then leaves a
+lease behind, to run out; on MongoDB `gc` and `clear` happen in pieces, and the second call does the
+rest). (4) What is read back equals what was written, except that log-probs are rounded to float32.
 
-`rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has lost. `clear` takes away all of them.
+`rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has
+lost. `clear` takes away all of them.
 
-Leases are timed by a clock that all holders share and that nobody sets (clock.py). No lease has more time left than its own length, and
-no task waits for longer than RetryPolicy's longest delay, whatever a clock has jumped to.
+Leases are timed by a clock that all holders share and that nobody sets (clock.py). No lease has
+more time left than its own length, and no task waits for longer than RetryPolicy's longest delay,
+whatever a clock has jumped to.
 
 A store object belongs to one event loop; any number of processes may open the same store.
 """
@@ -105,12 +109,14 @@ class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a task is tried again. The n-th retry waits min(first_delay_s * 2^(n-1), max_delay_s)."""
+    """How often a task is tried again. The n-th retry waits min(first_delay_s * 2^(n-1),
+    max_delay_s)."""
 
     max_failures: int = 5
     """`retry_task` sets the task aside at this many."""
     max_expiries: int = 20
-    """So many leases that ran out set it aside too: it may be what kills its workers. More than above: workers die of other causes too."""
+    """So many leases that ran out set it aside too: it may be what kills its workers. More than
+    above: workers die of other causes too."""
     first_delay_s: float = 1.0
     max_delay_s: float = 60.0
 
@@ -122,7 +128,8 @@ RETRIES = RetryPolicy()
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a stored trajectory but its turns: cheap to list by the thousand. Fields as in Trajectory and StoredTrajectory."""
+    """Everything about a stored trajectory but its turns: cheap to list by the thousand. Fields as
+    in Trajectory and StoredTrajectory."""
 
     id: str
     task_id: str
@@ -158,8 +165,9 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     lease_s: float
     expires_at: float
-    """On the store's clock for leases, in seconds (not Unix time, in general): compare it with other leases only, and renew every
-    `lease_s` / 3. Until another worker takes the task over, an expired lease still counts."""
+    """On the store's clock for leases, in seconds (not Unix time, in general): compare it with
+    other leases only, and renew every `lease_s` / 3. Until another worker takes the task over, an
+    expired lease still counts."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,14 +175,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     record: dict[str, Any]
-    """What the trainer wrote with it (metrics, checkpoint). Non-finite numbers are stored as null."""
+    """What the trainer wrote with it (metrics, checkpoint). Non-finite numbers are stored as
+    null."""
     num_trajectories: int
     committed_at: float
     """Unix time in seconds."""
 
 
 class TrajectoryFilter(TypedDict, total=False):
-    """Which trajectories, in the order they were written. An absent key or None leaves that property free."""
+    """Which trajectories, in the order they were written. An absent key or None leaves that
+    property free."""
 
     step: int | None
     """Sampled for this step."""
@@ -190,21 +200,29 @@ class TrajectoryFilter(TypedDict, total=False):
 
 
 class Store(Protocol):
-    """What every backend does. All calls raise `StoreError` for refusals, `StoreUnavailableError` (one of them) while the database can't be
-    reached, and `DeadlineExceededError` when it is too slow."""
+    """What every backend does. All calls raise `StoreError` for refusals, `StoreUnavailableError`
+    (one of them) while the database can't be reached, and `DeadlineExceededError` when it is too
+    slow."""
 
     async def close(self) -> None:
         """Gives back connections and files; the object can't be used afterwards."""
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
     async def add_tasks(self, tasks: Iterable[Task], *, queue: bool = True) -> int:
-        """Queues tasks; returns how many are new. A known id with other content is refused, and then none is added.
+        """Queues tasks; returns how many are new. A known id with other content is refused, and
+        then none is added.
 
-        Without `queue` they are completed from the start, for a caller that makes the attempts itself: no worker ever leases them. Known
-        ones that are queued come to that too; where else a known one is, it stays.
+        Without `queue` they are completed from the start, for a caller that makes the attempts
+        itself: no worker ever leases them. Known ones that are queued come to that too; where else
+        a known one is, it stays.
         """
 
     async def task(self, task_id: str) -> Task: ...
@@ -218,60 +236,84 @@ class Store(Protocol):
         """`lease_tasks` with a limit of one; None when there is none."""
 
     async def lease_tasks(self, worker: str, *, lease_s: float, limit: int) -> list[Lease]:
-        """Up to `limit` tasks for `lease_s` seconds: those whose lease ran out, then retries that are due, then the oldest queued ones."""
+        """Up to `limit` tasks for `lease_s` seconds: those whose lease ran out, then retries that
+        are due, then the oldest queued ones."""
 
     async def renew(self, lease: Lease, *, lease_s: float | None = None) -> Lease:
-        """The heartbeat: `lease_s` more seconds (by default as many as before) from now on. Refused when the lease is lost."""
+        """The heartbeat: `lease_s` more seconds (by default as many as before) from now on. Refused
+        when the lease is lost."""
 
     async def complete_task(self, lease: Lease) -> None:
         """Refused when the task has been leased again since."""
 
     async def fail_task(self, lease: Lease, error: str) -> None:
-        """The task failed, and trying again would not help. Refused when the task has been leased again since."""
+        """The task failed, and trying again would not help. Refused when the task has been leased
+        again since."""
 
     async def retry_task(self, lease: Lease, error: str) -> TaskState:
-        """The infrastructure failed: back to the queue after a delay, or set aside. Returns "queued" or "poison". Refused as above."""
+        """The infrastructure failed: back to the queue after a delay, or set aside. Returns
+        "queued" or "poison". Refused as above."""
 
     async def return_task(self, lease: Lease) -> None:
-        """The worker stops: back to the queue at once, and nothing is held against the task. Refused as above."""
+        """The worker stops: back to the queue at once, and nothing is held against the task.
+        Refused as above."""
 
     async def queue_again(self) -> int:
-        """poison, failed -> queued, for somebody who has mended what set these tasks aside; returns how many. Retries and expiries are
-        counted anew, the history stays."""
+        """poison, failed -> queued, for somebody who has mended what set these tasks aside; returns
+        how many. Retries and expiries are counted anew, the history stays."""
 
-    async def write_trajectories(self, trajectories: Iterable[Trajectory], *, split: Split, step: int, lease: Lease | None = None) -> int:
-        """Writes all or none; returns how many are new. `step` is the one that they were sampled for.
+    async def write_trajectories(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        split: Split,
+        step: int,
+        lease: Lease | None = None,
+    ) -> int:
+        """Writes all or none; returns how many are new. `step` is the one that they were sampled
+        for.
 
-        A known id is a no-op when its content is the same (timings aside: `started_at`, `duration_s`) and refused when it differs. With
-        `lease` the task is completed in the same transaction, and a holder that has lost the task writes nothing.
+        A known id is a no-op when its content is the same (timings aside: `started_at`,
+        `duration_s`) and refused when it differs. With `lease` the task is completed in the same
+        transaction, and a holder that has lost the task writes nothing.
         """
 
     async def reserve(self, ids: Iterable[str], step: int) -> int:
         """ready -> reserved(step), all or none; returns how many were newly reserved."""
 
-    async def commit_step(self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None) -> int:
-        """Records the step and turns every trajectory reserved for it to committed(step); returns how many.
+    async def commit_step(
+        self, step: int, record: dict[str, Any], *, ids: Iterable[str] | None = None
+    ) -> int:
+        """Records the step and turns every trajectory reserved for it to committed(step); returns
+        how many.
 
-        With `ids`, refused unless exactly those are reserved for the step. Committing again with the same record is a no-op.
-        A trainer that saves a checkpoint of the step puts its identity into the same record, and so into the same transaction:
-        `record["checkpoint"] = {"path": ..., "sha256": ...}`, after the files are on disk. A checkpoint no record names is a torn one.
+        With `ids`, refused unless exactly those are reserved for the step. Committing again with
+        the same record is a no-op. A trainer that saves a checkpoint of the step puts its identity
+        into the same record, and so into the same transaction: `record["checkpoint"] = {"path":
+        ..., "sha256": ...}`, after the files are on disk. A checkpoint no record names is a torn
+        one.
         """
 
     async def release(self, step: int | None = None) -> int:
-        """reserved(step) -> ready, after a crash; None releases every reservation. Returns how many."""
+        """reserved(step) -> ready, after a crash; None releases every reservation. Returns how
+        many."""
 
     async def drop(self, ids: Iterable[str], reason: str) -> int:
-        """ready or reserved -> dropped(reason); returns how many. Failed ones keep their own reason; committed ones are refused."""
+        """ready or reserved -> dropped(reason); returns how many. Failed ones keep their own
+        reason; committed ones are refused."""
 
     async def rewind(self, step: int, *, keep: bool = False) -> int:
-        """Back to the moment when `step` was committed, to resume from its checkpoint; returns how many trajectories were deleted.
+        """Back to the moment when `step` was committed, to resume from its checkpoint; returns how
+        many trajectories were deleted.
 
-        Later steps and all trajectories sampled for them are deleted (their weights are lost, so nothing could replay them); earlier
-        trajectories that had gone into later steps are ready again; tasks that are leased or lost their only trajectories are queued again,
-        and late writers refused.
+        Later steps and all trajectories sampled for them are deleted (their weights are lost, so
+        nothing could replay them); earlier trajectories that had gone into later steps are ready
+        again; tasks that are leased or lost their only trajectories are queued again, and late
+        writers refused.
 
-        With `keep` nothing is deleted and no lease taken away. Later steps lose their records and what went into them, and what was dropped
-        of the trajectories sampled for them is ready again, unless `gc` has deleted its tokens. Returns how many became ready.
+        With `keep` nothing is deleted and no lease taken away. Later steps lose their records and
+        what went into them, and what was dropped of the trajectories sampled for them is ready
+        again, unless `gc` has deleted its tokens. Returns how many became ready.
         """
 
     async def trajectory(self, trajectory_id: str) -> Trajectory: ...
@@ -282,61 +324,85 @@ class Store(Protocol):
     async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]: ...
 
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
-        """Ids of up to `limit` groups that can be trained on, those whose first ready member was written first in front.
+        """Ids of up to `limit` groups that can be trained on, those whose first ready member was
+        written first in front.
 
-        Such a group has at least `size` members, at least one of them ready, and none reserved or committed: what failed, was cancelled or
-        dropped counts as a member. Read it with `trajectories(group_id=...)`; once none of its members is ready it is not listed again.
+        Such a group has at least `size` members, at least one of them ready, and none reserved or
+        committed: what failed, was cancelled or dropped counts as a member. Read it with
+        `trajectories(group_id=...)`; once none of its members is ready it is not listed again.
         """
 
     async def outstanding(self, split: Split) -> int:
-        """Tasks on their way: queued or leased, and those with a trajectory of `split` that is ready or reserved. The cost grows with the
-        answer and not with the store."""
+        """Tasks on their way: queued or leased, and those with a trajectory of `split` that is
+        ready or reserved. The cost grows with the answer and not with the store."""
 
     async def steps(self, *, after: int | None = None) -> list[StepRecord]:
-        """Committed steps, those above number `after` or all, in order of their number. The cost grows with the answer only."""
+        """Committed steps, those above number `after` or all, in order of their number. The cost
+        grows with the answer only."""
 
     async def last_step(self) -> StepRecord | None: ...
 
     async def counts(self) -> dict[str, int]:
-        """`tasks/STATE`, `trajectories/SPLIT/STATE` for every split and state, `turns` and `steps`."""
+        """`tasks/STATE`, `trajectories/SPLIT/STATE` for every split and state, `turns` and
+        `steps`."""
 
     async def size_bytes(self) -> int:
         """What the store takes on its server's or this machine's disk."""
 
     async def put(
-        self, *, tasks: Iterable[StoredTask] = (), trajectories: Iterable[StoredTrajectory] = (), steps: Iterable[StepRecord] = ()
+        self,
+        *,
+        tasks: Iterable[StoredTask] = (),
+        trajectories: Iterable[StoredTrajectory] = (),
+        steps: Iterable[StepRecord] = (),
     ) -> int:
-        """An import: rows with their places in the ledger, in this order; returns how many are new. Content is compared as on writing.
+        """An import: rows with their places in the ledger, in this order; returns how many are new.
+        Content is compared as on writing.
 
         A lease does not travel: a leased task is queued here.
         """
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
-        """Tidies up: `leases` that ran out longer ago than the grace are queued again, `orphans` (tokens without a trajectory) deleted.
+        """Tidies up: `leases` that ran out longer ago than the grace are queued again, `orphans`
+        (tokens without a trajectory) deleted.
 
-        With `dropped` the turns of dropped trajectories are deleted too (`tokens`), but for those that a resumed trainer may ask for: that
-        were sampled for a step after the last committed one, or while another attempt at their task is ready or reserved. Then the space is
-        given back to the disk (`bytes`: how much less). Returns these numbers.
+        With `dropped` the turns of dropped trajectories are deleted too (`tokens`), but for those
+        that a resumed trainer may ask for: that were sampled for a step after the last committed
+        one, or while another attempt at their task is ready or reserved. Then the space is given
+        back to the disk (`bytes`: how much less). Returns these numbers.
         """
 
     async def clear(self) -> int:
-        """Takes away all tasks, trajectories and steps, for a run that replaces another; returns how many. Nobody else may be at work: a
-        worker with an old lease could not be told from one of the new run."""
+        """Takes away all tasks, trajectories and steps, for a run that replaces another; returns
+        how many. Nobody else may be at work: a worker with an old lease could not be told from one
+        of the new run."""
 
 
 class StoreOpener(Protocol):
     """Opens a store of one kind; registered under the scheme of its URL."""
 
     async def __call__(
-        self, url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+        self,
+        url: str,
+        *,
+        timeout_s: float = 60.0,
+        create: bool = True,
+        retries: RetryPolicy = RETRIES,
+        clock: Clock | None = None,
     ) -> Store: ...
 
 
 stores: Registry[StoreOpener] = Registry("stores")
 
 
-SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql", "mongodb": "mongodb", "mongodb+srv": "mongodb"}
-"""Scheme of a URL -> the module of this package that registers its opener, imported when it is asked for."""
+SCHEMES = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql",
+    "mongodb": "mongodb",
+    "mongodb+srv": "mongodb",
+}
+"""Scheme of a URL -> the module of this package that registers its opener, imported when it is
+asked for."""
 
 
 def without_password(url: str) -> str:
@@ -345,33 +411,51 @@ def without_password(url: str) -> str:
 
 
 async def open_store(
-    url: str, *, timeout_s: float = 60.0, create: bool = True, retries: RetryPolicy = RETRIES, clock: Clock | None = None
+    url: str,
+    *,
+    timeout_s: float = 60.0,
+    create: bool = True,
+    retries: RetryPolicy = RETRIES,
+    clock: Clock | None = None,
 ) -> Store:
-    """Opens the store at `url`, made on the spot unless `create` is false: `sqlite:///PATH`, `postgresql://USER@HOST/DATABASE?schema=NAME`
-    or `mongodb://HOST/DATABASE`.
+    """Opens the store at `url`, made on the spot unless `create` is false: `sqlite:///PATH`,
+    `postgresql://USER@HOST/DATABASE?schema=NAME` or `mongodb://HOST/DATABASE`.
 
-    `timeout_s` is the deadline of each call on it, this one included. `clock` replaces the store's own, for tests.
+    `timeout_s` is the deadline of each call on it, this one included. `clock` replaces the store's
+    own, for tests.
     """
     scheme, separator, _ = url.partition("://")
     if not separator:
         raise StoreError(
-            f"{without_password(url)!r} is not the URL of a store: write it as sqlite:///PATH, postgresql://... or mongodb://..."
+            f"{without_password(url)!r} is not the URL of a store: write it as sqlite:///PATH, "
+            "postgresql://... or mongodb://..."
         )
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
-    return await stores.get(scheme)(url, timeout_s=timeout_s, create=create, retries=retries, clock=clock)
+    return await stores.get(scheme)(
+        url, timeout_s=timeout_s, create=create, retries=retries, clock=clock
+    )
 
 
 def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int | None, bool]:
-    """(column -> value of the given properties, limit, newest_first). Refuses unknown words, so a typo never reads as 'no rows'."""
-    properties: dict[str, object] = {key: value for key, value in filters.items() if value is not None}
+    """(column -> value of the given properties, limit, newest_first). Refuses unknown words, so a
+    typo never reads as 'no rows'."""
+    properties: dict[str, object] = {
+        key: value for key, value in filters.items() if value is not None
+    }
     limit, newest_first = filters.get("limit"), bool(filters.get("newest_first"))
     properties.pop("limit", None)
     properties.pop("newest_first", None)
-    words: dict[str, Sequence[str]] = {"split": SPLITS, "status": get_args(Status), "state": TRAJECTORY_STATES}
+    words: dict[str, Sequence[str]] = {
+        "split": SPLITS,
+        "status": get_args(Status),
+        "state": TRAJECTORY_STATES,
+    }
     for key, known in words.items():
         if key in properties and properties[key] not in known:
-            raise StoreError(f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}")
+            raise StoreError(
+                f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}"
+            )
     if limit is not None and limit < 0:
         raise StoreError(f"trajectories: limit={limit} is negative: leave it out to get all")
     return properties, limit, newest_first

@@ -10,7 +10,14 @@ from typing import Self, TypeVar, Unpack
 
 from agentevo.errors import StoreError
 from agentevo.store import rules
-from agentevo.store.store import Lease, StoredTask, StoredTrajectory, TaskState, TrajectoryFilter, checked_filters
+from agentevo.store.store import (
+    Lease,
+    StoredTask,
+    StoredTrajectory,
+    TaskState,
+    TrajectoryFilter,
+    checked_filters,
+)
 from agentevo.types import Task, Trajectory
 
 PAGE = 64
@@ -34,9 +41,11 @@ async def whole_groups(
     size: int,
     limit: int,
 ) -> list[str]:
-    """`Store.ready_groups`, by a walk over what is ready until enough groups are whole: the cost is the answer's, not the table's.
+    """`Store.ready_groups`, by a walk over what is ready until enough groups are whole: the cost is
+    the answer's, not the table's.
 
-    `page(after, length)` gives (seq, group id) of ready trajectories in the order of seq, `members(groups)` (group id, state) of each one.
+    `page(after, length)` gives (seq, group id) of ready trajectories in the order of seq,
+    `members(groups)` (group id, state) of each one.
     """
     found: list[str] = []
     states: dict[str, list[str]] = {}
@@ -68,12 +77,19 @@ class Streaming(ABC):
 
     @abstractmethod
     async def _page(
-        self, properties: Mapping[str, object], *, seqs: range | None, limit: int, newest_first: bool
+        self,
+        properties: Mapping[str, object],
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
     ) -> list[tuple[int, StoredTrajectory]]:
         """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None."""
 
     @abstractmethod
-    async def _task_page(self, state: TaskState | None, *, after: int, limit: int) -> list[tuple[int, StoredTask]]:
+    async def _task_page(
+        self, state: TaskState | None, *, after: int, limit: int
+    ) -> list[tuple[int, StoredTask]]:
         """At most `limit` (seq, task), with seq above `after`, in that order."""
 
     @abstractmethod
@@ -85,7 +101,12 @@ class Streaming(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.close()
 
     async def task(self, task_id: str) -> Task:
@@ -107,21 +128,32 @@ class Streaming(ABC):
             raise StoreError(f"no trajectory {trajectory_id!r} in {self.where}")
         (stored,) = [stored for _, stored in page]
         if stored.tokens_deleted:
-            raise StoreError(f"the turns of trajectory {trajectory_id!r} in {self.where} were deleted by `store gc --dropped`")
+            raise StoreError(
+                f"the turns of trajectory {trajectory_id!r} in {self.where} were deleted by "
+                "`store gc --dropped`"
+            )
         return stored.trajectory
 
-    async def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
+    async def trajectories(
+        self, **filters: Unpack[TrajectoryFilter]
+    ) -> AsyncIterator[StoredTrajectory]:
         properties, left, newest_first = checked_filters(filters)
         seqs: range | None = None
         while left != 0 and (seqs is None or seqs):
             size = PAGE if left is None else min(PAGE, left)
             page = await self._page(properties, seqs=seqs, limit=size, newest_first=newest_first)
             if seqs is None and len(page) == size and not newest_first:
-                seqs = range(1, await self._newest_seq() + 1)  # what is written while the caller is busy with the pages is not among them
+                seqs = range(
+                    1, await self._newest_seq() + 1
+                )  # what is written while the caller is busy with the pages is not among them
             for _, stored in page:
                 yield stored
             if len(page) < size:
                 return
             last = page[-1][0]
-            seqs = range(1, last) if newest_first else range(last + 1, seqs.stop if seqs is not None else last + 1)
+            seqs = (
+                range(1, last)
+                if newest_first
+                else range(last + 1, seqs.stop if seqs is not None else last + 1)
+            )
             left = None if left is None else left - len(page)

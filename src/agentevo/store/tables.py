@@ -1,8 +1,11 @@
-"""The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with each change; `migrations.py` says how to come from the one before.
+"""The tables, shared by the SQL backends. `SCHEMA_VERSION` grows with each change; `migrations.py`
+says how to come from the one before.
 
-`seq` is the order of writing. `tokens.data` is a trajectory's turns (blobs.py). `metrics`, `record`, `task` and `history` are JSON text;
-`metrics` holds the reward's parts too, as `reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py), all others Unix
-times. `not_before` is 0 for a task that waits for nothing, and never NULL, so that an index can tell those apart and keep their order.
+`seq` is the order of writing. `tokens.data` is a trajectory's turns (blobs.py). `metrics`,
+`record`, `task` and `history` are JSON text; `metrics` holds the reward's parts too, as
+`reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py), all others Unix
+times. `not_before` is 0 for a task that waits for nothing, and never NULL, so that an index can
+tell those apart and keep their order.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ BIG = BigInteger().with_variant(Integer(), "sqlite")
 
 
 class ExactText(TypeDecorator[str]):
-    """Text that may hold NUL, which tools print and PostgreSQL refuses: there alone, a backslash is doubled and NUL is backslash and 0."""
+    """Text that may hold NUL, which tools print and PostgreSQL refuses: there alone, a backslash is
+    doubled and NUL is backslash and 0."""
 
     impl = Text
     cache_ok = True
@@ -114,7 +118,9 @@ trajectories = Table(
     Index("trajectories_by_trained_step", "trained_step", "seq"),
     Index("trajectories_by_split", "split", "seq"),
     Index("trajectories_by_state", "state", "seq"),
-    Index("trajectories_by_place", "state", "split", "seq", "num_turns"),  # counts, and the walk over what is ready
+    Index(
+        "trajectories_by_place", "state", "split", "seq", "num_turns"
+    ),  # counts, and the walk over what is ready
     Index("trajectories_by_status", "status", "seq"),
     Index("trajectories_by_task", "task_id", "seq"),
     Index("trajectories_by_group", "group_id", "seq"),
@@ -123,7 +129,12 @@ trajectories = Table(
 tokens = Table(
     "tokens",
     metadata,
-    Column("trajectory_seq", ForeignKey("trajectories.seq", ondelete="CASCADE"), primary_key=True, autoincrement=False),
+    Column(
+        "trajectory_seq",
+        ForeignKey("trajectories.seq", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    ),
     Column("data", LargeBinary, nullable=False),
 )
 

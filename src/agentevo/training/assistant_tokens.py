@@ -1,18 +1,20 @@
-"""Conversations -> token ids, with a mask that is true exactly where the assistant speaks. The chat template says where that is.
+"""Conversations -> token ids, with a mask that is true exactly where the assistant speaks. The chat
+template says where that is.
 
-A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r = the template's rendering and
-g = the same with the generation prompt,
+A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r
+= the template's rendering and g = the same with the generation prompt,
 
     prompt(k) = ids of g(messages before k)      is what the policy sees before assistant message k
     whole(k)  = ids of r(messages up to k)       must begin with prompt(k); what follows, up to the last special token, is trained
 
-so what is trained is what the policy would have had to say, its end-of-turn token included; the newline that a template puts behind it is
-not. Message k continues the tokens of the message before it where prompt(k) begins with them. Where it does not (a template that strips the
-thinking of earlier turns, or rewrites them), a new sample begins: each turn is trained in the context that the template gives it. No text
-is looked for in another.
+so what is trained is what the policy would have had to say, its end-of-turn token included; the
+newline that a template puts behind it is not. Message k continues the tokens of the message before
+it where prompt(k) begins with them. Where it does not (a template that strips the thinking of
+earlier turns, or rewrites them), a new sample begins: each turn is trained in the context that the
+template gives it. No text is looked for in another.
 
-A row that can't be said this way is a RowError: the template refuses it, drops its tools or tool calls, or begins an answer otherwise than
-its own generation prompt.
+A row that can't be said this way is a RowError: the template refuses it, drops its tools or tool
+calls, or begins an answer otherwise than its own generation prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Chat = list[dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """One sample, kept small: a data set is held in memory. Several come from one conversation where its history is rewritten."""
+    """One sample, kept small: a data set is held in memory. Several come from one conversation
+    where its history is rewritten."""
 
     name: str
     """Of the conversation: its rows go into the same batch."""
@@ -82,18 +85,27 @@ class AssistantTokens:
         too_long: Literal["drop", "shorten"] = "drop",
     ) -> None:
         if not tokenizer.chat_template:
-            raise ModelError("the tokenizer has no chat template: choose an instruction-tuned model, or save a template with it")
-        self.tokenizer, self.max_tokens, self.train_on, self.too_long = tokenizer, max_tokens, train_on, too_long
+            raise ModelError(
+                "the tokenizer has no chat template: choose an instruction-tuned model, or save "
+                "a template with it"
+            )
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.train_on = train_on
+        self.too_long = too_long
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = {*tokenizer.all_special_ids, *added}
-        self._special_texts = sorted({*tokenizer.all_special_tokens, *(token.content for token in added.values())})
+        self._special_texts = sorted(
+            {*tokenizer.all_special_tokens, *(token.content for token in added.values())}
+        )
         self._marked = "endgeneration" in str(tokenizer.get_chat_template())
         known = {tokenizer.eos_token_id, tokenizer.bos_token_id}
         self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in known else None
         self._cuts: dict[int, bool] = {}
 
     def encode(self, conversation: Conversation) -> tuple[list[TokenRow], bool]:
-        """The conversation's samples, and whether it was shortened: freed of its oldest turns. Raises RowError."""
+        """The conversation's samples, and whether it was shortened: freed of its oldest turns.
+        Raises RowError."""
         self._check_texts(conversation)
         messages, shortened = conversation.messages, False
         while True:
@@ -104,50 +116,79 @@ class AssistantTokens:
             rest = _without_oldest_turn(messages) if self.too_long == "shorten" else None
             if rest is None:
                 what = "even its last turn alone" if shortened else "it"
-                raise RowError("too_long", f"{what} has {longest} tokens, the limit is {self.max_tokens} (data.max_tokens)")
+                raise RowError(
+                    "too_long",
+                    f"{what} has {longest} tokens, the limit is {self.max_tokens} "
+                    "(data.max_tokens)",
+                )
             messages, shortened = rest, True
 
     def _parts(self, messages: Chat, tools: Chat | None) -> list[tuple[list[int], list[bool]]]:
         """(ids, mask) of each sample."""
         self._check_nothing_lost(messages, tools)
-        parts = [self._marked_tokens(messages, tools)] if self._marked else self._tokens_by_turn(messages, tools)
+        parts = (
+            [self._marked_tokens(messages, tools)]
+            if self._marked
+            else self._tokens_by_turn(messages, tools)
+        )
         parts = [part for part in parts if any(part[1])]
         if not parts:
             raise RowError("empty", "every message of the assistant has weight 0")
         for ids, mask in parts:
             if self._unknown is not None and self._unknown in ids:
-                raise RowError("unknown_characters", f"the tokenizer has no token for a part of {self.tokenizer.decode(ids)[:80]!r}")
+                raise RowError(
+                    "unknown_characters",
+                    f"the tokenizer has no token for a part of {self.tokenizer.decode(ids)[:80]!r}",
+                )
             if mask[0]:
-                raise RowError("template", "it begins with what the assistant says, which nothing predicts")
+                raise RowError(
+                    "template", "it begins with what the assistant says, which nothing predicts"
+                )
         return parts
 
-    def _tokens_by_turn(self, messages: Chat, tools: Chat | None) -> list[tuple[list[int], list[bool]]]:
+    def _tokens_by_turn(
+        self, messages: Chat, tools: Chat | None
+    ) -> list[tuple[list[int], list[bool]]]:
         parts: list[tuple[list[int], list[bool]]] = []
         said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         text = ""
         ids: list[int] = []  # of the text, which is what is known to be said so far
         for place in said:
-            prompt_text, whole_text = self._render(messages[:place], tools, prompt=True), self._render(messages[: place + 1], tools)
+            prompt_text = self._render(messages[:place], tools, prompt=True)
+            whole_text = self._render(messages[: place + 1], tools)
             prompt = self._encode_after(text, ids, prompt_text)
             whole = self._encode_after(text, ids, whole_text)
             if whole[: len(prompt)] != prompt:
                 if not whole_text.startswith(prompt_text):
                     raise RowError(
                         "template",
-                        f"message {place + 1}: the template begins it otherwise than its own generation prompt: edit the template, "
+                        f"message {place + 1}: the template begins it otherwise than its own "
+                        "generation prompt: edit the template, "
                         "or mark what the assistant says with {% generation %}",
                     )
-                whole = [*prompt, *self._encode(whole_text[len(prompt_text) :])]  # tokens that meet at the border: the policy's begin there
-            end = max((at for at in range(len(prompt), len(whole)) if whole[at] in self._special), default=None)
+                whole = [
+                    *prompt,
+                    *self._encode(whole_text[len(prompt_text) :]),
+                ]  # tokens that meet at the border: the policy's begin there
+            end = max(
+                (at for at in range(len(prompt), len(whole)) if whole[at] in self._special),
+                default=None,
+            )
             if end is None:
                 raise RowError(
-                    "template", f"message {place + 1}: the template puts no special token behind it: nothing tells where it ends"
+                    "template",
+                    f"message {place + 1}: the template puts no special token behind it: nothing "
+                    "tells where it ends",
                 )
             if not parts or prompt[: len(parts[-1][0])] != parts[-1][0]:
                 parts.append(([], []))
             known_ids, known_mask = parts[-1]
-            trained = messages[place].get("weight", 1) == 1 and (self.train_on == "all" or place == said[-1])
-            known_mask += [False] * (len(prompt) - len(known_ids)) + [trained] * (end + 1 - len(prompt))
+            trained = messages[place].get("weight", 1) == 1 and (
+                self.train_on == "all" or place == said[-1]
+            )
+            known_mask += [False] * (len(prompt) - len(known_ids)) + [trained] * (
+                end + 1 - len(prompt)
+            )
             known_ids[:] = whole[: end + 1]
             name = str(self.tokenizer.convert_ids_to_tokens(whole[end]))
             text, ids = whole_text[: whole_text.rindex(name) + len(name)], known_ids.copy()
@@ -155,12 +196,24 @@ class AssistantTokens:
 
     def _marked_tokens(self, messages: Chat, tools: Chat | None) -> tuple[list[int], list[bool]]:
         """By the template's own `{% generation %}` blocks."""
-        found = self._template(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = self._template(
+            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         ids, mask = list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
-        runs = [list(run) for trained, run in groupby(range(len(ids)), key=lambda at: mask[at]) if trained]
-        weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+        runs = [
+            list(run)
+            for trained, run in groupby(range(len(ids)), key=lambda at: mask[at])
+            if trained
+        ]
+        weights = [
+            message.get("weight", 1) for message in messages if message["role"] == "assistant"
+        ]
         if len(runs) != len(weights):
-            raise RowError("no_assistant_mask", f"the template marks {len(runs)} passages for {len(weights)} messages of the assistant")
+            raise RowError(
+                "no_assistant_mask",
+                f"the template marks {len(runs)} passages for {len(weights)} messages of the "
+                "assistant",
+            )
         for number, (run, weight) in enumerate(zip(runs, weights, strict=True), start=1):
             if weight == 0 or (self.train_on == "last" and number < len(runs)):
                 for at in run:
@@ -168,27 +221,43 @@ class AssistantTokens:
         return ids, mask
 
     def _check_nothing_lost(self, messages: Chat, tools: Chat | None) -> None:
-        """A template that has no place for tools or for thinking leaves them out without a word; the assistant would then learn to call
-        what it can't see, or to say nothing where it called. Thinking counts in the last message: of earlier ones templates strip it."""
+        """A template that has no place for tools or for thinking leaves them out without a word;
+        the assistant would then learn to call what it can't see, or to say nothing where it called.
+        Thinking counts in the last message: of earlier ones templates strip it."""
         calling = any("tool_calls" in message for message in messages)
         thinking = [key for key in THINKING if messages[-1].get(key)]
         if not (tools or calling or thinking):
             return
         whole = self._render(messages, tools)
         lost = ["tools"] if tools and whole == self._render(messages, None) else []
-        lost += ["tool_calls"] if calling and whole == self._render(_without(messages, "tool_calls"), tools) else []
+        lost += (
+            ["tool_calls"]
+            if calling and whole == self._render(_without(messages, "tool_calls"), tools)
+            else []
+        )
         lost += [key for key in thinking if whole == self._render(_without(messages, key), tools)]
         if lost:
-            raise RowError("template", f"the template leaves out {lost[0]}: choose a model whose template has a place for it")
+            raise RowError(
+                "template",
+                f"the template leaves out {lost[0]}: choose a model whose template has a place "
+                "for it",
+            )
 
     def _check_texts(self, conversation: Conversation) -> None:
-        """A special token written out in a text would be encoded as one: a turn would end, or another begin, within a message."""
-        for number, message in enumerate([*conversation.messages, {"tools": conversation.tools}], start=1):
+        """A special token written out in a text would be encoded as one: a turn would end, or
+        another begin, within a message."""
+        for number, message in enumerate(
+            [*conversation.messages, {"tools": conversation.tools}], start=1
+        ):
             text = json.dumps(message, ensure_ascii=False, default=str)
             found = next((token for token in self._special_texts if token in text), None)
             if found is not None:
                 where = f"message {number}" if number <= len(conversation.messages) else "tools"
-                raise RowError("special_token", f"{where}: has {found} in its text, which would be encoded as that token: remove it")
+                raise RowError(
+                    "special_token",
+                    f"{where}: has {found} in its text, which would be encoded as that token: "
+                    "remove it",
+                )
 
     def _render(self, messages: Chat, tools: Chat | None, *, prompt: bool = False) -> str:
         return str(self._template(messages, tools, tokenize=False, add_generation_prompt=prompt))
@@ -196,26 +265,37 @@ class AssistantTokens:
     def _template(self, messages: Chat, tools: Chat | None, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=cast(Any, tools), **options)
-        except (TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:  # a template may do anything with what it meets
+        except (
+            TemplateError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            ValueError,
+        ) as error:  # a template may do anything with what it meets
             roles = ", ".join(message["role"] for message in messages)
-            raise RowError("template", f"the chat template refuses a conversation of {roles}: {error}") from error
+            raise RowError(
+                "template", f"the chat template refuses a conversation of {roles}: {error}"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_after(self, known_text: str, known_ids: list[int], text: str) -> list[int]:
-        """Ids of `text`; those of what it begins with, up to a special token, are often known already."""
+        """Ids of `text`; those of what it begins with, up to a special token, are often known
+        already."""
         if known_ids and text.startswith(known_text) and self._is_cut(known_ids[-1]):
             return [*known_ids, *self._encode(text[len(known_text) :])]
         return self._encode(text)
 
     def _is_cut(self, token: int) -> bool:
-        """Whether what follows this token is encoded the same on its own. Not so where a tokenizer puts a blank before each text, or where
-        the token takes up the white space behind it."""
+        """Whether what follows this token is encoded the same on its own. Not so where a tokenizer
+        puts a blank before each text, or where the token takes up the white space behind it."""
         if token not in self._cuts:
             name = str(self.tokenizer.convert_ids_to_tokens(token))
             texts = ("\n", "one two", "\none", " one", "12")
-            self._cuts[token] = all(self._encode(name + text) == [token, *self._encode(text)] for text in texts)
+            self._cuts[token] = all(
+                self._encode(name + text) == [token, *self._encode(text)] for text in texts
+            )
         return self._cuts[token]
 
 
@@ -224,8 +304,11 @@ def _without(messages: Chat, key: str) -> Chat:
 
 
 def _without_oldest_turn(messages: Chat) -> Chat | None:
-    """Without what lies between the system message and the second of the user's; None where only one turn is left."""
+    """Without what lies between the system message and the second of the user's; None where only
+    one turn is left."""
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     start = 1 if messages[0]["role"] == "system" else 0
-    later = next((place for place in users if place > start and messages[place - 1]["role"] != "user"), None)
+    later = next(
+        (place for place in users if place > start and messages[place - 1]["role"] != "user"), None
+    )
     return None if later is None else [*messages[:start], *messages[later:]]

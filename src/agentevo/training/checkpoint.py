@@ -1,11 +1,13 @@
-"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's state beside it.
+"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's
+state beside it.
 
     checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt, state.json, checkpoint.json
                                (with adapters: adapter_model.safetensors, adapter_config.json in place of the first two)
     checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}, for readers; not read here
 
-A folder appears whole or not at all: written beside, hashed (`manifest.py`), brought to the disk, then renamed. It goes by a rename too.
-What happens to it afterwards (a torn disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and the best one.
+A folder appears whole or not at all: written beside, hashed (`manifest.py`), brought to the disk,
+then renamed. It goes by a rename too. What happens to it afterwards (a torn disk, a careless copy)
+shows in its checksums. The newest `keep_last` stay, and the best one.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.errors import CheckpointError
+from agentevo.files import PARTIAL, atomic_folder, sync_to_disk
 from agentevo.models.adapters import is_adapter_folder
-from agentevo.models.folder import PARTIAL, atomic_folder, sync_to_disk
 from agentevo.models.load import write_model
 from agentevo.training import manifest
 from agentevo.training.manifest import Manifest, TornError
@@ -46,7 +48,8 @@ class Checkpoints:
         self._find_best()
 
     def steps(self) -> list[int]:
-        """Steps whose checkpoint has all its files, in order. Their content is not read: see `verify`."""
+        """Steps whose checkpoint has all its files, in order. Their content is not read: see
+        `verify`."""
         return sorted(self._manifests())
 
     def path(self, step: int) -> Path:
@@ -58,13 +61,19 @@ class Checkpoints:
             path = Path(which)
             if not (path / "config.json").is_file() and not is_adapter_folder(path):
                 raise CheckpointError(
-                    f"{path} is not a checkpoint (no config.json or adapter_config.json): give one under {self.folder}, `last` or `best`"
+                    f"{path} is not a checkpoint (no config.json or adapter_config.json): give "
+                    f"one under {self.folder}, `last` or `best`"
                 )
             return path
         steps = self.steps()
         if not steps:
-            raise CheckpointError(f"{self.folder} has no whole checkpoint: train with checkpoint.every above 0, or let a run finish")
-        return self.path(self.best_step if which == "best" and self.best_step in steps else steps[-1])
+            raise CheckpointError(
+                f"{self.folder} has no whole checkpoint: train with checkpoint.every above 0, or "
+                "let a run finish"
+            )
+        return self.path(
+            self.best_step if which == "best" and self.best_step in steps else steps[-1]
+        )
 
     def save(
         self,
@@ -77,11 +86,13 @@ class Checkpoints:
         *,
         prune: bool = True,
     ) -> tuple[Path, str]:
-        """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of it (`Manifest.sha256`).
+        """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of
+        it (`Manifest.sha256`).
 
-        `value` is its evaluation, if there was one. `prune=False` leaves `prune` to the caller, who commits the step in between: until then
-        the older checkpoints may be the only ones that a resumed run can use. Raises CheckpointError if it can't be written, with nothing
-        of it left behind and the older ones as they were.
+        `value` is its evaluation, if there was one. `prune=False` leaves `prune` to the caller, who
+        commits the step in between: until then the older checkpoints may be the only ones that a
+        resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
+        behind and the older ones as they were.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         value = float(value) if value is not None and math.isfinite(value) else None
@@ -89,13 +100,16 @@ class Checkpoints:
             with atomic_folder(self.path(step)) as staging:
                 write_model(model, tokenizer, staging)
                 _write_state(trainer_state, staging / "trainer.pt")
-                (staging / "state.json").write_text(json.dumps(run_state, indent=1), encoding="utf-8")
+                (staging / "state.json").write_text(
+                    json.dumps(run_state, indent=1), encoding="utf-8"
+                )
                 sealed = manifest.seal(staging, step, value)
             sync_to_disk(self.folder)
         except (OSError, SafetensorError) as error:
             older = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
-                f"{self.path(step)} could not be written ({error}): make room there and resume; nothing of it was left behind, whole "
+                f"{self.path(step)} could not be written ({error}): make room there and resume; "
+                "nothing of it was left behind, whole "
                 f"checkpoints of other steps stay (of steps: {older})"
             ) from error
         self._find_best()
@@ -116,21 +130,28 @@ class Checkpoints:
 
     @staticmethod
     def verify(path: Path) -> Manifest:
-        """Reads every file of a checkpoint again. Raises TornError, naming the first file that is missing or changed, CheckpointError for
-        one that can't be read now."""
+        """Reads every file of a checkpoint again. Raises TornError, naming the first file that is
+        missing or changed, CheckpointError for one that can't be read now."""
         sealed = manifest.verify(path)
         name = _NAME.fullmatch(path.name)
         if name is not None and int(name.group(1)) != sealed.step:
-            raise TornError(f"{path / manifest.NAME} is of step {sealed.step}: the folder was renamed; resume from another one")
+            raise TornError(
+                f"{path / manifest.NAME} is of step {sealed.step}: the folder was renamed; "
+                "resume from another one"
+            )
         return sealed
 
     def newest_whole(
-        self, limit: int | None = None, *, torn: Callable[[int, CheckpointError], None] = lambda step, error: None
+        self,
+        limit: int | None = None,
+        *,
+        torn: Callable[[int, CheckpointError], None] = lambda step, error: None,
     ) -> int | None:
-        """The newest step, up to `limit`, whose checkpoint is whole to the last byte; None if there is none.
+        """The newest step, up to `limit`, whose checkpoint is whole to the last byte; None if there
+        is none.
 
-        `torn` is told of every newer step whose checkpoint is not, and why. Raises CheckpointError for one that can't be read now, which
-        may be whole.
+        `torn` is told of every newer step whose checkpoint is not, and why. Raises CheckpointError
+        for one that can't be read now, which may be whole.
         """
         for step in sorted(self.folders(), reverse=True):
             if limit is not None and step > limit:
@@ -145,20 +166,25 @@ class Checkpoints:
         return None
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trainer state and run state of a checkpoint. Raises CheckpointError if it can't be read."""
+        """Trainer state and run state of a checkpoint. Raises CheckpointError if it can't be
+        read."""
         try:
-            if not zipfile.is_zipfile(path / "trainer.pt"):  # torn or none at all, on which torch.load may raise anything
+            if not zipfile.is_zipfile(
+                path / "trainer.pt"
+            ):  # torn or none at all, on which torch.load may raise anything
                 raise ValueError("trainer.pt is not whole")
             trainer_state = torch.load(path / "trainer.pt", weights_only=True)
             run_state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(
-                f"{path} can't be read as a checkpoint ({type(error).__name__}: {error}): resume from an older one"
+                f"{path} can't be read as a checkpoint ({type(error).__name__}: {error}): resume "
+                "from an older one"
             ) from error
         return trainer_state, run_state
 
     def forget_after(self, step: int) -> None:
-        """A resumed run starts at `step`: later checkpoints are of an undone future, and what a kill left half-written goes too."""
+        """A resumed run starts at `step`: later checkpoints are of an undone future, and what a
+        kill left half-written goes too."""
         for torn in self.folder.glob(f".step-*{PARTIAL}"):
             shutil.rmtree(torn)
         for later in self.folders():
@@ -171,8 +197,12 @@ class Checkpoints:
         """Steps that have a folder, whole or torn."""
         if not self.folder.is_dir():
             return []
-        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-        return [int(match.group(1)) for match, path in found if path == self.path(int(match.group(1)))]
+        found = [
+            (match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))
+        ]
+        return [
+            int(match.group(1)) for match, path in found if path == self.path(int(match.group(1)))
+        ]
 
     def _manifests(self) -> dict[int, Manifest]:
         """By step, of those checkpoints whose files are all there."""
@@ -188,7 +218,11 @@ class Checkpoints:
         return found
 
     def _find_best(self) -> None:
-        rated = [(sealed.value, step) for step, sealed in self._manifests().items() if sealed.value is not None]
+        rated = [
+            (sealed.value, step)
+            for step, sealed in self._manifests().items()
+            if sealed.value is not None
+        ]
         self.best_value, self.best_step = max(rated, default=(None, None))
 
     def _delete(self, path: Path) -> None:
@@ -198,7 +232,9 @@ class Checkpoints:
         shutil.rmtree(hidden)
 
     def _write_index(self) -> None:
-        best = None if self.best_step is None else {"step": self.best_step, "value": self.best_value}
+        best = (
+            None if self.best_step is None else {"step": self.best_step, "value": self.best_value}
+        )
         staging = self.folder / "index.json.tmp"
         try:
             staging.write_text(json.dumps({"steps": self.steps(), "best": best}), encoding="utf-8")
@@ -206,7 +242,8 @@ class Checkpoints:
         except OSError as error:
             staging.unlink(missing_ok=True)
             raise CheckpointError(
-                f"{self.folder / 'index.json'} could not be written ({error}): make room there and resume; the checkpoints are as they were"
+                f"{self.folder / 'index.json'} could not be written ({error}): make room there "
+                "and resume; the checkpoints are as they were"
             ) from error
 
 

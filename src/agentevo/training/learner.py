@@ -1,4 +1,5 @@
-"""What the loop asks of whoever trains the policy: `Trainer` by advantages, `PreferenceTrainer` by comparing answers."""
+"""What the loop asks of whoever trains the policy: `Trainer` by advantages, `PreferenceTrainer` by
+comparing answers."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Learner(Protocol):
         version: int | None = None,
         bound: int | None = None,
     ) -> Made:
-        """With `version`, the number of committed steps: nothing older than `bound` is trained on; see `staleness.py`."""
+        """With `version`, the number of committed steps: nothing older than `bound` is trained on;
+        see `staleness.py`."""
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]: ...
 

@@ -2,9 +2,10 @@
 
     {"step": 10, "value": 0.9 | null, "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}, "sha256": "ef…"}
 
-`sha256` is that of the same object without it, written without spaces and with sorted keys: one number stands for all bytes of all files.
-The manifest is written last, so a folder that has none is not whole. Its own bytes are determined by what they say, so any change shows.
-Files are read back in chunks, several at once, while others are on their way to the disk.
+`sha256` is that of the same object without it, written without spaces and with sorted keys: one
+number stands for all bytes of all files. The manifest is written last, so a folder that has none is
+not whole. Its own bytes are determined by what they say, so any change shows. Files are read back
+in chunks, several at once, while others are on their way to the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from agentevo.errors import CheckpointError
-from agentevo.models.folder import sync_to_disk
+from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
 _CHUNK = 1 << 20
@@ -27,8 +28,8 @@ _READERS = 4
 
 
 class TornError(CheckpointError):
-    """Its files are not those that were saved: one is missing or changed. What can't be read now, and may be whole, is a CheckpointError
-    that is no TornError."""
+    """Its files are not those that were saved: one is missing or changed. What can't be read now,
+    and may be whole, is a CheckpointError that is no TornError."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +44,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seal(folder: Path, step: int, value: float | None) -> Manifest:
-    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. Raises OSError."""
+    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. Raises
+    OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_READERS) as pool:
         digests = list(pool.map(_hash_and_sync, paths))
-    files = {path.relative_to(folder).as_posix(): digest for path, digest in zip(paths, digests, strict=True)}
+    files = {
+        path.relative_to(folder).as_posix(): digest
+        for path, digest in zip(paths, digests, strict=True)
+    }
     manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
     (folder / NAME).write_bytes(_encoded(manifest))
     for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
@@ -56,34 +61,46 @@ def seal(folder: Path, step: int, value: float | None) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest alone; of the files nothing is said. Raises TornError, naming it, if it is missing or torn, CheckpointError if it can't
-    be read now."""
+    """The manifest alone; of the files nothing is said. Raises TornError, naming it, if it is
+    missing or torn, CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise TornError(f"{path} is missing, so the checkpoint is not whole: resume from an older one") from error
+        raise TornError(
+            f"{path} is missing, so the checkpoint is not whole: resume from an older one"
+        ) from error
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
-    if content != _encoded(manifest) or manifest.sha256 != _sha256(manifest.step, manifest.value, manifest.files):
-        raise TornError(f"{path} is torn (its own checksum differs): resume from an older checkpoint")
+    if content != _encoded(manifest) or manifest.sha256 != _sha256(
+        manifest.step, manifest.value, manifest.files
+    ):
+        raise TornError(
+            f"{path} is torn (its own checksum differs): resume from an older checkpoint"
+        )
     return manifest
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads every file again. Raises TornError, naming the first file that is missing or of another checksum, CheckpointError for one that
-    can't be read now."""
+    """Reads every file again. Raises TornError, naming the first file that is missing or of another
+    checksum, CheckpointError for one that can't be read now."""
     manifest = read(folder)
     with ThreadPoolExecutor(_READERS) as pool:
         found = pool.map(_found, (folder / name for name in manifest.files))
     for name, digest in zip(manifest.files, found, strict=True):
         if digest != manifest.files[name]:
-            what = digest if digest.startswith("can't") else f"has the sha256 {digest[:12]}…, not {manifest.files[name][:12]}…"
-            raise TornError(f"{folder / name} {what}, so the checkpoint is torn: resume from an older one")
+            what = (
+                digest
+                if digest.startswith("can't")
+                else f"has the sha256 {digest[:12]}…, not {manifest.files[name][:12]}…"
+            )
+            raise TornError(
+                f"{folder / name} {what}, so the checkpoint is torn: resume from an older one"
+            )
     return manifest
 
 
@@ -105,7 +122,8 @@ def _found(path: Path) -> str:
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path} can't be read now ({error.strerror or error}), so nobody knows whether its checkpoint is whole: mend that and try again, "
+        f"{path} can't be read now ({error.strerror or error}), so nobody knows whether its "
+        "checkpoint is whole: mend that and try again, "
         "or delete the checkpoint's folder to go on from an older one"
     )
 
@@ -119,7 +137,9 @@ def _hash(path: Path) -> str:
 
 
 def _sha256(step: int, value: float | None, files: Mapping[str, str]) -> str:
-    return hashlib.sha256(_canonical({"step": step, "value": value, "files": dict(files)})).hexdigest()
+    return hashlib.sha256(
+        _canonical({"step": step, "value": value, "files": dict(files)})
+    ).hexdigest()
 
 
 def _encoded(manifest: Manifest) -> bytes:

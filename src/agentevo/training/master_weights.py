@@ -1,7 +1,9 @@
-"""Float32 copies of weights, which the optimizer steps, and which are rounded into the weights that compute.
+"""Float32 copies of weights, which the optimizer steps, and which are rounded into the weights that
+compute.
 
-bfloat16 has 8 bits of precision: an update below 1/256 of a weight rounds to nothing, and so would most of training. A master takes it up
-(Micikevicius et al., arXiv 1710.03740, section 3.1). Gradients of micro-batches add up in float32 too.
+bfloat16 has 8 bits of precision: an update below 1/256 of a weight rounds to nothing, and so would
+most of training. A master takes it up (Micikevicius et al., arXiv 1710.03740, section 3.1).
+Gradients of micro-batches add up in float32 too.
 
     take_gradients() -> the optimizer steps `masters` -> give_weights()
 """
@@ -14,7 +16,8 @@ import torch
 
 
 class MasterWeights:
-    """Of parameters on one device; made of what they are now. Whoever changes the parameters afterwards changes nothing that lasts."""
+    """Of parameters on one device; made of what they are now. Whoever changes the parameters
+    afterwards changes nothing that lasts."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:
         self.parameters, self.on_cpu = parameters, on_cpu
@@ -24,14 +27,21 @@ class MasterWeights:
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy."""
         device = torch.device("cpu") if self.on_cpu else tensor.device
-        copy = torch.empty(tensor.shape, dtype=torch.float32, device=device, pin_memory=self.on_cpu and tensor.device.type == "cuda")
+        copy = torch.empty(
+            tensor.shape,
+            dtype=torch.float32,
+            device=device,
+            pin_memory=self.on_cpu and tensor.device.type == "cuda",
+        )
         return copy.copy_(tensor.detach())
 
     def take_gradients(self) -> None:
         """Hands the parameters' gradients over; they have none afterwards."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             grad, parameter.grad = parameter.grad, None
-            master.grad = self._place(grad) if grad is not None and grad.device != master.device else grad
+            master.grad = (
+                self._place(grad) if grad is not None and grad.device != master.device else grad
+            )
 
     @torch.no_grad()
     def give_weights(self) -> None:

@@ -1,7 +1,9 @@
-"""One model's optimizer: AdamW, the learning rate over time, the limit on the gradient, and the refusal of numbers that are not finite.
+"""One model's optimizer: AdamW, the learning rate over time, the limit on the gradient, and the
+refusal of numbers that are not finite.
 
-The learning rate of optimizer step t warms up linearly, then follows the schedule. Gradients add up in float32, and so is what is stepped:
-the weights themselves, or masters of weights in bfloat16 or of a GPU (`master_weights.py`).
+The learning rate of optimizer step t warms up linearly, then follows the schedule. Gradients add up
+in float32, and so is what is stepped: the weights themselves, or masters of weights in bfloat16 or
+of a GPU (`master_weights.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ class Grouped(Protocol):
 T = TypeVar("T", bound=Grouped)
 
 
-def learning_rate(section: TrainerSection, step: int, total_steps: int, peak: float | None = None) -> float:
-    """Of optimizer step `step` (from 0) out of `total_steps`; `peak` in place of the section's own."""
+def learning_rate(
+    section: TrainerSection, step: int, total_steps: int, peak: float | None = None
+) -> float:
+    """Of optimizer step `step` (from 0) out of `total_steps`; `peak` in place of the section's
+    own."""
     highest = section.learning_rate if peak is None else peak
     if step < section.warmup_steps:
         return highest * (step + 1) / section.warmup_steps
@@ -41,7 +46,8 @@ def learning_rate(section: TrainerSection, step: int, total_steps: int, peak: fl
 
 
 def decay(schedule: str, done: float, min_ratio: float) -> float:
-    """What the peak is multiplied by when the share `done` of the steps after the warm-up is over: 1 at first, min_ratio at the end."""
+    """What the peak is multiplied by when the share `done` of the steps after the warm-up is over:
+    1 at first, min_ratio at the end."""
     if schedule == "constant":
         return 1.0
     share = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
@@ -49,22 +55,32 @@ def decay(schedule: str, done: float, min_ratio: float) -> float:
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float], kind: str = "adamw"
+    parameters: Iterable[torch.nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    kind: str = "adamw",
 ) -> torch.optim.Optimizer:
-    """AdamW over those parameters that are trained; weight decay on matrices only. kind: as MemorySection.optimizer."""
+    """AdamW over those parameters that are trained; weight decay on matrices only. kind: as
+    MemorySection.optimizer."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     filled = [g for g in groups if g["params"]]
-    return adamw_8bit(filled, lr, betas) if kind == "adamw_8bit" else torch.optim.AdamW(filled, lr=lr, betas=betas, fused=True)
+    return (
+        adamw_8bit(filled, lr, betas)
+        if kind == "adamw_8bit"
+        else torch.optim.AdamW(filled, lr=lr, betas=betas, fused=True)
+    )
 
 
 class Optimization:
     """`begin`, then backward passes that add up, then `finish`: one optimizer step.
 
-    Nothing is made before the first `begin` (or the first state that is saved or loaded): until then others may change the weights.
+    Nothing is made before the first `begin` (or the first state that is saved or loaded): until
+    then others may change the weights.
     """
 
     def __init__(
@@ -87,21 +103,30 @@ class Optimization:
     def masters(self) -> MasterWeights | None:
         """None where the parameters themselves are stepped."""
         offloads = self.memory.offload_optimizer
-        return MasterWeights(self.parameters, on_cpu=offloads) if offloads or needs_masters(self.parameters) else None
+        return (
+            MasterWeights(self.parameters, on_cpu=offloads)
+            if offloads or needs_masters(self.parameters)
+            else None
+        )
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         for parameter in self.parameters:
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
         stepped = self.parameters if self.masters is None else self.masters.masters
-        return make_optimizer(stepped, self.peak, self.section.weight_decay, self.section.betas, self.memory.optimizer)
+        return make_optimizer(
+            stepped, self.peak, self.section.weight_decay, self.section.betas, self.memory.optimizer
+        )
 
     def leave_out(self, steps: int) -> None:
         """So many of the run's steps are none of this model's: its schedule is shorter by them."""
-        self.total_steps = (self.section.steps - steps) * self.section.epochs * self.section.minibatches
+        self.total_steps = (
+            (self.section.steps - steps) * self.section.epochs * self.section.minibatches
+        )
 
     def begin(self, lr: float | None = None) -> float:
-        """Clears the gradient; returns the learning rate of the step, that of the schedule unless given."""
+        """Clears the gradient; returns the learning rate of the step, that of the schedule unless
+        given."""
         if lr is None:
             lr = learning_rate(self.section, self.steps, self.total_steps, self.peak)
         for group in self.optimizer.param_groups:
@@ -118,23 +143,28 @@ class Optimization:
 
     @phase("backward")
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the loss's gradient. Raises TrainingError, before any weight changes, if the loss is not finite."""
+        """Adds the loss's gradient. Raises TrainingError, before any weight changes, if the loss is
+        not finite."""
         if not torch.isfinite(loss):
             self._clear_gradients()
             raise TrainingError(
-                f"the loss is not finite, the weights were not changed: lower {self.key}.learning_rate, or check rewards and data"
+                "the loss is not finite, the weights were not changed: lower "
+                f"{self.key}.learning_rate, or check rewards and data"
             )
         loss.backward()
 
     @phase("optimizer")
     def finish(self) -> float:
-        """Adds up the gradients of all ranks, scales down to max_grad_norm and steps; returns the L2 norm from before. Raises
-        TrainingError."""
+        """Adds up the gradients of all ranks, scales down to max_grad_norm and steps; returns the
+        L2 norm from before. Raises TrainingError."""
         sum_gradients(self.parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.section.max_grad_norm))
         if not math.isfinite(norm):
             self._clear_gradients()
-            raise TrainingError(f"the gradient is not finite, the weights were not changed: lower {self.key}.learning_rate")
+            raise TrainingError(
+                "the gradient is not finite, the weights were not changed: lower "
+                f"{self.key}.learning_rate"
+            )
         self._step()
         self.steps += 1
         return norm
@@ -151,13 +181,24 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         masters = None if self.masters is None else self.masters.state_dict()
-        return {"kind": self.memory.optimizer, "optimizer": self.optimizer.state_dict(), "masters": masters, "steps": self.steps}
+        return {
+            "kind": self.memory.optimizer,
+            "optimizer": self.optimizer.state_dict(),
+            "masters": masters,
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict, for parameters that are loaded already. Raises CheckpointError for the state of another optimizer."""
-        kind = state.get("kind", "adamw")  # checkpoints from before there was a choice name none, and hold no masters
+        """The inverse of state_dict, for parameters that are loaded already. Raises CheckpointError
+        for the state of another optimizer."""
+        kind = state.get(
+            "kind", "adamw"
+        )  # checkpoints from before there was a choice name none, and hold no masters
         if kind != self.memory.optimizer:
-            raise CheckpointError(f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with memory.optimizer={kind}")
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {kind}, not {self.memory.optimizer}: resume with "
+                f"memory.optimizer={kind}"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
         if self.masters is not None and state.get("masters") is not None:
             self.masters.load_state_dict(state["masters"])
@@ -165,7 +206,8 @@ class Optimization:
 
 
 def minibatches(items: Sequence[T], section: TrainerSection) -> Iterator[list[T]]:
-    """What each optimizer step of an RL step trains on: `epochs` passes over `minibatches` parts; groups stay whole."""
+    """What each optimizer step of an RL step trains on: `epochs` passes over `minibatches` parts;
+    groups stay whole."""
     groups = sorted({item.group_id for item in items})
     for _ in range(section.epochs):
         for part in range(min(section.minibatches, len(groups))):
@@ -179,4 +221,7 @@ def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for update in updates:
         for key, value in update.items():
             found.setdefault(key, []).append(value)
-    return {key: sum(values) if key.startswith("trainer/") else sum(values) / len(values) for key, values in found.items()}
+    return {
+        key: sum(values) if key.startswith("trainer/") else sum(values) / len(values)
+        for key, values in found.items()
+    }

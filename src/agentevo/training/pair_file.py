@@ -3,8 +3,9 @@
     {"prompt": [messages], "chosen": answer, "rejected": answer}
     {"prompt": [messages], "completion": answer, "label": true}
 
-A message is {"role": "user", "content": "..."}, an answer a text or a list of messages that begins and ends with the assistant's. Only what
-the assistant says in the answer is trained. Other keys of a line are left aside. Every error names file and line.
+A message is {"role": "user", "content": "..."}, an answer a text or a list of messages that begins
+and ends with the assistant's. Only what the assistant says in the answer is trained. Other keys of
+a line are left aside. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -41,12 +42,24 @@ def read_pair_file(path: Path, loss: str) -> list[PairLine]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.pairs: {path} can't be read ({type(error).__name__}: {error}): give a JSONL file") from error
-    found = [_line(text, f"{path}:{number}", loss) for number, text in enumerate(lines, start=1) if text.strip()]
+        raise ConfigError(
+            f"data.pairs: {path} can't be read ({type(error).__name__}: {error}): give a JSONL file"
+        ) from error
+    found = [
+        _line(text, f"{path}:{number}", loss)
+        for number, text in enumerate(lines, start=1)
+        if text.strip()
+    ]
     if not found:
-        raise ConfigError(f"data.pairs: {path} has no lines: give one JSON object with prompt, chosen and rejected a line")
+        raise ConfigError(
+            f"data.pairs: {path} has no lines: give one JSON object with prompt, chosen and "
+            "rejected a line"
+        )
     if loss == "rft" and all(line.chosen is None for line in found):
-        raise ConfigError(f"data.pairs: {path} has no answer with label true, and rft learns from no other: give some")
+        raise ConfigError(
+            f"data.pairs: {path} has no answer with label true, and rft learns from no other: "
+            "give some"
+        )
     return found
 
 
@@ -56,20 +69,36 @@ def _line(text: str, where: str, loss: str) -> PairLine:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: is not JSON ({error}): write one object a line") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., 'rejected': ...}}")
+        raise ConfigError(
+            f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
+            "'rejected': ...}}"
+        )
     prompt = _messages(given, "prompt", where)
     if not prompt or prompt[-1].role == "assistant":
-        raise ConfigError(f"{where}: prompt must end with what the assistant answers to: put its last message into the answers")
+        raise ConfigError(
+            f"{where}: prompt must end with what the assistant answers to: put its last message "
+            "into the answers"
+        )
     if "completion" in given:
         if loss not in ALONE:
-            raise ConfigError(f"{where}: a single completion, but {loss} compares two answers: give chosen and rejected, or train by kto")
+            raise ConfigError(
+                f"{where}: a single completion, but {loss} compares two answers: give chosen and "
+                "rejected, or train by kto"
+            )
         if not isinstance(given.get("label"), bool):
-            raise ConfigError(f"{where}: label is {given.get('label', 'missing')!r}: give true (desirable) or false")
+            raise ConfigError(
+                f"{where}: label is {given.get('label', 'missing')!r}: give true (desirable) or "
+                "false"
+            )
         answer = _answer(given, "completion", where)
-        return PairLine(where, prompt, answer if given["label"] else None, None if given["label"] else answer)
+        return PairLine(
+            where, prompt, answer if given["label"] else None, None if given["label"] else answer
+        )
     chosen, rejected = _answer(given, "chosen", where), _answer(given, "rejected", where)
     if chosen == rejected:
-        raise ConfigError(f"{where}: chosen and rejected are the same answer, which says nothing: remove the line")
+        raise ConfigError(
+            f"{where}: chosen and rejected are the same answer, which says nothing: remove the line"
+        )
     return PairLine(where, prompt, chosen, rejected)
 
 
@@ -78,16 +107,25 @@ def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
         return [Message("assistant", given[key])]
     found = _messages(given, key, where)
     if not found or found[0].role != "assistant" or found[-1].role != "assistant":
-        raise ConfigError(f"{where}: {key} must begin and end with a message of role assistant: give a text, or such messages")
+        raise ConfigError(
+            f"{where}: {key} must begin and end with a message of role assistant: give a text, "
+            "or such messages"
+        )
     return found
 
 
 def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
     if key not in given:
-        raise ConfigError(f"{where}: {key} is missing: a line has prompt, chosen and rejected, or prompt, completion and label")
+        raise ConfigError(
+            f"{where}: {key} is missing: a line has prompt, chosen and rejected, or prompt, "
+            "completion and label"
+        )
     if not isinstance(given[key], list):
         form = '[{"role": "user", "content": "..."}]'
-        raise ConfigError(f"{where}: {key} is no list of messages: give {form}{'' if key == 'prompt' else ' or a text'}")
+        raise ConfigError(
+            f"{where}: {key} is no list of messages: give "
+            f"{form}{'' if key == 'prompt' else ' or a text'}"
+        )
     try:
         return msgspec.convert(given[key], list[Message])
     except msgspec.ValidationError as error:
@@ -95,35 +133,59 @@ def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
 
 
 def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> list[list[Pair]]:
-    """The pairs of each line; with a loss of single answers both answers of a line stand alone, and with rft only the chosen one counts.
+    """The pairs of each line; with a loss of single answers both answers of a line stand alone, and
+    with rft only the chosen one counts.
 
     Raises ConfigError for a text that the tokenizer or the chat template can't encode.
     """
     found: list[list[Pair]] = []
     for line in lines:
         try:
-            chosen = None if line.chosen is None else _encoded(line.prompt, line.chosen, chat, line.where, "chosen")
+            chosen = (
+                None
+                if line.chosen is None
+                else _encoded(line.prompt, line.chosen, chat, line.where, "chosen")
+            )
             rejected = (
-                None if line.rejected is None or loss == "rft" else _encoded(line.prompt, line.rejected, chat, line.where, "rejected")
+                None
+                if line.rejected is None or loss == "rft"
+                else _encoded(line.prompt, line.rejected, chat, line.where, "rejected")
             )
         except ModelError as error:
             raise ConfigError(f"{line.where}: {error}") from error
         if loss in ALONE:
             singles = [Pair(line.where, chosen=chosen)] if chosen is not None else []
-            found.append(singles + ([Pair(line.where, rejected=rejected)] if rejected is not None else []))
+            found.append(
+                singles + ([Pair(line.where, rejected=rejected)] if rejected is not None else [])
+            )
         else:
             found.append([Pair(line.where, chosen, rejected)])
     return [pairs for pairs in found if pairs]
 
 
-def _encoded(prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, where: str, which: str) -> Answer:
-    return Answer(f"{where} {which}", (answer_sample(prompt, answer, chat, where, f"{where} {which}"),))
+def _encoded(
+    prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, where: str, which: str
+) -> Answer:
+    return Answer(
+        f"{where} {which}", (answer_sample(prompt, answer, chat, where, f"{where} {which}"),)
+    )
 
 
-def answer_sample(prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str) -> Sample:
-    """A sample that trains what the assistant says in the answer, and nothing that it has said in the prompt."""
+def answer_sample(
+    prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str
+) -> Sample:
+    """A sample that trains what the assistant says in the answer, and nothing that it has said in
+    the prompt."""
     sample = conversation_sample([*prompt, *answer], chat, name)
-    said_before = max((place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1)
-    known = len(conversation_sample(prompt[: said_before + 1], chat, name).ids) if said_before >= 0 else 0
+    said_before = max(
+        (place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1
+    )
+    known = (
+        len(conversation_sample(prompt[: said_before + 1], chat, name).ids)
+        if said_before >= 0
+        else 0
+    )
     mask = [trained and place >= known for place, trained in enumerate(sample.loss_mask)]
-    return msgspec.structs.replace(sample, group_id=group_id, loss_mask=mask, versions=[0 if m else -1 for m in mask])
+    return msgspec.structs.replace(
+        sample, group_id=group_id, loss_mask=mask, versions=[0 if m else -1 for m in mask]
+    )

@@ -6,7 +6,8 @@
     others       pairs of attempts: best against worst, or every two whose rewards differ; or, for each attempt, the solver's conversation
                  on the same task as the chosen answer
 
-An answer is all that was said in an attempt: the trained tokens of its rows, several where the trajectory branches or starts anew.
+An answer is all that was said in an attempt: the trained tokens of its rows, several where the
+trajectory branches or starts anew.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import msgspec
 
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import AlgorithmSection
-from agentevo.training.samples import trajectory_rows
+from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
 
 Demonstrations = Callable[[str], Sequence[Sample]]
-"""Task id -> what the environment's solver says on that task; empty where it knows nothing to say."""
+"""Task id -> what the environment's solver says on that task; empty where it knows nothing to
+say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +44,15 @@ class Answer:
 
     def says(self, other: Answer) -> bool:
         """Whether the other is the same, token by token."""
-        return [(row.ids, row.loss_mask) for row in self.rows] == [(row.ids, row.loss_mask) for row in other.rows]
+        return [(row.ids, row.loss_mask) for row in self.rows] == [
+            (row.ids, row.loss_mask) for row in other.rows
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A chosen and a rejected answer to one task; or a single one, which is chosen (desirable) or rejected (undesirable)."""
+    """A chosen and a rejected answer to one task; or a single one, which is chosen (desirable) or
+    rejected (undesirable)."""
 
     group_id: str
     chosen: Answer | None = None
@@ -63,7 +68,9 @@ class Pair:
 
 def answer_of(trajectory: Trajectory) -> Answer:
     """All that the policy said in a trajectory."""
-    return Answer(trajectory.id, tuple(row.sample for row in trajectory_rows(trajectory) if row.turns))
+    return Answer(
+        trajectory.id, tuple(row.sample for row in trajectory_rows(trajectory) if row.turns)
+    )
 
 
 def make_pairs(
@@ -72,9 +79,11 @@ def make_pairs(
     section: AlgorithmSection,
     demonstrations: Demonstrations | None = None,
 ) -> list[Pair]:
-    """Of every group, in order of their first members; which attempts they are made of depends on ids and rewards only.
+    """Of every group, in order of their first members; which attempts they are made of depends on
+    ids and rewards only.
 
-    `demonstrations` is needed where `algorithm.pairs` is `demonstrations`. Two answers that are the same make no pair.
+    `demonstrations` is needed where `algorithm.pairs` is `demonstrations`. Two answers that are the
+    same make no pair.
     """
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
@@ -97,14 +106,22 @@ def make_pairs(
 
 
 def win_probabilities(rewards: Sequence[float]) -> list[float]:
-    """Chance of each attempt to beat one that the policy draws, estimated on its group: the share of the group's attempts, itself included,
-    that earned less, an equal reward counting one half. Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
-    return [sum((reward > other) + 0.5 * (reward == other) for other in rewards) / len(rewards) for reward in rewards]
+    """Chance of each attempt to beat one that the policy draws, estimated on its group: the share
+    of the group's attempts, itself included, that earned less, an equal reward counting one half.
+    Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
+    return [
+        sum((reward > other) + 0.5 * (reward == other) for other in rewards) / len(rewards)
+        for reward in rewards
+    ]
 
 
 def _single(trajectory: Trajectory, *, desirable: bool) -> Pair:
     answer = answer_of(trajectory)
-    return Pair(trajectory.group_id, chosen=answer if desirable else None, rejected=None if desirable else answer)
+    return Pair(
+        trajectory.group_id,
+        chosen=answer if desirable else None,
+        rejected=None if desirable else answer,
+    )
 
 
 def _best(members: Sequence[Trajectory], limit: int) -> list[Pair]:
@@ -112,15 +129,23 @@ def _best(members: Sequence[Trajectory], limit: int) -> list[Pair]:
     found: list[Pair] = []
     for trajectory in members:
         pair = _single(trajectory, desirable=True)
-        if len(found) < limit and trajectory.success and not any(pair.answers[0].says(other.answers[0]) for other in found):
+        if (
+            len(found) < limit
+            and trajectory.success
+            and not any(pair.answers[0].says(other.answers[0]) for other in found)
+        ):
             found.append(pair)
     return found
 
 
-def _against_the_solver(members: Sequence[Trajectory], demonstrations: Demonstrations, limit: int | None) -> list[Pair]:
+def _against_the_solver(
+    members: Sequence[Trajectory], demonstrations: Demonstrations, limit: int | None
+) -> list[Pair]:
     """Members from the lowest reward up are rejected."""
     group = members[0].group_id
-    rows = tuple(msgspec.structs.replace(row, group_id=group) for row in demonstrations(members[0].task_id))
+    rows = tuple(
+        msgspec.structs.replace(row, group_id=group) for row in demonstrations(members[0].task_id)
+    )
     if not rows:
         return []
     shown = Answer(f"{group} by the solver", rows)
@@ -135,16 +160,39 @@ def _ends(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
 
 def _everyone(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
     """Every two, those that differ most first."""
-    return iter(sorted(combinations(range(len(members)), 2), key=lambda two: members[two[1]].reward - members[two[0]].reward))
+    return iter(
+        sorted(
+            combinations(range(len(members)), 2),
+            key=lambda two: members[two[1]].reward - members[two[0]].reward,
+        )
+    )
 
 
-def _compared(members: Sequence[Trajectory], candidates: Iterator[tuple[int, int]], margin: float, limit: int | None) -> list[Pair]:
-    """Pairs of places in the group, those kept whose rewards differ enough and whose answers differ at all."""
+def _compared(
+    members: Sequence[Trajectory],
+    candidates: Iterator[tuple[int, int]],
+    margin: float,
+    limit: int | None,
+) -> list[Pair]:
+    """Pairs of places in the group, those kept whose rewards differ enough and whose answers differ
+    at all."""
     answers = [answer_of(t) for t in members]
     chances = win_probabilities([t.reward for t in members])
     found: list[Pair] = []
     for better, worse in candidates:
         gap = members[better].reward - members[worse].reward
-        if gap > 0 and gap >= margin and not answers[better].says(answers[worse]) and (limit is None or len(found) < limit):
-            found.append(Pair(members[0].group_id, answers[better], answers[worse], (chances[better], chances[worse])))
+        if (
+            gap > 0
+            and gap >= margin
+            and not answers[better].says(answers[worse])
+            and (limit is None or len(found) < limit)
+        ):
+            found.append(
+                Pair(
+                    members[0].group_id,
+                    answers[better],
+                    answers[worse],
+                    (chances[better], chances[worse]),
+                )
+            )
     return found

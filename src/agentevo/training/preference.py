@@ -1,10 +1,11 @@
-"""Training by comparing answers: pairs, or single answers, to one update of the policy and its metrics.
+"""Training by comparing answers: pairs, or single answers, to one update of the policy and its
+metrics.
 
     loss = sum over pairs of weight * l(log pi(chosen), log pi(rejected), log ref(chosen), log ref(rejected), ...)
 
-with sums of log-probs over whole answers, so no part of the loss belongs to one micro-batch; `backward_through_sums` makes loss and
-gradient the same for any split. Log-probs are those of the policy at the temperature that it is sampled with, of the solver's and given
-answers too.
+with sums of log-probs over whole answers, so no part of the loss belongs to one micro-batch;
+`backward_through_sums` makes loss and gradient the same for any split. Log-probs are those of the
+policy at the temperature that it is sampled with, of the solver's and given answers too.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.preference import preference_loss
 from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.seeds import derive_seed
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.batching.passes import (
+    backward_through_sums,
+    device_of,
+    micro_batches,
+    token_tables,
+)
+from agentevo.training.batching.staleness import leave_out_stale
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.packing import PackedBatch
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
 from agentevo.training.parallel import gathered
-from agentevo.training.passes import backward_through_sums, device_of, micro_batches, token_tables
 from agentevo.training.phases import phase
-from agentevo.training.reference import Reference
-from agentevo.training.staleness import leave_out_stale
+from agentevo.training.roles.reference import Reference
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
@@ -52,8 +58,8 @@ class PreparedPairs:
 
 
 class PairData:
-    """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles anew each round. What does not fill a step
-    at a round's end waits: no step has a group twice."""
+    """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles
+    anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
 
     def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
         self.groups, self.seed = groups, seed
@@ -64,11 +70,16 @@ class PairData:
         round_, place = divmod(step - 1, len(self.groups) // self.per_step)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "pairs", round_))
         order = torch.randperm(len(self.groups), generator=generator).tolist()
-        return [pair for index in order[place * self.per_step : (place + 1) * self.per_step] for pair in self.groups[index]]
+        return [
+            pair
+            for index in order[place * self.per_step : (place + 1) * self.per_step]
+            for pair in self.groups[index]
+        ]
 
 
 class PreferenceTrainer:
-    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and the reference policy."""
+    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
+    the reference policy."""
 
     def __init__(
         self,
@@ -84,8 +95,13 @@ class PreferenceTrainer:
         """data: pairs to train on in place of those that trajectories make."""
         algorithm = section.preference()
         if algorithm is None:
-            raise ValueError(f"algorithm.name={section.name} has no preference loss: choose dpo, say")
-        self.model, self.section, self.algorithm_section, self.algorithm = model, trainer, section, algorithm
+            raise ValueError(
+                f"algorithm.name={section.name} has no preference loss: choose dpo, say"
+            )
+        self.model = model
+        self.section = trainer
+        self.algorithm_section = section
+        self.algorithm = algorithm
         self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
         self.optimization = Optimization(model.parameters(), trainer, memory=memory)
         self.flops = FlopCounter(model)
@@ -106,27 +122,39 @@ class PreferenceTrainer:
         version: int | None = None,
         bound: int | None = None,
     ) -> PreparedPairs:
-        """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for others.
+        """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for
+        others.
 
-        version: committed steps so far; then an attempt with a token more than `bound` versions away from it is left out whole, because
-        the losses compare whole answers (see `leave_out_stale`).
+        version: committed steps so far; then an attempt with a token more than `bound` versions
+        away from it is left out whole, because the losses compare whole answers (see
+        `leave_out_stale`).
         """
         if version is None and bound is not None:
-            raise ValueError(f"bound={bound} is counted from the trainer's version: give version=, the number of committed steps")
+            raise ValueError(
+                f"bound={bound} is counted from the trainer's version: give version=, the number "
+                "of committed steps"
+            )
         stale: dict[str, str] = {}
         ages: dict[str, float] = {}
         if version is not None:
-            trajectories, stale, ages = leave_out_stale(trajectories, trainer_version=version, bound=bound)
+            trajectories, stale, ages = leave_out_stale(
+                trajectories, trainer_version=version, bound=bound
+            )
         if self.data is not None:
             pairs = self.data.of_step(self.steps + 1)
         else:
-            pairs = make_pairs(trajectories, self.algorithm, self.algorithm_section, self.demonstrations)
+            pairs = make_pairs(
+                trajectories, self.algorithm, self.algorithm_section, self.demonstrations
+            )
         used = {answer.name for pair in pairs for answer in pair.answers}
         dropped = {t.id: "no-pair" for t in trajectories if t.id not in used}
-        return PreparedPairs(pairs, {"preference/num_pairs": float(len(pairs)), **ages}, dropped | stale)
+        return PreparedPairs(
+            pairs, {"preference/num_pairs": float(len(pairs)), **ages}, dropped | stale
+        )
 
     def step(self, samples: Sequence[Pair]) -> dict[str, float]:
-        """One update from a batch of pairs: `epochs` passes of `minibatches` optimizer steps; groups stay whole.
+        """One update from a batch of pairs: `epochs` passes of `minibatches` optimizer steps;
+        groups stay whole.
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
@@ -144,7 +172,9 @@ class PreferenceTrainer:
         answers = _answers(pairs)
         rows, owners = self._rows(answers)
         section = self.section
-        batches = micro_batches(rows, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging)
+        batches = micro_batches(
+            rows, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
+        )
         for indices, batch in batches:
             self.flops.trained([rows[i] for i in indices], batch)
         comparison = _Comparison(pairs, answers, reference)
@@ -156,10 +186,14 @@ class PreferenceTrainer:
             if baseline is not None:
                 inputs["kl_baseline"] = baseline
             loss, metrics = preference_loss(self.algorithm.loss, **inputs, **self.algorithm.hyper)
-            found.update({METRICS[key]: float(value) for key, value in metrics.items() if key in METRICS})
+            found.update(
+                {METRICS[key]: float(value) for key, value in metrics.items() if key in METRICS}
+            )
             return loss
 
-        loss, sums = backward_through_sums(self.model, batches, owners, loss_of, self.optimization.backward)
+        loss, sums = backward_through_sums(
+            self.model, batches, owners, loss_of, self.optimization.backward
+        )
         norm = self.optimization.finish()
         found |= {"loss": float(loss)} | comparison.means(sums)
         if baseline is not None:
@@ -170,7 +204,9 @@ class PreferenceTrainer:
             | {
                 "actor/grad_norm": norm,
                 "actor/lr": lr,
-                "trainer/distinct_tokens": float(sum(gathered(sum(batch.num_distinct for _, batch in batches)))),
+                "trainer/distinct_tokens": float(
+                    sum(gathered(sum(batch.num_distinct for _, batch in batches)))
+                ),
                 "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
                 "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
             }
@@ -178,7 +214,11 @@ class PreferenceTrainer:
 
     def _rows(self, answers: Sequence[Answer]) -> tuple[list[Sample], list[int]]:
         """All rows, at one temperature, and the number of the answer that each is of."""
-        rows = [msgspec.structs.replace(row, temperature=self.temperature) for answer in answers for row in answer.rows]
+        rows = [
+            msgspec.structs.replace(row, temperature=self.temperature)
+            for answer in answers
+            for row in answer.rows
+        ]
         return rows, [number for number, answer in enumerate(answers) for _ in answer.rows]
 
     def _reference_sums(self, pairs: Sequence[Pair]) -> dict[str, float]:
@@ -198,7 +238,8 @@ class PreferenceTrainer:
         return {answer.name: float(value) for answer, value in zip(answers, sums, strict=True)}
 
     def _kl_baseline(self, answers: Sequence[Answer]) -> float:
-        """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after other tasks' prompts. 0 without any."""
+        """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after
+        other tasks' prompts. 0 without any."""
         others = [row for rows in mismatched(answers, self.context_length) for row in rows]
         if not others or self.reference is None:
             return 0.0
@@ -211,14 +252,26 @@ class PreferenceTrainer:
 
         return float(self._tables(rows, log_ratio)["ratio"].sum()) / num_answers
 
-    def _tables(self, rows: Sequence[Sample], compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _tables(
+        self, rows: Sequence[Sample], compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
         section = self.section
-        return token_tables(rows, section.micro_batch_tokens, device_of(self.model), compute, merge=section.prefix_merging)
+        return token_tables(
+            rows,
+            section.micro_batch_tokens,
+            device_of(self.model),
+            compute,
+            merge=section.prefix_merging,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""
         reference = {} if self.reference is None else self.reference.state_dict()
-        return {"optimization": self.optimization.state_dict(), "steps": self.steps, "reference": reference}
+        return {
+            "optimization": self.optimization.state_dict(),
+            "steps": self.steps,
+            "reference": reference,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict, for a model whose weights are already loaded."""
@@ -230,19 +283,29 @@ class PreferenceTrainer:
 
 
 def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Sample]]:
-    """For each answer the next one of another task after its own prompt, as rows; of one task alone, none.
+    """For each answer the next one of another task after its own prompt, as rows; of one task
+    alone, none.
 
-    What follows the other's first prompt stays as it is, its later observations included; what exceeds the context is cut off. The order of
-    answers does not matter. Source: arXiv 2402.01306, section 4.1.
+    What follows the other's first prompt stays as it is, its later observations included; what
+    exceeds the context is cut off. The order of answers does not matter. Source: arXiv 2402.01306,
+    section 4.1.
     """
     ordered = sorted(answers, key=lambda answer: (answer.rows[0].group_id, answer.name))
     found = []
     for place, answer in enumerate(ordered):
         group = answer.rows[0].group_id
-        others = (one for one in [*ordered[place + 1 :], *ordered[:place]] if one.rows[0].group_id != group)
+        others = (
+            one
+            for one in [*ordered[place + 1 :], *ordered[:place]]
+            if one.rows[0].group_id != group
+        )
         other = next(others, None)
         prompt = answer.rows[0].ids[: answer.rows[0].loss_mask.index(True)]
-        rows = [] if other is None else [_after(prompt, row, answer.name, context_length) for row in other.rows]
+        rows = (
+            []
+            if other is None
+            else [_after(prompt, row, answer.name, context_length) for row in other.rows]
+        )
         found.append([row for row in rows if any(row.loss_mask)])
     return found
 
@@ -253,7 +316,13 @@ def _after(prompt: list[int], row: Sample, name: str, context_length: int) -> Sa
     mask = [*[False] * len(prompt), *row.loss_mask[start:]][:context_length]
     blank = [0.0] * len(ids)
     return msgspec.structs.replace(
-        row, trajectory_id=name, ids=ids, loss_mask=mask, logprobs=blank, advantages=blank, versions=[0 if m else -1 for m in mask]
+        row,
+        trajectory_id=name,
+        ids=ids,
+        loss_mask=mask,
+        logprobs=blank,
+        advantages=blank,
+        versions=[0 if m else -1 for m in mask],
     )
 
 
@@ -264,15 +333,24 @@ def _answers(pairs: Sequence[Pair]) -> list[Answer]:
 
 
 class _Comparison:
-    """Which answers the pairs are made of: from sums of log-probs [N] to the inputs of the loss [P]."""
+    """Which answers the pairs are made of: from sums of log-probs [N] to the inputs of the loss
+    [P]."""
 
-    def __init__(self, pairs: Sequence[Pair], answers: Sequence[Answer], reference: Mapping[str, float]) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], answers: Sequence[Answer], reference: Mapping[str, float]
+    ) -> None:
         numbers = {answer.name: number for number, answer in enumerate(answers)}
         self.pairs = sorted(pairs, key=lambda pair: [answer.name for answer in pair.answers])
         self.lengths = torch.tensor([answer.num_tokens for answer in answers])
         self.reference = torch.tensor([reference.get(answer.name, 0.0) for answer in answers])
-        self.chosen = torch.tensor([numbers[pair.chosen.name] for pair in self.pairs if pair.chosen is not None], dtype=torch.int64)
-        self.rejected = torch.tensor([numbers[pair.rejected.name] for pair in self.pairs if pair.rejected is not None], dtype=torch.int64)
+        self.chosen = torch.tensor(
+            [numbers[pair.chosen.name] for pair in self.pairs if pair.chosen is not None],
+            dtype=torch.int64,
+        )
+        self.rejected = torch.tensor(
+            [numbers[pair.rejected.name] for pair in self.pairs if pair.rejected is not None],
+            dtype=torch.int64,
+        )
 
     def inputs(self, sums: torch.Tensor, loss: str) -> dict[str, Any]:
         """All that the loss could need of sums [N]."""
@@ -284,7 +362,11 @@ class _Comparison:
         found: dict[str, Any] = {}
         for side, places in (("chosen", self.chosen), ("rejected", self.rejected)):
             at = places.to(sums.device)
-            found |= {f"{side}_logp": sums[at], f"ref_{side}_logp": reference[at], f"{side}_lengths": lengths[at]}
+            found |= {
+                f"{side}_logp": sums[at],
+                f"ref_{side}_logp": reference[at],
+                f"{side}_lengths": lengths[at],
+            }
         if loss == "sppo":
             chances = torch.tensor([pair.win_probs for pair in self.pairs]).to(sums)
             found |= {"chosen_win_prob": chances[:, 0], "rejected_win_prob": chances[:, 1]}
@@ -299,7 +381,9 @@ class _Comparison:
         """Mean rewards of desirable and of undesirable answers, and their difference."""
         rewards = beta * (sums.cpu() - self.reference)
         found = {
-            key: float(rewards[places].mean()) for key, places in (("chosen", self.chosen), ("rejected", self.rejected)) if len(places)
+            key: float(rewards[places].mean())
+            for key, places in (("chosen", self.chosen), ("rejected", self.rejected))
+            if len(places)
         }
         if len(found) == 2:
             found["margins"] = found["chosen"] - found["rejected"]

@@ -1,7 +1,8 @@
-"""From a step's trajectories to its samples: what the maths needs to know of every trained token, then rewards, then advantages.
+"""From a step's trajectories to its samples: what the maths needs to know of every trained token,
+then rewards, then advantages.
 
-All passes here are without gradient and under the weights from before the update, but for PRIME's process reward, which first learns from
-the step's outcomes.
+All passes here are without gradient and under the weights from before the update, but for PRIME's
+process reward, which first learns from the step's outcomes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from agentevo.algorithms.value import explained_variance
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.config import AlgorithmSection
-from agentevo.training.critic import Critic
-from agentevo.training.packing import PackedBatch
-from agentevo.training.passes import device_of, token_tables
-from agentevo.training.process_reward import ImplicitProcessReward
-from agentevo.training.reference import Reference
-from agentevo.training.samples import Row, Tables, advantages_of, trajectory_rows
-from agentevo.training.token_rewards import TokenRewardModel
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.batching.passes import device_of, token_tables
+from agentevo.training.batching.samples import Row, Tables, advantages_of, trajectory_rows
+from agentevo.training.roles.critic import Critic
+from agentevo.training.roles.process_reward import ImplicitProcessReward
+from agentevo.training.roles.reference import Reference
+from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.types import Sample, Trajectory
 
 
@@ -53,22 +54,38 @@ class Preparation:
 
     def __init__(self, section: AlgorithmSection, max_tokens: int, *, merge: bool = True) -> None:
         self.section, self.max_tokens, self.merge = section, max_tokens, merge
-        self.algorithm = section.settled()
+        self.algorithm = section.resolved()
         needs = ADVANTAGES[self.algorithm.advantage].needs
         self.collision = "sum_pi_squared" in needs
-        self.recomputed = section.old_logprobs == "recomputed" or "proximal_logp" in POLICY_LOSSES[self.algorithm.policy_loss].needs
+        self.recomputed = (
+            section.old_logprobs == "recomputed"
+            or "proximal_logp" in POLICY_LOSSES[self.algorithm.policy_loss].needs
+        )
 
     def __call__(
-        self, trajectories: Sequence[Trajectory], roles: Roles, *, kl_coef: float, baselines: Mapping[str, float], monte_carlo: bool
+        self,
+        trajectories: Sequence[Trajectory],
+        roles: Roles,
+        *,
+        kl_coef: float,
+        baselines: Mapping[str, float],
+        monte_carlo: bool,
     ) -> Prepared:
-        """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust no critic (while one is pretrained)."""
+        """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust
+        no critic (while one is pretrained)."""
         rows = [row for trajectory in trajectories for row in trajectory_rows(trajectory)]
         if not rows:
             return Prepared([])
         tables, metrics = self._tables(rows, roles)
         bonus, found = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
-            rows, self.algorithm, tables, bonus=bonus, baselines=baselines, weights=self.section.reward_weights, monte_carlo=monte_carlo
+            rows,
+            self.algorithm,
+            tables,
+            bonus=bonus,
+            baselines=baselines,
+            weights=self.section.reward_weights,
+            monte_carlo=monte_carlo,
         )
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
@@ -110,18 +127,31 @@ class Preparation:
         process, reference = roles.process_reward, tables["ref_logp"]
         owners, successes = _owners(rows)
         metrics = process.update(samples, owners, reference, successes)
-        learnt = token_tables(samples, self.max_tokens, device, lambda batch: {"phi": batch.forward(process.model)[0]}, merge=self.merge)
+        learnt = token_tables(
+            samples,
+            self.max_tokens,
+            device,
+            lambda batch: {"phi": batch.forward(process.model)[0]},
+            merge=self.merge,
+        )
         tables["process_rewards"] = process.section.beta * (learnt["phi"] - reference)
         return tables, metrics
 
-    def _bonus(self, rows: Sequence[Row], roles: Roles, tables: Tables, kl_coef: float) -> tuple[torch.Tensor | None, dict[str, float]]:
+    def _bonus(
+        self, rows: Sequence[Row], roles: Roles, tables: Tables, kl_coef: float
+    ) -> tuple[torch.Tensor | None, dict[str, float]]:
         """What is added to the environment's rewards, [S, T]; and the metrics of it."""
         bonus, metrics, mask = None, {}, _mask(rows)
         if roles.reward_model is not None:
             bonus = tables["reward_model"]
             metrics["reward_model/mean"] = float(bonus[mask].mean())
         if roles.reference is not None and self.section.kl_in == "reward" and kl_coef > 0:
-            distance = kl(self.section.kl, tables["logp"] if self.recomputed else _rollout_logprobs(rows), tables["ref_logp"], mask)
+            distance = kl(
+                self.section.kl,
+                tables["logp"] if self.recomputed else _rollout_logprobs(rows),
+                tables["ref_logp"],
+                mask,
+            )
             metrics["actor/reward_kl"] = float(distance[mask].mean())
             bonus = -kl_coef * distance if bonus is None else bonus - kl_coef * distance
         return bonus, metrics
@@ -144,7 +174,9 @@ def _rollout_logprobs(rows: Sequence[Row]) -> torch.Tensor:
     """[S, T] float32"""
     table = torch.zeros(_mask(rows).shape)
     for index, row in enumerate(rows):
-        table[index, : len(row.turns)] = torch.tensor([x for x, m in zip(row.sample.logprobs, row.sample.loss_mask, strict=True) if m])
+        table[index, : len(row.turns)] = torch.tensor(
+            [x for x, m in zip(row.sample.logprobs, row.sample.loss_mask, strict=True) if m]
+        )
     return table
 
 
@@ -159,4 +191,7 @@ def _owners(rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
 def _mismatch(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     """How far the engine's log-probs are from the trainer's, per token."""
     gap = (trainer - rollout)[mask]
-    return {"rollout/logprob_gap_mean": float(gap.mean()), "rollout/logprob_gap_max": float(gap.abs().max())}
+    return {
+        "rollout/logprob_gap_mean": float(gap.mean()),
+        "rollout/logprob_gap_max": float(gap.abs().max()),
+    }

@@ -1,4 +1,5 @@
-"""AdamW whose two moments take 8 bits a number (Dettmers et al., arXiv 2110.02861), by torchao, which is imported here only."""
+"""AdamW whose two moments take 8 bits a number (Dettmers et al., arXiv 2110.02861), by torchao,
+which is imported here only."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ import torch
 from agentevo.errors import MissingExtraError
 
 
-def adamw_8bit(groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Over parameter groups, in float32. Tensors of fewer than 4096 numbers keep float32 moments. Raises MissingExtraError."""
+def adamw_8bit(
+    groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """Over parameter groups, in float32. Tensors of fewer than 4096 numbers keep float32 moments.
+    Raises MissingExtraError."""
     optimizer: torch.optim.Optimizer = _optimizer_class()(groups, lr=lr, betas=betas)
     return optimizer
 
@@ -23,8 +27,13 @@ def check_8bit() -> None:
 
 
 def step_8bit(optimizer: torch.optim.Optimizer) -> None:
-    """Steps. torchao compiles its arithmetic once per shape of parameter; on a CPU it runs as it is, which needs no compiler."""
-    on_cpu = any(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"])
+    """Steps. torchao compiles its arithmetic once per shape of parameter; on a CPU it runs as it
+    is, which needs no compiler."""
+    on_cpu = any(
+        parameter.device.type == "cpu"
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
     with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
         optimizer.step()
 
@@ -35,5 +44,8 @@ def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
             warnings.simplefilter("ignore")  # of its compiled extensions, which are not needed here
             from torchao.optim import AdamW8bit
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"memory.optimizer=adamw_8bit needs the package {error.name!r}: pip install 'agentevo[8bit]'") from error
+        raise MissingExtraError(
+            f"memory.optimizer=adamw_8bit needs the package {error.name!r}: pip install "
+            "'agentevo[8bit]'"
+        ) from error
     return AdamW8bit

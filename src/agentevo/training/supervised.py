@@ -1,7 +1,9 @@
-"""Supervised training on conversations: the mean negative log-prob of what the assistant says. For `agentevo sft` and the cold start alike.
+"""Supervised training on conversations: the mean negative log-prob of what the assistant says. For
+`agentevo sft` and the cold start alike.
 
-A step's loss is the mean over all trained tokens of its batch, whatever the micro-batches; shared beginnings are computed once. Which
-conversations a step has follows from the seed alone, so a resumed run goes on with the same ones.
+A step's loss is the mean over all trained tokens of its batch, whatever the micro-batches; shared
+beginnings are computed once. Which conversations a step has follows from the seed alone, so a
+resumed run goes on with the same ones.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from transformers import PreTrainedModel
 
 from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
 from agentevo.models.chat import ChatFormat
+from agentevo.training.batching.passes import device_of, micro_batches
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import summed
-from agentevo.training.passes import device_of, micro_batches
 from agentevo.training.phases import phase
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Message, Sample
@@ -50,10 +52,17 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
 
 
 class SupervisedTrainer:
-    """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the section, for messages."""
+    """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the
+    section, for messages."""
 
     def __init__(
-        self, model: PreTrainedModel, section: SFTSection, total_steps: int, key: str = "sft", *, memory: MemorySection | None = None
+        self,
+        model: PreTrainedModel,
+        section: SFTSection,
+        total_steps: int,
+        key: str = "sft",
+        *,
+        memory: MemorySection | None = None,
     ) -> None:
         self.model, self.section, self.total_steps = model, section, total_steps
         self.flops = FlopCounter(model)
@@ -75,13 +84,16 @@ class SupervisedTrainer:
         return self.optimization.steps
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes no weight, if a number is not finite."""
+        """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes
+        no weight, if a number is not finite."""
         section = self.section
         lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
         merge, device = section.prefix_merging, device_of(self.model)
-        for indices, batch in micro_batches(samples, section.micro_batch_tokens, device, merge=merge):
+        for indices, batch in micro_batches(
+            samples, section.micro_batch_tokens, device, merge=merge
+        ):
             self.flops.trained([samples[i] for i in indices], batch)
             with phase("forward"):
                 logp, _ = batch.forward(self.model)
@@ -104,15 +116,19 @@ class SupervisedTrainer:
 
 
 def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 0): linear warm-up over the first warmup_ratio of all steps, then the schedule."""
+    """Learning rate of optimizer step `step` (from 0): linear warm-up over the first warmup_ratio
+    of all steps, then the schedule."""
     done, warmup = step / total_steps, section.warmup_ratio
     if done < warmup:
         return section.learning_rate * min(1.0, done / warmup + 1 / total_steps / warmup)
-    return section.learning_rate * decay(section.schedule, (done - warmup) / (1 - warmup), section.min_lr_ratio)
+    return section.learning_rate * decay(
+        section.schedule, (done - warmup) / (1 - warmup), section.min_lr_ratio
+    )
 
 
 def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> list[list[str]]:
-    """Names of the conversations of every optimizer step, epoch after epoch, each epoch in an order of its own. sizes: name -> tokens."""
+    """Names of the conversations of every optimizer step, epoch after epoch, each epoch in an order
+    of its own. sizes: name -> tokens."""
     order, rng = list(sizes), random.Random(seed)
     batches: list[list[str]] = []
     for _ in range(section.epochs):
@@ -120,7 +136,11 @@ def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> li
         batch: list[str] = []
         used = 0
         for name in order:
-            full = len(batch) == section.batch_conversations if section.batch_tokens is None else used + sizes[name] > section.batch_tokens
+            full = (
+                len(batch) == section.batch_conversations
+                if section.batch_tokens is None
+                else used + sizes[name] > section.batch_tokens
+            )
             if batch and full:
                 batches.append(batch)
                 batch, used = [], 0
@@ -131,8 +151,11 @@ def plan_batches(sizes: Mapping[str, int], section: SFTSection, seed: int) -> li
 
 
 @torch.no_grad()
-def held_out_metrics(model: PreTrainedModel, samples: Sequence[Sample], micro_batch_tokens: int) -> dict[str, float]:
-    """Mean loss per trained token in nats, its exponential, and the share of trained tokens that are the model's first choice."""
+def held_out_metrics(
+    model: PreTrainedModel, samples: Sequence[Sample], micro_batch_tokens: int
+) -> dict[str, float]:
+    """Mean loss per trained token in nats, its exponential, and the share of trained tokens that
+    are the model's first choice."""
     sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     for _, batch in micro_batches(samples, micro_batch_tokens, device_of(model)):
         logits = batch.logits(model)
@@ -142,7 +165,11 @@ def held_out_metrics(model: PreTrainedModel, samples: Sequence[Sample], micro_ba
         sums["count"] += len(batch.targets)
     loss, right, count = summed(sums).values()
     mean = loss / count
-    return {"sft/eval/loss": mean, "sft/eval/perplexity": math.exp(min(mean, 700.0)), "sft/eval/token_accuracy": right / count}
+    return {
+        "sft/eval/loss": mean,
+        "sft/eval/perplexity": math.exp(min(mean, 700.0)),
+        "sft/eval/token_accuracy": right / count,
+    }
 
 
 def train_supervised(
@@ -156,11 +183,11 @@ def train_supervised(
     progress: Callable[[int, int, float], None],
     stop: Callable[[], bool] = lambda: False,
 ) -> list[float]:
-    """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order; returns the mean loss per token, in
-    nats, of every optimizer step.
+    """`section.epochs` passes over the episodes (samples of one `trajectory_id`) in random order;
+    returns the mean loss per token, in nats, of every optimizer step.
 
-    `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm limit and micro-batch size are the
-    trainer's.
+    `progress(step, total, loss)` is called after each. `stop()` is asked before each. Gradient norm
+    limit and micro-batch size are the trainer's.
     """
     settings = SFTSection(
         epochs=section.epochs,
@@ -176,12 +203,16 @@ def train_supervised(
     episodes: dict[str, list[Sample]] = {}
     for sample in samples:
         episodes.setdefault(sample.trajectory_id, []).append(sample)
-    batches = plan_batches({name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed)
+    batches = plan_batches(
+        {name: sum(len(s.ids) for s in rows) for name, rows in episodes.items()}, settings, seed
+    )
     supervised = SupervisedTrainer(model, settings, len(batches), key="cold_start", memory=memory)
     losses: list[float] = []
     for batch in batches:
         if stop():
             break
-        losses.append(supervised.step([sample for name in batch for sample in episodes[name]])["sft/loss"])
+        losses.append(
+            supervised.step([sample for name in batch for sample in episodes[name]])["sft/loss"]
+        )
         progress(len(losses), len(batches), losses[-1])
     return losses

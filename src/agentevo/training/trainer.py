@@ -1,4 +1,5 @@
-"""The trainer: trajectories to samples, samples to one policy update and its metrics. It never calls an agent or an engine.
+"""The trainer: trajectories to samples, samples to one policy update and its metrics. It never
+calls an agent or an engine.
 
 What is minimised is `objective.py`; what is computed beforehand is `preparation.py`.
 """
@@ -14,25 +15,32 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from agentevo.algorithms.divergence import AdaptiveKL, FixedKL, KLController
-from agentevo.config import AlgorithmSection, CriticSection, MemorySection, ProcessRewardSection, TrainerSection
-from agentevo.training.critic import Critic
+from agentevo.config import (
+    AlgorithmSection,
+    CriticSection,
+    MemorySection,
+    ProcessRewardSection,
+    TrainerSection,
+)
+from agentevo.training.batching.passes import device_of, micro_batches
+from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
+from agentevo.training.kernels.output_layer import Listener
 from agentevo.training.objective import Objective
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.output_layer import Listener
 from agentevo.training.parallel import gathered, summed
-from agentevo.training.passes import device_of, micro_batches
 from agentevo.training.phases import phase
 from agentevo.training.preparation import Preparation, Prepared, Roles
-from agentevo.training.process_reward import ImplicitProcessReward
-from agentevo.training.reference import Reference
-from agentevo.training.staleness import effective_sizes, mask_stale, of_first_update
-from agentevo.training.token_rewards import TokenRewardModel
+from agentevo.training.roles.critic import Critic
+from agentevo.training.roles.process_reward import ImplicitProcessReward
+from agentevo.training.roles.reference import Reference
+from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.training.workload import FlopCounter
 from agentevo.types import Sample, Trajectory
 
 
 class Trainer:
-    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and the models beside it."""
+    """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
+    the models beside it."""
 
     def __init__(
         self,
@@ -50,7 +58,9 @@ class Trainer:
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = Objective(algorithm)
-        self.preparation = Preparation(algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging)
+        self.preparation = Preparation(
+            algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging
+        )
         self.memory = memory or MemorySection()
         self.optimization = Optimization(model.parameters(), trainer, memory=self.memory)
         self.flops = FlopCounter(model)
@@ -71,7 +81,8 @@ class Trainer:
         return self.roles.critic is not None and self.steps < self.critic_section.pretrain_steps
 
     def begin(self) -> None:
-        """RL begins: the models that start as copies of the policy become what it is now. Only those that the algorithm needs."""
+        """RL begins: the models that start as copies of the policy become what it is now. Only
+        those that the algorithm needs."""
         needs = self.algorithm.needs
         if self.algorithm.kl_coef > 0 or "process_rewards" in needs:
             self.roles.reference = Reference(self.model, self.algorithm)
@@ -79,7 +90,9 @@ class Trainer:
             self.roles.critic = Critic(self.model, self.critic_section, self.section, self.memory)
             self.optimization.leave_out(self.critic_section.pretrain_steps)
         if "process_rewards" in needs:
-            self.roles.process_reward = ImplicitProcessReward(self.model, self.process_section, self.section, self.memory)
+            self.roles.process_reward = ImplicitProcessReward(
+                self.model, self.process_section, self.section, self.memory
+            )
 
     def prepare(
         self,
@@ -89,31 +102,48 @@ class Trainer:
         version: int | None = None,
         bound: int | None = None,
     ) -> Prepared:
-        """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the algorithm compares with it.
+        """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
+        algorithm compares with it.
 
-        version: committed steps so far; then tokens more than `bound` versions away from it are not trained on, and the metrics tell all
-        tokens' ages (see `mask_stale`). A trajectory of which no token is left stays in its group's baseline, so it is not in `dropped`.
+        version: committed steps so far; then tokens more than `bound` versions away from it are not
+        trained on, and the metrics tell all tokens' ages (see `mask_stale`). A trajectory of which
+        no token is left stays in its group's baseline, so it is not in `dropped`.
         """
         if version is None and bound is not None:
-            raise ValueError(f"bound={bound} is counted from the trainer's version: give version=, the number of committed steps")
-        prepared = self.preparation(trajectories, self.roles, kl_coef=self.kl.coef, baselines=baselines, monte_carlo=self.pretraining)
+            raise ValueError(
+                f"bound={bound} is counted from the trainer's version: give version=, the number "
+                "of committed steps"
+            )
+        prepared = self.preparation(
+            trajectories,
+            self.roles,
+            kl_coef=self.kl.coef,
+            baselines=baselines,
+            monte_carlo=self.pretraining,
+        )
         if "actor/reward_kl" in prepared.metrics:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
             self.kl.update(prepared.metrics["actor/reward_kl"], len(prepared.samples))
         if version is not None:
-            prepared.samples, found = mask_stale(prepared.samples, trainer_version=version, bound=bound)
+            prepared.samples, found = mask_stale(
+                prepared.samples, trainer_version=version, bound=bound
+            )
             prepared.metrics |= found
         return prepared
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One update from a batch of samples: `epochs` passes of `minibatches` optimizer steps; groups stay whole.
+        """One update from a batch of samples: `epochs` passes of `minibatches` optimizer steps;
+        groups stay whole.
 
         Raises TrainingError, before the weights change, if the loss or the gradient is not finite.
         """
         updates = [self._update(part) for part in minibatches(samples, self.section)]
         first = {}
         if updates and "actor/ppo_kl" in updates[0]:
-            first = {"actor/ppo_kl_first": updates[0]["actor/ppo_kl"], "actor/logprob_diff_max": updates[0]["actor/logprob_diff_max"]}
+            first = {
+                "actor/ppo_kl_first": updates[0]["actor/ppo_kl"],
+                "actor/logprob_diff_max": updates[0]["actor/logprob_diff_max"],
+            }
         self.steps += 1
         if self.roles.reference is not None:
             self.roles.reference.follow(self.model, self.steps)
@@ -122,7 +152,9 @@ class Trainer:
     def _update(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step over a minibatch, and one of the critic's."""
         section = self.section
-        batches = micro_batches(samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging)
+        batches = micro_batches(
+            samples, section.micro_batch_tokens, device_of(self.model), merge=section.prefix_merging
+        )
         critic, metrics = self.roles.critic, {}
         if critic is not None and (self.pretraining or not critic.shared):
             metrics = critic.update([batch for _, batch in batches])
@@ -141,12 +173,22 @@ class Trainer:
         num_tokens = sum(sum(s.loss_mask) for s in samples)
         for indices, batch in batches:
             self.flops.trained([samples[i] for i in indices], batch)
-            with phase("forward"), Listener(self.model) if joint is not None else nullcontext() as heard:
+            with (
+                phase("forward"),
+                Listener(self.model) if joint is not None else nullcontext() as heard,
+            ):
                 loss, found = self.objective.loss(
-                    self.model, batch, weights[indices], kl_coef=kl_coef, entropy_coef=entropy_coef, statistics=statistics
+                    self.model,
+                    batch,
+                    weights[indices],
+                    kl_coef=kl_coef,
+                    entropy_coef=entropy_coef,
+                    statistics=statistics,
                 )
             if joint is not None and heard is not None:
-                value_loss, of_values = joint.loss(joint.values_of(heard.hidden, batch), batch, num_tokens)
+                value_loss, of_values = joint.loss(
+                    joint.values_of(heard.hidden, batch), batch, num_tokens
+                )
                 loss, found = loss + joint.section.coef * value_loss, found | of_values
             self.optimization.backward(loss)
             largest_diff = max(largest_diff, found.pop("largest_diff"))
@@ -160,7 +202,11 @@ class Trainer:
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))
             metrics["actor/kl_coef"] = kl_coef
-        return metrics | self.flops.take() | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
+        return (
+            metrics
+            | self.flops.take()
+            | {"actor/grad_norm": norm, "actor/lr": lr, "actor/entropy_coef": entropy_coef}
+        )
 
     def _entropy_coef(self) -> float:
         """The weight of the entropy bonus now; see AlgorithmSection.entropy_target."""
@@ -182,7 +228,8 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of state_dict, for a model whose weights are already loaded. A role that was not saved begins now."""
+        """The inverse of state_dict, for a model whose weights are already loaded. A role that was
+        not saved begins now."""
         self.begin()
         self.optimization.load_state_dict(state["optimization"])
         self.steps = state["steps"]
@@ -193,7 +240,11 @@ class Trainer:
                 role.load_state_dict(state["roles"][name])
 
     def _trained_roles(self) -> dict[str, Reference | Critic | ImplicitProcessReward]:
-        roles = {"reference": self.roles.reference, "critic": self.roles.critic, "process_reward": self.roles.process_reward}
+        roles = {
+            "reference": self.roles.reference,
+            "critic": self.roles.critic,
+            "process_reward": self.roles.process_reward,
+        }
         return {name: role for name, role in roles.items() if role is not None}
 
 
@@ -201,7 +252,10 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; what is a sum by nature stays one."""
     count, squares = sums.pop("count"), sums.pop("actor/rollout_is_squares", None)
     of_age = effective_sizes(sums)
-    found = {key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count) for key, value in sums.items()}
+    found = {
+        key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count)
+        for key, value in sums.items()
+    }
     found |= of_age
     if squares is not None:
         total = sums["actor/rollout_is_mean"]

@@ -1,5 +1,5 @@
-"""How much computing a micro-batch asks for, counted twice: as it is done, each distinct token once, and as the samples stand for it, each
-computed by itself."""
+"""How much computing a micro-batch asks for, counted twice: as it is done, each distinct token
+once, and as the samples stand for it, each computed by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedModel
 
 from agentevo.models.flops import Work, model_flops, work_of_depths, work_of_sequences
-from agentevo.training.packing import PackedBatch
+from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.parallel import num_ranks, rank, summed
 from agentevo.types import Sample
 
@@ -16,14 +16,16 @@ DISTINCT, LOGICAL = "trainer/distinct_flops", "trainer/logical_flops"
 
 
 class FlopCounter:
-    """Sums over the micro-batches of one optimizer step. A pass that only repeats another to save memory is not told to it."""
+    """Sums over the micro-batches of one optimizer step. A pass that only repeats another to save
+    memory is not told to it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.of_model = model_flops(model)
         self._found = {DISTINCT: 0.0, LOGICAL: 0.0}
 
     def trained(self, samples: Sequence[Sample], batch: PackedBatch) -> None:
-        """One pass forward and backward over samples, packed as `batch`: of the model, or of another as large as it."""
+        """One pass forward and backward over samples, packed as `batch`: of the model, or of
+        another as large as it."""
         self._found[DISTINCT] += self.of_model.training(self._distinct(batch))
         self._found[LOGICAL] += self.of_model.training(self._logical(samples))
 
@@ -45,16 +47,25 @@ class FlopCounter:
         return work_of_depths(batch.position_ids, len(batch.logit_nodes), self.of_model.windows)
 
     def _logical(self, samples: Sequence[Sample]) -> Work:
-        return work_of_sequences([len(s.ids) for s in samples], sum(sum(s.loss_mask) for s in samples), self.of_model.windows)
+        return work_of_sequences(
+            [len(s.ids) for s in samples],
+            sum(sum(s.loss_mask) for s in samples),
+            self.of_model.windows,
+        )
 
 
-def speed_metrics(trained: Mapping[str, float], seconds: float, peak_flops_per_s: float) -> dict[str, float]:
-    """Of the update, which took `seconds`: tokens per second and MFU, as computed and as stood for. Nothing where nothing was trained.
-    Every rank has a device with that peak."""
+def speed_metrics(
+    trained: Mapping[str, float], seconds: float, peak_flops_per_s: float
+) -> dict[str, float]:
+    """Of the update, which took `seconds`: tokens per second and MFU, as computed and as stood for.
+    Nothing where nothing was trained. Every rank has a device with that peak."""
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics
-    for name, flops, mfu in (("distinct", DISTINCT, "perf/mfu"), ("logical", LOGICAL, "perf/mfu_logical")):
+    for name, flops, mfu in (
+        ("distinct", DISTINCT, "perf/mfu"),
+        ("logical", LOGICAL, "perf/mfu_logical"),
+    ):
         if f"trainer/{name}_tokens" in trained:
             metrics[f"perf/tokens_per_s_{name}"] = trained[f"trainer/{name}_tokens"] / seconds
         if flops in trained:

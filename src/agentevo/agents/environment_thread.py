@@ -1,0 +1,129 @@
+"""An environment on a thread of its own, so that one that hangs costs its attempt and nobody else.
+
+Calls of quick environments are waited for on the spot: nothing else happens meanwhile, as if there
+were no thread, and the order of events, on which the engine's batches depend, stays the same in
+every run. Environments of a kind that is mostly slow are awaited, with everything else going on,
+and so is the rest of any call after GRACE_S. All calls of an environment come from the same thread,
+which some insist on. A thread can't be killed: one that never answers stays until the process ends,
+and a process bears so many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from agentevo.errors import EnvironmentFailure
+
+T = TypeVar("T")
+
+SLOW_S = 0.05
+"""A call that takes longer is slow: with many attempts at once, waiting for it on the spot costs
+more than any order of events is worth."""
+GRACE_S = 0.25
+"""Longest wait on the spot: a quick environment on a busy machine."""
+SLOW_CALLS = 3.0
+"""Slow calls after which a kind of environment is taken for slow; one is forgotten with every 1 /
+FORGOTTEN quick ones."""
+FORGOTTEN = 0.05
+CLOSE_S = 2.0
+"""Longest wait for an environment to close: what was played is over, and counts."""
+MAX_HUNG = 500
+"""Environments that hang in one process."""
+
+_hung: set[EnvironmentThread] = set()
+"""Given up, with a call that has not come back: the last one, to close, if no other."""
+
+
+class Pace:
+    """How quick a kind of environment is, by its calls so far."""
+
+    def __init__(self) -> None:
+        self._slow_calls = 0.0
+
+    @property
+    def grace_s(self) -> float:
+        """How long to wait for the next call on the spot."""
+        return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
+
+    def took(self, seconds: float) -> None:
+        """Of one call."""
+        change = 1.0 if seconds > SLOW_S else -FORGOTTEN
+        self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
+
+
+class EnvironmentThread:
+    """See the module. `pace` is that of all environments of its kind."""
+
+    def __init__(self, pace: Pace) -> None:
+        """Raises EnvironmentFailure if too many environments hang already."""
+        if len(_hung) >= MAX_HUNG:
+            raise EnvironmentFailure(
+                f"{len(_hung)} environments of this process hang and keep their threads: give "
+                "their tools deadlines of their own, and start anew"
+            )
+        self._pace = pace
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._pending: Future[Any] | None = None
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises."""
+        answer = self._ask(function)
+        await self._wait(answer)
+        return answer.result()
+
+    async def end(self, close: Callable[[], None]) -> None:
+        """`close` is the last call. Not waited for while another one hangs, nor longer than
+        CLOSE_S. Raises what it raises until then."""
+        idle = self._pending is None or self._pending.done()
+        closing = self._ask(close)
+        try:
+            if idle:
+                await self._wait(closing, within_s=CLOSE_S)
+        finally:
+            if not closing.done():
+                _hung.add(self)  # before the thread can end, which takes it out
+            self._calls.put(None)
+        if idle and closing.done():
+            closing.result()
+
+    def _ask(self, function: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        self._pending = answer
+        self._calls.put((answer, function))
+        return answer
+
+    async def _wait(self, answer: Future[Any], *, within_s: float | None = None) -> None:
+        try:
+            answer.exception(timeout=self._pace.grace_s)
+        except TimeoutError:
+            await asyncio.wait([asyncio.wrap_future(answer)], timeout=within_s)
+
+    def _work(self) -> None:
+        while (wanted := self._calls.get()) is not None:
+            answer, function = wanted
+            answer.set_running_or_notify_cancel()
+            started = time.monotonic()
+            try:
+                try:
+                    found = function()
+                finally:
+                    self._pace.took(time.monotonic() - started)
+            except SystemExit as error:  # in a task it would end the event loop
+                answer.set_exception(
+                    EnvironmentFailure(
+                        f"SystemExit({error.code!r}): an environment can't end the process that "
+                        "it plays in"
+                    )
+                )
+            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+                answer.set_exception(error)
+            else:
+                answer.set_result(found)
+        _hung.discard(self)

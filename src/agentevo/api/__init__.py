@@ -1,0 +1,272 @@
+"""The Python door: `agentevo.train` takes what a program has at hand and makes of it the same
+`RunConfig` that a recipe makes.
+
+Options have the names and the checks of the YAML: a section is a mapping (`trainer={"steps": 5}`),
+and `overrides` are the command line's `a.b=c`. Wrong ones raise `ConfigError` before anything is
+created.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import msgspec
+import pydantic
+
+from agentevo.config import RunConfig, build_config, sources, to_tree
+from agentevo.config.other_preset import kept_keys
+from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
+from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.registry import nearest
+from agentevo.runs.folder import run_config
+from agentevo.types import Task
+
+if TYPE_CHECKING:
+    from agentevo.api.run import Run
+    from agentevo.observability import LiveView
+
+AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[float | None]]
+"""`async def run(task, policy) -> float`: acts through the policy and returns the reward."""
+Trainable: TypeAlias = (
+    str
+    | Path
+    | RunConfig
+    | EnvironmentConfig
+    | TextEnvironment
+    | type[TextEnvironment]
+    | AgentFunction
+)
+Option: TypeAlias = str | Path | Mapping[str, Any] | pydantic.BaseModel
+
+
+def train(
+    agent_or_env: Trainable,
+    tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+    *,
+    model: Option | None = None,
+    algorithm: Option | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    view: LiveView | None = None,
+    **sections: Option,
+) -> Run:
+    """Trains, and returns the finished run.
+
+    `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or
+    object), or an async agent function, which needs `tasks`. `model` and `algorithm` are names or
+    whole sections; None leaves the recipe's, or the defaults. Every other section of the
+    configuration is an option of its name. Raises `ConfigError` for whatever the command line would
+    refuse.
+    """
+    from agentevo.api.run import train as train_run
+
+    config, agent = resolve(
+        agent_or_env, model=model, algorithm=algorithm, overrides=overrides, **sections
+    )
+    return train_run(
+        config, agent=agent, tasks=checked_tasks(tasks, agent), resume=resume, view=view
+    )
+
+
+def sft(
+    recipe: str | Path | RunConfig | Mapping[str, Any],
+    *,
+    model: Option | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    view: LiveView | None = None,
+    **sections: Option,
+) -> Run:
+    """Fine-tunes on conversations and returns the finished run, as `agentevo sft` does.
+
+    `recipe` is a name, a path, a `RunConfig` or a mapping of sections, such as {"data": {"train":
+    "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for whatever the command
+    line would refuse.
+    """
+    from agentevo.api.run import sft as run_sft
+
+    options = {
+        key: _plain(value, named=key == "model")
+        for key, value in {**sections, "model": model}.items()
+        if value is not None
+    }
+    tree, name = _recipe_tree(recipe)
+    try:
+        tree = sources.overlay(tree, options)
+    except ConfigError as error:
+        raise ConfigError(f"agentevo.sft: {error}") from error
+    return run_sft(
+        build_config(tree, overrides, where="agentevo.sft", name=name, needs_environment=False),
+        resume=resume,
+        view=view,
+    )
+
+
+def _recipe_tree(given: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """(configuration, name of the run)."""
+    if isinstance(given, RunConfig):
+        return to_tree(given), given.run.name
+    if isinstance(given, Mapping):
+        return {str(key): _plain(value, named=False) for key, value in given.items()}, "sft"
+    path = sources.find_recipe(str(given))
+    return sources.read_yaml(path), path.stem
+
+
+def load_run(
+    run_dir: str | Path,
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+    overrides: Sequence[str] = (),
+) -> Run:
+    """A run that was trained earlier, from its folder. What is no text is not in there: an agent
+    function and its tasks are given again, and the class of an environment of one's own is
+    registered first (`agentevo.environments.environments.register`)."""
+    from agentevo.api.run import Run
+
+    return Run(run_config(Path(run_dir), overrides), agent=agent, tasks=checked_tasks(tasks, agent))
+
+
+def resolve(
+    agent_or_env: Trainable,
+    *,
+    model: Option | None = None,
+    algorithm: Option | None = None,
+    overrides: Sequence[str] = (),
+    **sections: Option,
+) -> tuple[RunConfig, AgentFunction | None]:
+    """What `train` will run: the checked configuration, and the agent function if that was
+    given."""
+    named = {"model": model, "algorithm": algorithm}
+    options = {
+        key: _plain(value, named=key in named)
+        for key, value in {**sections, **named}.items()
+        if value is not None
+    }
+    given, name, agent = _starting_point(agent_or_env)
+    try:
+        tree = sources.overlay(given, options)
+    except ConfigError as error:
+        raise ConfigError(f"agentevo.train: {error}") from error
+    config = build_config(
+        tree, overrides, where="agentevo.train", name=name, needs_environment=agent is None
+    )
+    if kept := kept_keys(given, overrides, where=name, options=options):
+        warnings.warn("\n".join(kept), stacklevel=3)
+    return config, agent
+
+
+def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunction | None]:
+    """(configuration so far, name of the run, agent function)."""
+    if isinstance(given, (str, Path)):
+        return _named(str(given))
+    if isinstance(given, RunConfig):
+        return to_tree(given), given.run.name, None
+    if isinstance(given, EnvironmentConfig):
+        options = _plain(given, named=False)
+        return {"environment": options}, str(options.get("type")), None
+    if isinstance(given, TextEnvironment):
+        kind = _registered(type(given))
+        return {"environment": {**given.config.model_dump(mode="json"), "type": kind}}, kind, None
+    if inspect.isclass(given) and issubclass(given, TextEnvironment):
+        kind = _registered(given)
+        return {"environment": {"type": kind}}, kind, None
+    if callable(given) and (
+        inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)
+    ):
+        return (
+            {},
+            str(getattr(given, "__name__", type(given).__name__)).strip("<>"),
+            cast(AgentFunction, given),
+        )
+    if callable(given):
+        raise ConfigError(
+            f"agentevo.train: the agent {getattr(given, '__name__', given)!r} must be async: "
+            "`async def run(task, policy) -> float`"
+        )
+    raise ConfigError(
+        f"agentevo.train: can't train a {type(given).__name__}: "
+        "give a recipe, an environment (name, options, class), or an async agent function"
+    )
+
+
+def _named(name: str) -> tuple[dict[str, Any], str, None]:
+    """A recipe, which has vetted settings, is preferred to an environment of the same name."""
+    recipes, known = sources.recipe_names(), environments.names()
+    if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
+        path = sources.find_recipe(name)
+        return sources.read_yaml(path), path.stem, None
+    if name in known:
+        return {"environment": {"type": name}}, name, None
+    guess = nearest(name, [*recipes, *known])
+    hint = f"did you mean {guess!r}? " if guess else ""
+    raise UnknownNameError(
+        f"agentevo.train: {name!r} is no recipe and no environment: {hint}recipes: "
+        f"{', '.join(recipes)}; environments: {', '.join(known)}"
+    )
+
+
+def _registered(environment: type[TextEnvironment]) -> str:
+    """Files a user's environment under its `type`, so that recipes and run folders can name it;
+    returns the type."""
+    options = getattr(environment, "Config", None)
+    kind = (
+        options.model_fields["type"].default
+        if options is not None and "type" in options.model_fields
+        else None
+    )
+    if not isinstance(kind, str):
+        raise ConfigError(
+            f"agentevo.train: {environment.__name__} needs a `Config` (an EnvironmentConfig) "
+            "with a name for recipes: "
+            f'`type: Literal["{environment.__name__.lower()}"] = "{environment.__name__.lower()}"`'
+        )
+    try:
+        environments.register(kind)(environment)
+    except ValueError as error:
+        raise ConfigError(
+            f"agentevo.train: {error}: give {environment.__name__}.Config another `type`"
+        ) from error
+    return kind
+
+
+def _plain(value: Option, *, named: bool) -> Any:
+    """An option as the YAML would hold it. A `named` one may be only a name."""
+    if isinstance(value, pydantic.BaseModel):
+        chosen = value.model_dump(mode="json", exclude_unset=True)
+        return {"type": value.type, **chosen} if hasattr(value, "type") else chosen
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, named=False) for key, item in value.items()}
+    return {"name": str(value)} if named and isinstance(value, (str, Path)) else value
+
+
+def checked_tasks(
+    tasks: Sequence[Task | Mapping[str, Any]] | None, agent: AgentFunction | None
+) -> list[Task] | None:
+    """Tasks as records. Raises `ConfigError`: none for an agent function, a mapping that is no
+    task, an id twice."""
+    if not tasks:
+        if agent is not None or tasks is not None:
+            example = "tasks=[agentevo.Task(id='1', query='2+2?', answer='4')]"
+            raise ConfigError(
+                f"agentevo.train: no tasks: an agent function needs them, for example {example}"
+            )
+        return None
+    found: list[Task] = []
+    for index, task in enumerate(tasks):
+        try:
+            found.append(task if isinstance(task, Task) else msgspec.convert(task, Task))
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"agentevo.train: tasks[{index}]: {error}") from error
+    task_id, times = Counter(task.id for task in found).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(
+            f"agentevo.train: tasks: the id {task_id!r} is there {times} times: give each task "
+            "an id of its own"
+        )
+    return found

@@ -1,0 +1,166 @@
+"""A run from Python: trained from a configuration, and what can be asked of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Unpack
+
+from agentevo.audit.audit import Audit, audit
+from agentevo.audit.replay import Replay, replay
+from agentevo.config import RunConfig
+from agentevo.event_loop import run_coroutine
+from agentevo.observability import LiveView
+from agentevo.orchestration import run as training
+from agentevo.orchestration import sft as fine_tuning
+from agentevo.orchestration.components import AgentFunction, Components, open_components
+from agentevo.orchestration.evaluation import evaluate, reference_players
+from agentevo.processes.supervisor import Supervisor
+from agentevo.runs.folder import read_store
+from agentevo.store.store import TrajectoryFilter
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.types import Task, Trajectory
+
+
+class Run:
+    """A finished (or interrupted) run in its folder. Methods block; call them outside of an event
+    loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        agent: AgentFunction | None = None,
+        tasks: Sequence[Task] | None = None,
+    ) -> None:
+        self.config, self._agent, self._tasks = config, agent, tasks
+
+    @property
+    def dir(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Contents of summary.json; empty before the run has ended once."""
+        path = self.dir / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    @property
+    def checkpoint(self) -> Path:
+        """The best checkpoint, or the last one if none was evaluated: a Hugging Face model folder,
+        or a PEFT adapter's."""
+        return self.checkpoint_path("best")
+
+    def checkpoint_path(self, which: str) -> Path:
+        """`best`, `last`, or a path. Raises CheckpointError if there is none."""
+        return Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).find(which)
+
+    def eval(
+        self, *, checkpoint: str = "best", samples: int = 1, view: LiveView | None = None
+    ) -> dict[str, float]:
+        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Nothing is
+        written."""
+        path = self.checkpoint_path(checkpoint)
+        _, state = Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).load(
+            path
+        )
+        return run_coroutine(self._evaluate(path, int(state["progress"]["step"]), samples, view))
+
+    def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> list[Trajectory]:
+        """Stored trajectories, oldest first; see TrajectoryFilter."""
+
+        async def read(store: Any) -> list[Trajectory]:
+            return [stored.trajectory async for stored in store.trajectories(**filters)]
+
+        return read_store(self.dir, read)
+
+    def replay(self, trajectory_id: str, *, rebuild: bool = False) -> Replay:
+        """Makes a trajectory again from its seeds and the stored weights and compares it with the
+        record (orchestration/replay.py).
+
+        `rebuild`: weights that no file holds any more are trained again from the store."""
+        return run_coroutine(
+            replay(
+                self.config, trajectory_id, made_again=rebuild, agent=self._agent, tasks=self._tasks
+            )
+        )[0]
+
+    def replays(self, count: int, *, rebuild: bool = False) -> list[Replay]:
+        """The same of so many training trajectories, drawn at random by the run's seed; without
+        `rebuild` of those whose weights are still there."""
+        return run_coroutine(
+            replay(
+                self.config, sample=count, made_again=rebuild, agent=self._agent, tasks=self._tasks
+            )
+        )
+
+    def audit(self) -> Audit:
+        """Proves from the store what each step was made from (orchestration/audit.py)."""
+        return read_store(self.dir, lambda store: audit(store, self.dir))
+
+    async def _evaluate(
+        self, path: Path, step: int, samples: int, view: LiveView | None
+    ) -> dict[str, float]:
+        with _throwaway_store() as url:
+            async with open_components(
+                self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url=url
+            ) as parts:
+                return await _shown(parts, step, samples, view)
+
+
+def train(
+    config: RunConfig,
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    resume: bool = False,
+    view: LiveView | None = None,
+) -> Run:
+    """`orchestration.run.train`, and the run that it made."""
+    training.train(
+        config, agent=agent, tasks=tasks, resume=resume, view=view, supervisor=Supervisor
+    )
+    return Run(config, agent=agent, tasks=tasks)
+
+
+def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> Run:
+    """`orchestration.sft.sft`, and the run that it made."""
+    fine_tuning.sft(config, resume=resume, view=view)
+    return Run(config)
+
+
+def evaluate_model(
+    config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None
+) -> dict[str, float]:
+    """Success of the recipe's model as it is, or of a checkpoint of it, without any run: nothing is
+    written."""
+
+    async def work() -> dict[str, float]:
+        with _throwaway_store() as url:
+            async with open_components(config, checkpoint=checkpoint, store_url=url) as parts:
+                return await _shown(parts, 0, config.evaluation.samples, view)
+
+    return run_coroutine(work())
+
+
+@contextmanager
+def _throwaway_store() -> Iterator[str]:
+    """URL of a store for trajectories that nobody keeps: a finished run's own record stays as
+    training left it."""
+    with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
+        yield f"sqlite:///{folder}/store.sqlite"
+
+
+async def _shown(
+    parts: Components, step: int, samples: int, view: LiveView | None
+) -> dict[str, float]:
+    with view if view is not None else nullcontext():
+        if view is not None:
+            view.phase("evaluating", parts.config.model.name)
+        metrics, _ = await evaluate(parts, step, samples=samples, players=reference_players(parts))
+        if view is not None:
+            view.evaluation(step, metrics)
+    return metrics

@@ -1,0 +1,371 @@
+"""What a run's store proves: that every committed step was made from exactly the trajectories its
+record names, each used once, none of its tokens older than the bound.
+
+Nothing is believed that can be computed again: digests and ages come from the tokens in the store,
+checksums from the checkpoints' files. Not proven: metrics, and weights whose checkpoint is gone
+(`agentevo replay` draws tokens again).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import CheckpointError, StoreError, TrainingError
+from agentevo.store.store import StepRecord, Store, StoredTrajectory, TaskState
+from agentevo.training import manifest
+from agentevo.training.batching.step_plan import SHOWN, Plan, trajectory_digest
+
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+EXACT_POLICIES = ("wait", "cancel")
+"""Of `rollout.policy`: those that leave no token too old, so that none needs masking."""
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """Something that the store says and can't be, or should say and doesn't."""
+
+    what: str
+    step: int | None = None
+    trajectory: str | None = None
+
+    def __str__(self) -> str:
+        places = [f"step {self.step}"] if self.step is not None else []
+        places += [f"trajectory {self.trajectory}"] if self.trajectory is not None else []
+        return ": ".join([*places, self.what])
+
+
+class Audit(msgspec.Struct, kw_only=True):
+    """What was found."""
+
+    steps: int = 0
+    """Committed ones."""
+    trained: int = 0
+    """Trajectories that they were made from."""
+    ages: dict[int, int] = {}
+    """Age in versions -> trained tokens."""
+    masked_tokens: int = 0
+    """Of those trajectories, too old and therefore not trained on."""
+    reasons: dict[str, dict[str, list[str]]] = {}
+    """`dropped`, `failed` or `cancelled` -> reason -> ids of trajectories for training, in the
+    order of writing."""
+    waiting: dict[str, int] = {}
+    """`ready` and `reserved` trajectories for training."""
+    tasks: dict[str, int] = {}
+    """State -> how many."""
+    unfinished: list[str] = []
+    """Ids of tasks that are queued or leased."""
+    poison: dict[str, str] = {}
+    """Ids of tasks that were set aside -> error."""
+    failed: dict[str, str] = {}
+    """Ids of tasks that failed, with whatever was attempted of them -> error."""
+    checkpoints: list[int] = []
+    """Steps whose checkpoint is whole and the one that the record names."""
+    gone: list[int] = []
+    """Steps whose checkpoint is no longer there (checkpoint.keep_last)."""
+    remade: list[int] = []
+    """Steps whose checkpoint is whole, but not the one of the record: a resume found that one torn,
+    did the step again and saved it anew. A resume goes on from it like from any whole one;
+    `agentevo replay` can compare what its weights say."""
+    violations: list[Violation] = []
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def lines(self, *, dropped: bool = False) -> list[tuple[str, str]]:
+        """For people: (what, value) rows without the violations. `dropped`: with the ids of what
+        was not trained on."""
+        total = sum(self.ages.values())
+        ages = ", ".join(
+            f"{count / total:.1%} of age {age}" for age, count in sorted(self.ages.items())
+        )
+        named = {"whole": self.checkpoints, "no longer there": self.gone}
+        named |= (
+            {"whole but not the record's own (made again after a resume)": self.remade}
+            if self.remade
+            else {}
+        )
+        rows = [
+            (
+                "steps",
+                f"{self.steps} committed, from {self.trained} trajectories, each in one step",
+            ),
+            (
+                "tokens",
+                f"{total:,} trained on{': ' if ages else ''}{ages}; {self.masked_tokens:,} masked",
+            ),
+            ("checkpoints", ", ".join(f"{len(steps)} {word}" for word, steps in named.items())),
+            (
+                "tasks",
+                ", ".join(f"{count} {state}" for state, count in self.tasks.items() if count)
+                or "none",
+            ),
+        ]
+        if any(self.waiting.values()):
+            rows.append(
+                (
+                    "not yet trained on",
+                    ", ".join(f"{count} {state}" for state, count in self.waiting.items()),
+                )
+            )
+        rows += [
+            (f"task {name}", f"set aside as poison: {error}") for name, error in self.poison.items()
+        ]
+        rows += [(f"task {name}", f"failed: {error}") for name, error in self.failed.items()]
+        for kind, reasons in self.reasons.items():
+            counts: Counter[str] = Counter()
+            for reason, ids in reasons.items():
+                counts[_without_numbers(reason)] += len(ids)
+            rows += [(kind, f"{count} {reason}") for reason, count in counts.most_common()]
+        if dropped:
+            rows += [
+                (name, f"{kind}: {why}")
+                for kind, reasons in self.reasons.items()
+                for why, ids in reasons.items()
+                for name in ids
+            ]
+        return rows
+
+
+async def audit(store: Store, folder: Path) -> Audit:
+    """Reads the whole store of the run in `folder`, step by step, and the checkpoints that are
+    there."""
+    found = Audit()
+    records = await store.steps()
+    found.steps = len(records)
+    _check_numbers(records, found)
+    used: dict[str, int] = {}
+    members: dict[tuple[str, int], str] = {}
+    for record in records:
+        await _check_step(store, record, used, members, found)
+        _check_checkpoint(record, folder, found)
+    await _check_rest(store, records, found)
+    await _account(store, found)
+    return found
+
+
+def _check_numbers(records: Iterable[StepRecord], found: Audit) -> None:
+    expected = 1
+    for record in records:
+        if record.step != expected:
+            missing = (
+                f"step {expected}"
+                if record.step == expected + 1
+                else f"steps {expected} to {record.step - 1}"
+            )
+            found.violations.append(
+                Violation(f"{missing} before it: there is no record", step=record.step)
+            )
+        expected = record.step + 1
+
+
+async def _check_step(
+    store: Store,
+    record: StepRecord,
+    used: dict[str, int],
+    members: dict[tuple[str, int], str],
+    found: Audit,
+) -> None:
+    """Its plan against the trajectories that the ledger has committed to it. `used`: id -> step
+    that names it; `members`: (group, attempt) -> id."""
+    step = record.step
+
+    def violated(what: str, trajectory: str | None = None) -> None:
+        found.violations.append(Violation(what, step=step, trajectory=trajectory))
+
+    try:
+        plan = Plan.of(step, record.record)
+    except TrainingError as error:
+        violated(f"{error}; so neither its trajectories nor their ages can be proven")
+        return
+    for name, times in Counter(plan.ids).items():
+        if times > 1:
+            violated(f"its plan names it {times} times", name)
+        if name in used:
+            violated(f"step {used[name]} names it as well: it was trained on twice", name)
+        used.setdefault(name, step)
+    if record.num_trajectories != len(plan.ids):
+        violated(
+            f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
+        )
+    places = {name: place for place, name in enumerate(plan.ids)}
+    digests: dict[str, bytes] = {}
+    masked = 0
+    try:
+        async for one in store.trajectories(trained_step=step):
+            name = one.trajectory.id
+            for what in _wrong_with(one, places):
+                violated(what, name)
+            twin = members.setdefault((one.trajectory.group_id, one.trajectory.attempt), name)
+            if twin != name:
+                violated(f"it is the same attempt as {twin}, under another id", name)
+            if name in places and not one.tokens_deleted:
+                digests[name] = trajectory_digest(plan.final(one.trajectory))
+                masked += _count_ages(one, plan, step, found)
+    except StoreError as error:
+        violated(f"its trajectories can't be read: {error}")
+        return
+    for name in plan.ids:
+        if name not in digests:
+            violated(
+                "its plan names it, but it is not in the store as committed to this step", name
+            )
+    found.trained += len(digests)
+    found.masked_tokens += masked
+    if masked != plan.masked_tokens:
+        violated(
+            f"{masked} tokens were older than {plan.staleness} versions, its plan says that "
+            f"{plan.masked_tokens} were left out"
+        )
+    if masked and plan.policy in EXACT_POLICIES:
+        violated(
+            f"{masked} tokens were older than {plan.staleness} versions, which "
+            f"rollout.policy={plan.policy} rules out"
+        )
+    if all(name in digests for name in plan.ids):
+        _check_digest(plan, digests, violated)
+
+
+def _wrong_with(one: StoredTrajectory, places: Mapping[str, int]) -> list[str]:
+    wrong = []
+    if one.state != "committed":
+        wrong.append(f"it is {one.state} for this step, which is committed")
+    if one.trajectory.id not in places:
+        wrong.append("it is in the store as committed to this step, whose plan does not name it")
+    if one.split != "train":
+        wrong.append(f"it is of the split {one.split}, which is not trained on")
+    if one.trajectory.status != "completed":
+        wrong.append(f"it was trained on though it {one.trajectory.status}")
+    if one.tokens_deleted:
+        wrong.append("its tokens were deleted")
+    return wrong
+
+
+def _count_ages(one: StoredTrajectory, plan: Plan, step: int, found: Audit) -> int:
+    """Adds its trained tokens to `found.ages`; returns how many are older than the bound. The
+    trainer's version is step - 1."""
+    counts: Counter[int] = Counter()
+    for turn in one.trajectory.turns:
+        counts.update(turn.versions)
+    masked = 0
+    for version, count in counts.items():
+        age = step - 1 - version
+        if age < 0:
+            what = (
+                f"{count} of its tokens are of version {version}, which weights had only "
+                f"after step {version}"
+            )
+            found.violations.append(Violation(what, step=step, trajectory=one.trajectory.id))
+        if age > plan.staleness:
+            masked += count
+        else:
+            found.ages[age] = found.ages.get(age, 0) + count
+    return masked
+
+
+def _check_digest(plan: Plan, digests: Mapping[str, bytes], violated: Any) -> None:
+    altered = []
+    if len(plan.digests) == len(plan.ids):
+        shown = zip(plan.ids, plan.digests, strict=True)
+        altered = [
+            (name, digest) for name, digest in shown if digests[name].hex()[:SHOWN] != digest
+        ]
+    for name, digest in altered:
+        now = digests[name].hex()[:SHOWN]
+        violated(
+            "it is not what was trained on: its tokens, log-probs, versions or rewards have the "
+            f"digest {now}, then {digest}",
+            name,
+        )
+    whole = hashlib.sha256(b"".join(digests[name] for name in plan.ids)).hexdigest()
+    if whole != plan.digest and not altered:
+        violated(
+            f"its trajectories have the digest {whole[:SHOWN]}, its plan says "
+            f"{plan.digest[:SHOWN]}: they or their order were changed"
+        )
+
+
+def _check_checkpoint(record: StepRecord, folder: Path, found: Audit) -> None:
+    named = record.record.get("checkpoint")
+    if named is None:
+        return
+    path = folder / named["path"]
+    if not path.is_dir():
+        found.gone.append(record.step)
+        return
+    try:
+        sha256 = manifest.verify(path).sha256
+    except CheckpointError as error:
+        if path.is_dir():
+            found.violations.append(Violation(str(error), step=record.step))
+        else:  # a run that goes on has deleted it meanwhile
+            found.gone.append(record.step)
+        return
+    (found.checkpoints if sha256 == named["sha256"] else found.remade).append(record.step)
+
+
+async def _check_rest(store: Store, records: Sequence[StepRecord], found: Audit) -> None:
+    """Nothing may be committed to a step that has no record."""
+    committed = sum(
+        count for name, count in (await store.counts()).items() if name.endswith("/committed")
+    )
+    if committed == found.trained:
+        return
+    summaries = await store.summaries(state="committed")
+    since = await store.steps(
+        after=max((record.step for record in records), default=0)
+    )  # of a run that goes on meanwhile
+    steps = {record.step for record in (*records, *since)}
+    for one in summaries:
+        if one.trained_step not in steps:
+            what = f"it is committed to step {one.trained_step}, which has no record"
+            found.violations.append(Violation(what, trajectory=one.id))
+
+
+async def _account(store: Store, found: Audit) -> None:
+    """Every trajectory for training that was not trained on, and every task that is not done, with
+    the reason."""
+    for state in ("dropped", "failed"):
+        for one in await store.summaries(state=state, split="train"):
+            kind, reason = (
+                (state, one.drop_reason) if state == "dropped" else (one.status, one.error)
+            )
+            if not reason:
+                found.violations.append(
+                    Violation(f"it is {kind}, and no reason is recorded", trajectory=one.id)
+                )
+            found.reasons.setdefault(kind, {}).setdefault(reason or "no reason", []).append(one.id)
+    counts = await store.counts()
+    found.waiting = {
+        state: counts[f"trajectories/train/{state}"] for state in ("ready", "reserved")
+    }
+    found.tasks = {
+        name.removeprefix("tasks/"): count
+        for name, count in counts.items()
+        if name.startswith("tasks/")
+    }
+    found.unfinished = [one.task.id async for one in store.tasks(state="queued")]
+    found.unfinished += [one.task.id async for one in store.tasks(state="leased")]
+    lost: list[tuple[TaskState, dict[str, str], str]] = [
+        ("poison", found.poison, "was set aside"),
+        ("failed", found.failed, "failed"),
+    ]
+    for place, tasks, fate in lost:
+        async for task in store.tasks(state=place):
+            if not task.error:
+                found.violations.append(
+                    Violation(f"task {task.task.id} {fate}, and no error is recorded")
+                )
+            tasks[task.task.id] = task.error or "no error"
+
+
+def _without_numbers(reason: str) -> str:
+    """The first line of a reason: what reasons have in common that differ in versions, seconds and
+    lengths."""
+    return _NUMBER.sub("N", next(iter(reason.strip().splitlines()), "no reason"))

@@ -1,0 +1,67 @@
+"""Weights that no file holds any more, made again from the plans of the committed steps
+(resume.py)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncGenerator, Collection, Sequence
+
+import torch
+
+from agentevo.config import RunConfig
+from agentevo.errors import CheckpointError
+from agentevo.observability import LiveView
+from agentevo.orchestration.cold_start import cold_start
+from agentevo.orchestration.components import AgentFunction, open_components
+from agentevo.orchestration.resume import replay_step
+from agentevo.orchestration.training_run import make_trainer
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.roles.model_copy import trained_parameters, weights_of
+from agentevo.types import Task
+
+
+async def rebuild(
+    config: RunConfig,
+    versions: Collection[int],
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+) -> AsyncGenerator[dict[str, torch.Tensor], None]:
+    """The trained parameters by name, of each of `versions` in order, in one go from the nearest
+    whole checkpoint before them. They are the trainer's own, so good until the next ones are asked
+    for.
+
+    Costs the updates in between, and no sampling. Raises CheckpointError for a version that was
+    never committed.
+    """
+    if not versions:
+        return
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
+    start = checkpoints.newest_whole(min(versions))
+    path = checkpoints.path(start) if start is not None else None
+    async with open_components(config, agent=agent, tasks=tasks, checkpoint=path) as parts:
+        steps = [
+            one for one in await parts.store.steps(after=start or 0) if one.step <= max(versions)
+        ]
+        unknown = sorted(set(versions) - {start or 0} - {one.step for one in steps})
+        if unknown:
+            raise CheckpointError(
+                f"version {unknown[0]} can't be made again: {config.run_dir} has no committed "
+                f"step {unknown[0]}"
+            )
+        trainer = make_trainer(parts)
+        if path is not None:
+            trainer.load_state_dict(checkpoints.load(path)[0])
+        else:
+            if config.cold_start.episodes:
+                cold_start(
+                    parts,
+                    LiveView(config.run.name, plain=True, stream=io.StringIO()),
+                    lambda: False,
+                )
+            trainer.begin()
+        for version in range(start or 0, max(versions) + 1):
+            if version > (start or 0):
+                await replay_step(trainer, parts.store, steps[version - (start or 0) - 1])
+            if version in versions:
+                yield weights_of(trained_parameters(parts.model))

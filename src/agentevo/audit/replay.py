@@ -1,0 +1,407 @@
+"""A trajectory made again from its task, its seeds and the stored weights, and compared with the
+record.
+
+Two halves, which together are the whole of it: every token is drawn again under the version that
+the record names for it (resample.py), and the agent plays the task again with an engine that
+answers each request with the recorded completion, after comparing what was asked. If neither half
+finds a difference, agent, environment, engine and weights give the record: by induction over its
+tokens.
+
+Not promised: agents and environments that are not deterministic (clocks, networks) play other
+episodes; the first other prompt is then named. A run that was resumed with other sampling or agent
+keys is replayed with the last ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+import torch
+
+from agentevo.agents import Agent, EnvironmentAgent, Policy
+from agentevo.audit.rebuilt_weights import rebuild
+from agentevo.audit.resampling import Difference, resample
+from agentevo.audit.stored_weights import PolicyAt, Source, StoredVersions, WeightsOf
+from agentevo.config import RunConfig
+from agentevo.errors import CheckpointError, EngineError, StoreError
+from agentevo.models.chat import ChatFormat
+from agentevo.orchestration.components import AgentFunction, FunctionAgent, make_environment
+from agentevo.rollout.group import Attempt, InfrastructureFailure
+from agentevo.rollout.task_source import TaskSource
+from agentevo.seeds import derive_seed
+from agentevo.store.store import Store, open_store
+from agentevo.types import Completion, SamplingParams, Task, Trajectory, Turn
+
+REWARD_TOLERANCE = 1e-9
+
+
+class Replay(msgspec.Struct, kw_only=True):
+    """How a replay went."""
+
+    trajectory: str
+    versions: list[int]
+    """Of the weights that drew it."""
+    tokens: int = 0
+    """Drawn again."""
+    ties: int = 0
+    """Of those, the ones that agree only within rounding (resample.py)."""
+    turns: int = 0
+    """Asked for again; fewer than recorded only after a difference."""
+    played: bool = True
+    """False where there is no agent to play it with: then only the tokens were drawn again."""
+    reward: float = 0.0
+    """In the record."""
+    replayed_reward: float | None = None
+    """None where the record breaks off (failed, cancelled), or the replay does."""
+    difference: Difference | None = None
+    """The first one."""
+
+    @property
+    def same(self) -> bool:
+        return self.difference is None
+
+    def line(self) -> str:
+        """For people."""
+        drawn = (
+            f"{self.tokens} tokens of {len(self.versions)} version{'s' * (len(self.versions) != 1)}"
+        )
+        if self.difference is not None:
+            return f"{self.trajectory}: DIFFERS ({drawn}): {self.difference.what}"
+        ties = f", {self.ties} of them within rounding" if self.ties else ""
+        reward = (
+            f"reward {self.replayed_reward:g}"
+            if self.replayed_reward is not None
+            else "it broke off, as recorded"
+        )
+        return (
+            f"{self.trajectory}: same ({drawn}{ties}; "
+            f"{reward if self.played else 'not played: no agent'})"
+        )
+
+
+class RecordedEngine:
+    """Answers requests with what was recorded for their seeds. After the first difference, or where
+    the record ends, it answers no more."""
+
+    def __init__(self, trajectory: Trajectory, end_ids: Sequence[int]) -> None:
+        self._trajectory, self._end_ids = trajectory, frozenset(end_ids)
+        self._by_seed: dict[int, Turn] = {turn.seed: turn for turn in trajectory.turns}
+        self.difference: Difference | None = None
+        self.asked = 0
+
+    @property
+    def version(self) -> int:
+        return max(
+            (version for turn in self._trajectory.turns for version in turn.versions), default=0
+        )
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
+    ) -> Completion:
+        """See Engine.generate. Raises EngineError when it answers no more."""
+        turn = self._by_seed.get(sampling.seed)
+        if turn is not None:
+            self._check(turn, prompt_ids, sampling)
+        elif (
+            self._trajectory.status == "completed"
+        ):  # what failed or was cancelled may have asked for more
+            self._found(
+                "end",
+                self.asked,
+                0,
+                f"the replay asks for a turn more than the {len(self._trajectory.turns)} of the "
+                "record",
+            )
+        if turn is None or self.difference is not None:
+            raise EngineError("the replay ends here: the record has no answer to this request")
+        self.asked += 1
+        return Completion(
+            ids=turn.completion_ids,
+            logprobs=turn.logprobs,
+            versions=turn.versions,
+            finish_reason=turn.finish_reason,
+        )
+
+    async def release(self, session: str) -> None:
+        """See Engine.release."""
+
+    async def publish(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
+    ) -> None:
+        """Refused."""
+        raise EngineError("a replay serves recorded tokens: nothing can be published to it")
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return {}
+
+    def _check(self, turn: Turn, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        recorded = self._trajectory.context_ids(turn.index)
+        if prompt_ids != recorded:
+            pairs = zip(prompt_ids, recorded, strict=False)
+            place = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(recorded))
+            )
+            what = (
+                f"turn {turn.index}: the replay asks with another prompt, from token {place} "
+                "on: agent or environment did something else"
+            )
+            self._found("prompt", turn.index, place, what)
+            return
+        if sampling.stop_strings:  # which token completes one, only the engine's tokenizer knows
+            return
+        ids = turn.completion_ids
+        stop = next((i for i, token in enumerate(ids) if token in self._end_ids), None)
+        if stop is not None and stop != len(ids) - 1:
+            self._found(
+                "end",
+                turn.index,
+                stop,
+                f"turn {turn.index}: the record goes on after the stop token at {stop}",
+            )
+        elif stop is None and len(ids) != sampling.max_new_tokens:
+            what = (
+                f"turn {turn.index}: the record ends after {len(ids)} tokens without a stop "
+                f"token, the limit is {sampling.max_new_tokens}"
+            )
+            self._found("end", turn.index, len(ids), what)
+
+    def _found(self, kind: Any, turn: int, position: int, what: str) -> None:
+        if self.difference is None:
+            self.difference = Difference(kind=kind, turn=turn, position=position, what=what)
+
+
+async def replay(
+    config: RunConfig,
+    trajectory_id: str | None = None,
+    *,
+    sample: int = 0,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    made_again: bool = False,
+) -> list[Replay]:
+    """Of one trajectory, or of `sample` training ones whose weights are at hand, drawn at random
+    (by the run's seed).
+
+    Weights are those that the run's folder holds; with `made_again` also those that training makes
+    again (rebuild.py). Raises StoreError for an unknown trajectory, CheckpointError where the
+    weights are gone.
+    """
+    stored = StoredVersions(config)
+    source = TaskSource(config, tasks)
+    async with await open_store(config.store_url, create=False) as store:
+        if trajectory_id is not None:
+            chosen = [await store.trajectory(trajectory_id)]
+        else:
+            chosen = await _sample(config, store, sample, None if made_again else stored.weights_of)
+        shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
+    versions = sorted({version for t in chosen for version in versions_of(t)})
+    missing = set(versions) - set(stored.at_hand()) if made_again else set()
+    async with aclosing(rebuild(config, missing, agent=agent, tasks=tasks)) as rebuilt:
+        found, chat, context = await _draw_again(
+            config, chosen, _sources(versions, stored, missing, rebuilt)
+        )
+    player = _player(config, agent)
+    for trajectory in chosen:
+        one = found[trajectory.id]
+        if player is None or chat is None:
+            one.played = False
+        else:
+            await _play(config, trajectory, shown[trajectory.task_id], player, chat, context, one)
+    return [found[trajectory.id] for trajectory in chosen]
+
+
+async def _sources(
+    versions: Sequence[int],
+    stored: StoredVersions,
+    missing: Collection[int],
+    rebuilt: AsyncIterator[Source],
+) -> AsyncIterator[tuple[int, Source]]:
+    """Each version with its weights, good until the next is asked for; `rebuilt` gives those of the
+    missing ones, in order."""
+    for version in versions:
+        yield version, await anext(rebuilt) if version in missing else stored.weights_of(version)
+
+
+async def _sample(
+    config: RunConfig, store: Store, count: int, weights_of: WeightsOf | None
+) -> list[Trajectory]:
+    """`weights_of` None: all can be had. Raises CheckpointError if no trajectory has all its
+    weights at hand."""
+    names = [one.id for one in await store.summaries(split="train") if one.num_completion_tokens]
+    random.Random(derive_seed(config.run.seed, "replay")).shuffle(names)
+    at_hand: dict[int, bool] = {}
+    chosen: list[Trajectory] = []
+    for name in names:
+        if len(chosen) == count:
+            break
+        try:
+            trajectory = await store.trajectory(name)
+        except StoreError:  # `store gc --dropped` has taken its tokens
+            continue
+        if weights_of is None or all(
+            _has(version, weights_of, at_hand) for version in versions_of(trajectory)
+        ):
+            chosen.append(trajectory)
+    if names and not chosen:
+        raise CheckpointError(
+            f"{config.run_dir} has weights for none of its {len(names)} trajectories: train with "
+            "checkpoint.every=1 and a larger "
+            "checkpoint.keep_last"
+        )
+    return chosen
+
+
+def _has(version: int, weights_of: WeightsOf, known: dict[int, bool]) -> bool:
+    if version not in known:
+        try:
+            weights_of(version)
+            known[version] = True
+        except CheckpointError:
+            known[version] = False
+    return known[version]
+
+
+def versions_of(trajectory: Trajectory) -> list[int]:
+    return sorted({version for turn in trajectory.turns for version in turn.versions})
+
+
+async def _draw_again(
+    config: RunConfig,
+    trajectories: Sequence[Trajectory],
+    sources: AsyncIterator[tuple[int, Source]],
+) -> tuple[dict[str, Replay], ChatFormat | None, int]:
+    """The first half, one version after the other; with the chat format and context length of the
+    models."""
+    found = {
+        t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
+        for t in trajectories
+    }
+    chat, context = None, 1 << 30
+    section = config.sampling
+    filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
+    async for version, source in sources:
+        loaded = PolicyAt(config, {version: source}.__getitem__).load(version)
+        chat = (
+            ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+            if chat is None
+            else chat
+        )
+        context = int(getattr(loaded.model.config, "max_position_embeddings", 1 << 30))
+        for trajectory in trajectories:
+            one = found[trajectory.id]
+            if version not in one.versions:
+                continue
+            again = resample(trajectory, version, loaded, filters)
+            one.tokens += again.num_tokens
+            one.ties += again.num_ties
+            _keep_first(one, *again.differences)
+    return found, chat, context
+
+
+def _keep_first(one: Replay, *differences: Difference) -> None:
+    before = [one.difference] if one.difference is not None else []
+    one.difference = min(
+        [*before, *differences], key=lambda difference: difference.place, default=None
+    )
+
+
+def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
+    if agent is not None:
+        return FunctionAgent(agent)
+    if config.environment is None:
+        return None
+    return EnvironmentAgent(lambda: make_environment(config), config.agent)
+
+
+async def _play(
+    config: RunConfig,
+    trajectory: Trajectory,
+    task: Task,
+    player: Agent,
+    chat: ChatFormat,
+    context: int,
+    found: Replay,
+) -> None:
+    """The second half. What the agent raises ends it, and so does agent.timeout_s: that was so in
+    the record too, or is a difference."""
+    section = config.sampling
+    engine = RecordedEngine(trajectory, chat.end_ids)
+    sampling = SamplingParams(
+        temperature=trajectory.turns[0].temperature if trajectory.turns else section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        max_new_tokens=section.max_new_tokens,
+        stop_token_ids=chat.end_ids,
+        stop_strings=section.stop,
+    )
+    policy = Policy(
+        engine,
+        chat,
+        sampling,
+        name=trajectory.id,
+        seed=derive_seed(config.run.seed, trajectory.id),
+        context_length=context,
+        timeout_s=config.engine.timeout_s,
+    )
+    attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
+    played = None
+    with suppress(
+        InfrastructureFailure
+    ):  # the engine has answered no more: at a difference, or at the end of what was broken off
+        played = await attempt.run(
+            task_id=trajectory.task_id, group_id=trajectory.group_id, number=trajectory.attempt
+        )
+    found.turns = engine.asked
+    if engine.difference is not None:
+        _keep_first(found, engine.difference)
+    if trajectory.status != "completed" or found.difference is not None or played is None:
+        return
+    last = len(trajectory.turns)
+    if played.status != "completed":
+        _keep_first(
+            found,
+            Difference(kind="end", turn=last, position=0, what=f"the agent failed: {played.error}"),
+        )
+        return
+    found.replayed_reward = played.reward
+    if engine.asked < last:
+        what = f"the agent ended after {engine.asked} turns, the record has {last}"
+        _keep_first(found, Difference(kind="end", turn=engine.asked, position=0, what=what))
+    else:
+        _compare_rewards(trajectory, played, found)
+
+
+def _compare_rewards(trajectory: Trajectory, played: Trajectory, found: Replay) -> None:
+    earned = {turn.index: turn.reward for turn in played.turns}
+    for turn in trajectory.turns:
+        paid = earned.get(turn.index, 0.0)
+        if abs(paid - turn.reward) > REWARD_TOLERANCE:
+            what = f"turn {turn.index} earned {paid:g}, in the record {turn.reward:g}"
+            _keep_first(
+                found,
+                Difference(
+                    kind="reward", turn=turn.index, position=len(turn.completion_ids), what=what
+                ),
+            )
+    if (
+        abs(played.reward - trajectory.reward) > REWARD_TOLERANCE
+        or played.success != trajectory.success
+    ):
+        what = (
+            f"the reward is {played.reward:g} (success: {played.success}), in the record "
+            f"{trajectory.reward:g} ({trajectory.success})"
+        )
+        _keep_first(
+            found, Difference(kind="reward", turn=len(trajectory.turns), position=0, what=what)
+        )

@@ -1,0 +1,235 @@
+"""Draws recorded tokens again: the same context, weights, random number and filters must give the
+same token with the same log-prob.
+
+A request's n-th token takes the n-th number of its own Philox generator, whichever version draws
+it. So all tokens of a trajectory that one version drew can be checked in one pass over their tree:
+as long as every token agrees, this is what drawing them one by one would give.
+
+The pass sums in another order than the engine's many small ones, so a random number that falls
+within rounding of the border between two tokens may give the neighbour. Such a tie counts as
+agreement; the tolerances say how close it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.inference.sampling import draw, filter_logits
+from agentevo.models.load import LoadedModel
+from agentevo.training.batching.packing import pack
+from agentevo.types import Sample, SamplingParams, Trajectory, Turn
+
+PIECE_TOKENS = 512
+"""Tokens of one turn that are drawn together: bounds the logits in memory."""
+
+
+class Tolerance(NamedTuple):
+    """What rounding may change."""
+
+    uniform: float
+    """Distance of a random number from the token's interval of the cumulative distribution; at
+    temperature 0 of logits."""
+    logprob: float
+
+
+EXACT = Tolerance(uniform=1e-4, logprob=1e-3)
+"""Of float32 weights."""
+COARSE = Tolerance(uniform=2e-2, logprob=0.25)
+"""Of all others."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replay and the record part."""
+
+    kind: Literal["token", "logprob", "prompt", "end", "reward"]
+    turn: int
+    position: int
+    """Within the turn's completion, or its prompt (`prompt`); both from 0."""
+    what: str
+    version: int | None = None
+    token: int | None = None
+    """In the record."""
+    probability: float | None = None
+    """Of that token, as drawn again."""
+    drawn: int | None = None
+    drawn_probability: float | None = None
+
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Earlier ones are smaller: a turn's prompt comes before its completion."""
+        return self.turn, self.kind != "prompt", self.position
+
+
+class Resampled(NamedTuple):
+    """Of one trajectory under one version."""
+
+    num_tokens: int
+    num_ties: int
+    differences: list[Difference]
+
+
+class _Piece(NamedTuple):
+    turn: Turn
+    positions: list[int]
+    """Of its completion."""
+
+
+def tolerance_of(model: PreTrainedModel) -> Tolerance:
+    return EXACT if all(p.dtype == torch.float32 for p in model.parameters()) else COARSE
+
+
+@torch.no_grad()
+def resample(
+    trajectory: Trajectory, version: int, loaded: LoadedModel, sampling: SamplingParams
+) -> Resampled:
+    """Every token of `trajectory` that `version` drew, drawn again by `loaded`; `sampling` has the
+    filters of the run."""
+    model = loaded.model
+    device = next(model.parameters()).device
+    uniforms = {
+        turn.index: request_uniforms(turn.seed, len(turn.completion_ids))
+        for turn in trajectory.turns
+    }
+    tolerance = tolerance_of(model)
+    num_tokens = num_ties = 0
+    differences: list[Difference] = []
+    for piece in _pieces(trajectory, version):
+        logits = _logits(trajectory, piece, model, device)  # [positions, V]
+        params = msgspec.structs.replace(sampling, temperature=piece.turn.temperature)
+        numbers = [float(uniforms[piece.turn.index][position]) for position in piece.positions]
+        tokens, logprobs = draw(logits.clone(), [params] * len(numbers), numbers)
+        num_tokens += len(tokens)
+        for row, position in enumerate(piece.positions):
+            same = tokens[row] == piece.turn.completion_ids[position]
+            if same and abs(logprobs[row] - piece.turn.logprobs[position]) <= tolerance.logprob:
+                continue
+            found = _compare(
+                piece.turn,
+                position,
+                logits[row],
+                params,
+                numbers[row],
+                tokens[row],
+                tolerance,
+                loaded,
+            )
+            num_ties += found is None
+            differences += [found] if found is not None else []
+    return Resampled(num_tokens, num_ties, differences)
+
+
+def request_uniforms(seed: int, count: int) -> np.ndarray:
+    """[count] float64 in [0, 1): the random numbers of an engine request, one per token."""
+    return np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(count)
+
+
+def _pieces(trajectory: Trajectory, version: int) -> Iterator[_Piece]:
+    for turn in trajectory.turns:
+        positions = [
+            position for position, drawn_by in enumerate(turn.versions) if drawn_by == version
+        ]
+        for start in range(0, len(positions), PIECE_TOKENS):
+            yield _Piece(turn, positions[start : start + PIECE_TOKENS])
+
+
+def _logits(
+    trajectory: Trajectory, piece: _Piece, model: PreTrainedModel, device: torch.device
+) -> torch.Tensor:
+    """[positions, V] float32, what predicts each of them."""
+    context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
+    ids = [*context, *said[: piece.positions[-1] + 1]]
+    chosen = {len(context) + position for position in piece.positions}
+    size = len(ids)
+    sample = Sample(
+        trajectory_id=trajectory.id,
+        group_id=trajectory.group_id,
+        ids=ids,
+        loss_mask=[place in chosen for place in range(size)],
+        logprobs=[0.0] * size,
+        versions=[-1] * size,
+        advantages=[0.0] * size,
+        temperature=piece.turn.temperature,
+    )
+    batch = pack([sample], device)
+    return batch.logits(model)[batch.rows].float()
+
+
+def _compare(
+    turn: Turn,
+    position: int,
+    logits: torch.Tensor,
+    params: SamplingParams,
+    uniform: float,
+    drawn: int,
+    tolerance: Tolerance,
+    loaded: LoadedModel,
+) -> Difference | None:
+    """None if the token of the record is within rounding of what is drawn, and has the recorded
+    log-prob."""
+    token, version = turn.completion_ids[position], turn.versions[position]
+    if token >= len(logits):
+        what = f"the record has token {token}, the vocabulary only {len(logits)}"
+        return Difference(
+            kind="token",
+            turn=turn.index,
+            position=position,
+            version=version,
+            token=token,
+            what=what,
+        )
+    probabilities = _distribution(logits, params)
+    distance = _distance(logits, probabilities, token, uniform, greedy=params.temperature == 0)
+    facts: Mapping[str, float | int] = {
+        "turn": turn.index,
+        "position": position,
+        "version": version,
+        "token": token,
+        "probability": float(probabilities[token]),
+        "drawn": drawn,
+        "drawn_probability": float(probabilities[drawn]),
+    }
+    here = f"turn {turn.index}, token {position}, version {version}"
+    if distance > tolerance.uniform:
+        texts = [
+            repr(str(loaded.tokenizer.decode([one]))) if one < len(loaded.tokenizer) else "no text"
+            for one in (token, drawn)
+        ]
+        what = (
+            f"{here}: the record has {token} ({texts[0]}, probability {facts['probability']:.4%}), "
+            f"the replay draws {drawn} ({texts[1]}, {facts['drawn_probability']:.4%})"
+        )
+        return Difference(kind="token", what=what, **facts)  # type: ignore[arg-type]
+    again = 0.0 if params.temperature == 0 else float(probabilities[token].log())
+    if abs(again - turn.logprobs[position]) > tolerance.logprob:
+        what = (
+            f"{here}: token {token} has the log-prob {turn.logprobs[position]:.5f} in the "
+            f"record, {again:.5f} in the replay"
+        )
+        return Difference(kind="logprob", what=what, **facts)  # type: ignore[arg-type]
+    return None
+
+
+def _distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """[V] float64 that the token is drawn from; at temperature 0 the softmax, for people."""
+    if params.temperature > 0:
+        logits = filter_logits(logits / params.temperature, params)
+    return torch.softmax(logits.double(), dim=-1)
+
+
+def _distance(
+    logits: torch.Tensor, probabilities: torch.Tensor, token: int, uniform: float, *, greedy: bool
+) -> float:
+    """How far the random number is from what gives `token` (0: inside); at temperature 0 how far
+    its logit is below the highest."""
+    if greedy:
+        return float(logits.max() - logits[token])
+    if not float(probabilities[token]) > 0:
+        return 1.0
+    end = float(probabilities[: token + 1].sum())
+    return max(end - float(probabilities[token]) - uniform, uniform - end, 0.0)

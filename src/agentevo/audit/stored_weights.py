@@ -1,0 +1,93 @@
+"""The policy as it was at a version: the weights that step `version` left behind, from wherever
+they still are.
+
+checkpoints/step-VERSION   weights/version-VERSION (published to engines)   the recipe itself (version 0, where nothing was taught before)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from agentevo.config import RunConfig
+from agentevo.errors import CheckpointError, EngineError
+from agentevo.inference.weights import WeightsFolder
+from agentevo.models.linear import drop_packed
+from agentevo.models.load import LoadedModel
+from agentevo.orchestration.components import load_policy
+from agentevo.training.checkpoint import Checkpoints
+
+Source: TypeAlias = Path | Mapping[str, torch.Tensor]
+"""Folder of a checkpoint, or the trained parameters under the model's own names; an empty mapping:
+the recipe's model as it is."""
+WeightsOf: TypeAlias = Callable[[int], Source]
+"""Version -> its weights. Raises CheckpointError where they can't be had."""
+
+
+class StoredVersions:
+    """Weights that the folder of a run still holds."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
+        folder = config.run_dir / "weights"
+        self._published = WeightsFolder(folder) if folder.is_dir() else None
+
+    def at_hand(self) -> list[int]:
+        """Versions, in order."""
+        untaught = [0] if not self._config.cold_start.episodes else []
+        published = self._published.versions() if self._published is not None else []
+        return sorted({*self._checkpoints.steps(), *published, *untaught})
+
+    def weights_of(self, version: int) -> Source:
+        """See WeightsOf."""
+        if version in self._checkpoints.steps():
+            return self._checkpoints.path(version)
+        if self._published is not None and version in self._published.versions():
+            try:
+                found: Mapping[str, torch.Tensor] = self._published.read(version)
+            except EngineError as error:
+                raise CheckpointError(str(error)) from error
+            return found
+        if version in self.at_hand():
+            return {}
+        known = ", ".join(map(str, self.at_hand())) or "none"
+        raise CheckpointError(
+            f"{self._config.run_dir} no longer has the weights of version {version} (at hand: "
+            f"{known}): make them again with "
+            "--rebuild, choose a trajectory of those, or train with checkpoint.every=1 and a "
+            "larger checkpoint.keep_last"
+        )
+
+
+class PolicyAt:
+    """The policy at one version after the other; only one is in memory."""
+
+    def __init__(self, config: RunConfig, weights_of: WeightsOf) -> None:
+        self._config, self._weights_of = config, weights_of
+
+    def load(self, version: int) -> LoadedModel:
+        """Raises CheckpointError or ModelError if it can't be had."""
+        source = self._weights_of(version)
+        if isinstance(source, Path):
+            return load_policy(self._config, source)
+        loaded = load_policy(self._config)
+        own = dict(loaded.model.named_parameters())
+        wrong = [
+            name
+            for name, tensor in source.items()
+            if name not in own or own[name].shape != tensor.shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"the weights of version {version} are not of {self._config.model.name}: it has "
+                f"no {wrong[0]} of that shape"
+            )
+        with torch.no_grad():
+            for name, tensor in source.items():
+                own[name].copy_(tensor)
+        drop_packed(loaded.model)
+        return loaded

@@ -1,0 +1,171 @@
+"""One token, followed through the store: who drew it under which weights, and which gradient step
+used it, or why none did."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import ConfigError, TrainingError
+from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory
+from agentevo.training.batching.step_plan import Plan
+
+
+class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    trajectory: str
+    turn: int
+    position: int
+    """Within the turn's completion, from 0."""
+    token: int
+    logprob: float
+    version: int
+    """Of the weights that drew it."""
+    seed: int
+    """Of the request; token `position` took its random number `position`."""
+    task: StoredTask
+    attempt: int
+    started_at: float
+    written_at: float
+    """Unix times in seconds."""
+    state: str
+    trained_step: int | None
+    age: int | None
+    """In versions, at the step that its trajectory was committed to."""
+    fate: str
+    """What became of it, in words."""
+    committed_at: float | None
+    checkpoint: str | None
+    """The first whose weights have learned from it, by the records of the steps."""
+    checkpoint_there: bool
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For people: (what, value) rows."""
+        task = self.task
+        events = [
+            f"{event.kind} at {_time(event.at)}, held by {event.worker}: {event.error}"
+            for event in task.history
+        ]
+        learned = "none so far"
+        if self.checkpoint is not None:
+            learned = self.checkpoint + (
+                "" if self.checkpoint_there else " (no longer there: checkpoint.keep_last)"
+            )
+        return [
+            ("task", f"{task.task.id}, {task.state}, leased {task.num_leases} times"),
+            *(("", event) for event in events),
+            ("attempt", f"{self.attempt}, begun {_time(self.started_at)}: {self.trajectory}"),
+            ("turn", f"{self.turn}, request seed {self.seed}"),
+            (
+                "token",
+                f"{self.token} at position {self.position}, log-prob {self.logprob:.4f} "
+                f"({math.exp(self.logprob):.2%})",
+            ),
+            ("weights", f"version {self.version}"),
+            ("written", _time(self.written_at)),
+            ("fate", self.fate),
+            *([("committed", _time(self.committed_at))] if self.committed_at is not None else []),
+            ("checkpoint", learned),
+        ]
+
+
+async def follow(
+    store: Store, folder: Path, trajectory_id: str, turn: int, position: int
+) -> TokenHistory:
+    """Raises StoreError for an unknown trajectory, ConfigError for a token that it has not."""
+    trajectory = await store.trajectory(trajectory_id)
+    (stored,) = [
+        one
+        async for one in store.trajectories(group_id=trajectory.group_id)
+        if one.trajectory.id == trajectory_id
+    ]
+    if not 0 <= turn < len(trajectory.turns):
+        raise ConfigError(
+            f"{trajectory_id} has {len(trajectory.turns)} turns, counted from 0: there is no "
+            f"turn {turn}"
+        )
+    said = trajectory.turns[turn]
+    if not 0 <= position < len(said.completion_ids):
+        raise ConfigError(
+            f"turn {turn} of {trajectory_id} has {len(said.completion_ids)} tokens, counted from "
+            f"0: there is no {position}"
+        )
+    version = said.versions[position]
+    records = await store.steps()
+    record = next(
+        (r for r in records if stored.state == "committed" and r.step == stored.trained_step), None
+    )
+    learned, fate = _fate(stored, record, version)
+    checkpoint = _first_checkpoint(records, record.step) if learned and record is not None else None
+    return TokenHistory(
+        trajectory=trajectory_id,
+        turn=turn,
+        position=position,
+        token=said.completion_ids[position],
+        logprob=said.logprobs[position],
+        version=version,
+        seed=said.seed,
+        task=await store.stored_task(trajectory.task_id),
+        attempt=trajectory.attempt,
+        started_at=trajectory.started_at,
+        written_at=stored.written_at,
+        state=stored.state,
+        trained_step=stored.trained_step,
+        age=None if record is None else record.step - 1 - version,
+        fate=fate,
+        committed_at=None if record is None else record.committed_at,
+        checkpoint=checkpoint,
+        checkpoint_there=checkpoint is not None and (folder / checkpoint).is_dir(),
+    )
+
+
+def _fate(stored: StoredTrajectory, record: StepRecord | None, version: int) -> tuple[bool, str]:
+    """Whether a gradient step used it; in words."""
+    if stored.state == "dropped":
+        return False, f"not trained on: its trajectory was dropped ({stored.drop_reason})"
+    if stored.state == "failed":
+        return (
+            False,
+            f"not trained on: its trajectory {stored.trajectory.status} "
+            f"({stored.trajectory.error})",
+        )
+    if stored.split != "train":
+        return False, f"not trained on: it is of the split {stored.split}"
+    if stored.state == "reserved":
+        return False, f"not yet trained on: reserved for step {stored.trained_step}"
+    if stored.state == "ready":
+        return False, "not yet trained on: ready"
+    if record is None:
+        return False, f"committed to step {stored.trained_step}, which has no record"
+    age = record.step - 1 - version
+    try:
+        plan = Plan.of(record.step, record.record)
+    except TrainingError as error:
+        return True, f"trained on in step {record.step} at age {age} ({error})"
+    if age > plan.staleness:
+        return (
+            False,
+            f"left out of step {record.step}: age {age}, the bound was {plan.staleness}; its "
+            "trajectory's reward counted",
+        )
+    return (
+        True,
+        f"trained on in step {record.step}, at version {record.step - 1} of the trainer: age "
+        f"{age}, the bound was {plan.staleness}",
+    )
+
+
+def _first_checkpoint(records: list[StepRecord], step: int) -> str | None:
+    named: list[dict[str, Any]] = [
+        r.record["checkpoint"] for r in records if r.step >= step and r.record.get("checkpoint")
+    ]
+    return str(named[0]["path"]) if named else None
+
+
+def _time(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).isoformat(sep=" ", timespec="milliseconds")

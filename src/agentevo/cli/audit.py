@@ -1,0 +1,136 @@
+"""The commands that look back on a run: `audit` and `replay`. Their place among the others is in
+cli.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentevo.errors import ConfigError
+
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/coins.")
+]
+
+STORE_TIMEOUT_S = 3600.0
+"""Of one call: a whole store is read."""
+
+
+def audit(
+    run_dir: RunDir,
+    token: Annotated[
+        str,
+        typer.Option(
+            metavar="TRAJECTORY:TURN:POSITION",
+            help="Follow one token instead, each counted from 0.",
+        ),
+    ] = "",
+    dropped: Annotated[
+        bool,
+        typer.Option(
+            "--dropped", help="Also list each trajectory that was not trained on, with its reason."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as one JSON object.")] = False,
+) -> None:
+    """Prove from the store that every committed step used what it says, once, and nothing too old.
+    Exit code 1 if not."""
+    import msgspec
+
+    from agentevo.runs.folder import run_store_url, use_store
+
+    url = run_store_url(run_dir)
+    if token:
+        from agentevo.audit.token_history import follow
+
+        trajectory, turn, position = _place(token)
+        history = use_store(
+            url,
+            lambda store: follow(store, run_dir, trajectory, turn, position),
+            timeout_s=STORE_TIMEOUT_S,
+        )
+        print(msgspec.json.encode(history).decode()) if as_json else _print(history.lines())
+        return
+    from agentevo.audit.audit import audit as prove
+
+    found = use_store(url, lambda store: prove(store, run_dir), timeout_s=STORE_TIMEOUT_S)
+    if as_json:
+        print(
+            msgspec.json.encode(
+                {**msgspec.to_builtins(found, str_keys=True), "ok": found.ok}
+            ).decode()
+        )
+    else:
+        _print(found.lines(dropped=dropped))
+        for violation in found.violations:
+            print(f"violation: {violation}", file=sys.stderr)
+        print(
+            "everything is as the records say"
+            if found.ok
+            else f"{len(found.violations)} violations"
+        )
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def replay(
+    run_dir: RunDir,
+    trajectory: Annotated[str, typer.Argument(metavar="[TRAJECTORY]", help="Its whole id.")] = "",
+    sample: Annotated[
+        int,
+        typer.Option(
+            "--all", metavar="N", min=0, help="N training trajectories instead, drawn at random."
+        ),
+    ] = 0,
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild", help="Train weights again, from the store, that no file holds any more."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Make a trajectory again from its seeds and the stored weights, and compare it token for
+    token. Exit code 1 if it differs."""
+    if bool(trajectory) == (sample > 0):
+        raise ConfigError(
+            "replay: give the id of a trajectory, or --all N for N of them, drawn at random"
+        )
+    import msgspec
+
+    from agentevo.runs.folder import run_config
+
+    config = run_config(run_dir)
+    from agentevo.api.run import Run
+
+    run = Run(config)
+    found = (
+        run.replays(sample, rebuild=rebuild)
+        if sample
+        else [run.replay(trajectory, rebuild=rebuild)]
+    )
+    for one in found:
+        print(msgspec.json.encode(one).decode() if as_json else one.line())
+    if not all(one.same for one in found):
+        raise typer.Exit(1)
+
+
+def _place(token: str) -> tuple[str, int, int]:
+    """Of TRAJECTORY:TURN:POSITION."""
+    parts = token.rsplit(":", 2)
+    if len(parts) < 3 or not (parts[0] and parts[1].isdigit() and parts[2].isdigit()):
+        raise ConfigError(
+            f"--token {token}: write TRAJECTORY:TURN:POSITION, such as train-3/train@1#0:0:2"
+        )
+    return parts[0], int(parts[1]), int(parts[2])
+
+
+def _print(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:<{width}}  {text}".rstrip())

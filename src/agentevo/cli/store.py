@@ -1,0 +1,115 @@
+"""`agentevo store ...`: what a store holds, moving it, tidying it up. Its place among the other
+commands is in cli.py."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from agentevo.cli.table import print_table
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.store import Store
+
+T = TypeVar("T")
+
+stores = typer.Typer(no_args_is_help=True, help="What a store holds, moving it, tidying it up.")
+
+StoreOf = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL|RUN_DIR",
+        help="A store such as sqlite:///PATH or postgresql://..., or the folder of a run.",
+    ),
+]
+STORE_TIMEOUT_S = 3600.0
+"""Of one call, where a whole store is read, moved or tidied up."""
+
+
+def _with_store(target: str, work: Callable[[Store], Awaitable[T]], *, create: bool = False) -> T:
+    from agentevo.runs.folder import run_store_url, use_store
+
+    url = target if "://" in target else run_store_url(Path(target))
+    return use_store(url, work, create=create, timeout_s=STORE_TIMEOUT_S)
+
+
+@stores.command("stats")
+def store_stats(target: StoreOf) -> None:
+    """Count tasks, trajectories, turns and steps by their place in the ledger."""
+
+    async def work(store: Store) -> tuple[dict[str, int], int]:
+        return await store.counts(), await store.size_bytes()
+
+    counts, size = _with_store(target, work)
+    print_table((name, f"{count:,}") for name, count in counts.items() if count or "/" not in name)
+    print_table([("size", f"{size / 1e6:,.1f} MB")])
+
+
+@stores.command("gc")
+def store_gc(
+    target: StoreOf,
+    dropped: Annotated[
+        bool,
+        typer.Option(
+            "--dropped",
+            help="Also delete the turns of dropped trajectories that no resume may ask for; "
+            "their record stays.",
+        ),
+    ] = False,
+) -> None:
+    """Queue tasks again whose lease ran out an hour ago, delete what belongs to nothing, give space
+    back to the disk."""
+    done = _with_store(target, lambda store: store.gc(dropped=dropped))
+    print_table(
+        [
+            ("leases queued again", f"{done['leases']:,}"),
+            ("orphans deleted", f"{done['orphans']:,}"),
+            ("dropped trajectories emptied", f"{done['tokens']:,}"),
+            ("given back", f"{done['bytes'] / 1e6:,.1f} MB"),
+        ]
+    )
+
+
+@stores.command("retry")
+def store_retry(target: StoreOf) -> None:
+    """Queue tasks again that were set aside (poison, failed), once what was wrong with them is
+    mended."""
+    print(f"{_with_store(target, lambda store: store.queue_again()):,} tasks queued again")
+
+
+@stores.command("export")
+def store_export(
+    target: StoreOf,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl[.gz]", help="File to write, one row a line.")
+    ],
+) -> None:
+    """Write a whole store (tasks, trajectories, steps, and where each is in the ledger) to a
+    file."""
+    from agentevo.store import export_store
+
+    print(f"{_with_store(target, lambda store: export_store(store, out)):,} rows written to {out}")
+
+
+@stores.command("import")
+def store_import(
+    target: StoreOf,
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN.jsonl[.gz]", help="What `agentevo store export` has written."),
+    ],
+) -> None:
+    """Read such a file into a store, new or not, of any kind. Rows that are there already are left
+    as they are."""
+    from agentevo.store import import_store
+
+    if not source.is_file():
+        raise ConfigError(f"{source}: no such file: give what `agentevo store export` has written")
+    print(
+        f"{_with_store(target, lambda store: import_store(store, source), create=True):,} new "
+        f"rows in {target}"
+    )

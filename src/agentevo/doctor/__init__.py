@@ -1,0 +1,1 @@
+"""Diagnoses of a recipe on this machine, before and without training."""

@@ -1,0 +1,161 @@
+"""`agentevo doctor RECIPE`: play one group as training would, measure it (`group_checks`), judge
+the numbers (`checks`).
+
+The policy is the recipe's as it is before any training, or a checkpoint of it. The group's
+trajectories go to a temporary store; the run's folder is neither created nor touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from agentevo.agents import EnvironmentAgent
+from agentevo.config import RunConfig
+from agentevo.doctor import checks
+from agentevo.doctor import group_checks as measure
+from agentevo.doctor.checks import Check
+from agentevo.inference.torch_engine import kv_bytes_per_token
+from agentevo.orchestration.components import (
+    Components,
+    check_memory,
+    make_environment,
+    open_components,
+)
+from agentevo.rollout.sampler import Sampler
+from agentevo.training.batching.tree import build_tree
+from agentevo.types import Trajectory
+
+
+def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
+    """Plays the first training task's group under the recipe's settings. Raises like `train` for a
+    model that can't be loaded."""
+    check_memory(config)
+    return asyncio.run(_check(config, checkpoint))
+
+
+async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
+    with tempfile.TemporaryDirectory(prefix="agentevo-doctor-") as folder:
+        async with open_components(
+            config, checkpoint=checkpoint, store_url=f"sqlite:///{folder}/store.sqlite"
+        ) as parts:
+            engine = measure.WatchedEngine(parts.engine)
+            agent = EnvironmentAgent(lambda: make_environment(config), config.agent)
+            sampler = Sampler(
+                config, engine, parts.chat, agent, parts.store, _context_length(parts)
+            )
+            group = await sampler.sample(
+                parts.tasks.train(1)[:1],
+                attempts=config.trainer.group_size,
+                temperature=config.sampling.temperature,
+                split="doctor",
+                step=0,
+                label="doctor",
+            )
+            sampling = sampler.sampling(config.sampling.temperature)
+            found = [
+                checks.judge_attempts(
+                    len(group),
+                    [one.error or "no reason" for one in group if one.status == "failed"],
+                )
+            ]
+            spoken = [one for one in group if one.turns]
+            if not spoken:
+                return [*found, checks.judge_logprobs(0, 0.0, config.model.dtype)]
+            num_turns = sum(len(one.turns) for one in spoken)
+            found += [
+                checks.judge_token_ids(
+                    num_turns,
+                    measure.count_other_contexts(spoken, engine.requests),
+                    len(spoken),
+                    measure.count_reencoded_differently(spoken, parts.tokenizer),
+                ),
+                checks.judge_logprobs(
+                    *measure.max_logprob_difference(parts.model, spoken, sampling),
+                    config.model.dtype,
+                ),
+            ]
+            before_cold_start = checkpoint is None and config.cold_start.episodes > 0
+            return [
+                *found,
+                *_judge_play(config, group, before_cold_start),
+                *_judge_sizes(parts, spoken),
+            ]
+
+
+def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: bool) -> list[Check]:
+    """Rewards, completions, turns, format."""
+    finished = [one for one in group if one.status == "completed"]
+    turns = [turn for one in group for turn in one.turns]
+    lengths = [len(turn.completion_ids) for turn in turns]
+    cut = sum(turn.finish_reason == "length" for turn in turns)
+    found = [
+        checks.judge_completions(
+            len(turns), cut, config.sampling.max_new_tokens, sum(lengths) / len(lengths)
+        ),
+        checks.judge_turns(
+            len(group),
+            sum(one.truncated for one in group),
+            config.agent.max_turns,
+            config.max_actions,
+        ),
+        checks.judge_format(
+            len(turns),
+            sum(one.metrics.get("num_format_errors", 0.0) for one in group),
+            sum(one.metrics.get("num_invalid_actions", 0.0) for one in group),
+            config.agent.format,
+        ),
+    ]
+    if config.trainer.steps > 0:
+        found.insert(
+            0,
+            checks.judge_rewards(
+                [one.reward for one in finished], [one.success for one in finished]
+            ),
+        )
+    return [checks.before_cold_start(check) for check in found] if before_cold_start else found
+
+
+def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
+    """Context, key-value memory, memory."""
+    config = parts.config
+    paths = [path for one in spoken for path in measure.whole_paths(one)]
+    max_turns = 1 if config.agent.memory == "turn" else config.agent.max_turns
+    worst = measure.worst_case_tokens(spoken, max_turns, config.sampling.max_new_tokens)
+    per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
+    longest = min(worst, _context_length(parts))
+    together = config.trainer.groups_per_step * config.trainer.group_size
+    kv_tokens = parts.engine.scheduler.kv_tokens
+    on_gpu = parts.model.device.type == "cuda"
+    said = (
+        sum(len(turn.completion_ids) for one in spoken for turn in one.turns)
+        * config.trainer.groups_per_step
+    )
+
+    def needs(turned: RunConfig) -> dict[str, float]:
+        room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
+        cached = min(int(room), together * longest)
+        return measure.memory_parts(
+            parts.model,
+            turned,
+            step_tokens=per_step,
+            cached_tokens=cached,
+            step_rows=min(said, per_step),
+        )
+
+    turned = {
+        change: sum(needs(other).values())
+        for change, other in measure.knobs(config, not on_gpu).items()
+    }
+    return [
+        checks.judge_context(max(map(len, paths)), worst, _context_length(parts)),
+        checks.judge_kv_cache(
+            together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running
+        ),
+        checks.judge_memory(needs(config), measure.free_bytes(parts.model.device), turned),
+    ]
+
+
+def _context_length(parts: Components) -> int:
+    return int(getattr(parts.model.config, "max_position_embeddings", 1 << 30))

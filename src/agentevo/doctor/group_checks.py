@@ -1,0 +1,286 @@
+"""What `agentevo doctor` measures on one group of attempts: numbers only, their judgement is
+`checks.py`.
+
+The log-prob check is deliberately not the trainer's code: each attempt goes alone, whole and
+uncached through transformers' own attention. What engine and trainer share (cache, packing, their
+attention) can therefore not hide an error from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentevo.config import RunConfig
+from agentevo.doctor.memory_estimate import (
+    FLOAT,
+    Load,
+    optimizer_bytes,
+    packed_bytes,
+    total,
+    trained_of,
+    training_bytes,
+)
+from agentevo.inference.engine import Engine
+from agentevo.inference.sampling import filter_logits
+from agentevo.inference.torch_engine import kv_bytes_per_token
+from agentevo.models.attention import NAME
+from agentevo.types import Completion, SamplingParams, Trajectory, Turn
+
+Request = tuple[tuple[int, ...], tuple[int, ...]]
+"""What an engine was given and what it answered, as token ids."""
+
+
+class WatchedEngine:
+    """An engine that remembers every request: the one witness of what the model really saw."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.requests: Counter[Request] = Counter()
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        session: str | None = None,
+        deadline_s: float,
+    ) -> Completion:
+        """See Engine.generate."""
+        completion = await self._engine.generate(
+            prompt_ids, sampling, session=session, deadline_s=deadline_s
+        )
+        self.requests[tuple(prompt_ids), tuple(completion.ids)] += 1
+        return completion
+
+    async def release(self, session: str) -> None:
+        """See Engine.release."""
+        await self._engine.release(session)
+
+    async def publish(
+        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
+    ) -> None:
+        """See Engine.publish."""
+        await self._engine.publish(version, weights, deadline_s=deadline_s)
+
+    def stats(self) -> dict[str, float]:
+        """See Engine.stats."""
+        return self._engine.stats()
+
+
+def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[Request]) -> int:
+    """Turns whose recorded context and completion are not among the engine's requests; each request
+    answers for one turn."""
+    left = requests.copy()
+    left.subtract(
+        (tuple(trajectory.context_ids(turn.index)), tuple(turn.completion_ids))
+        for trajectory in trajectories
+        for turn in trajectory.turns
+    )
+    return -sum(count for count in left.values() if count < 0)
+
+
+def count_reencoded_differently(
+    trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Attempts whose ids, turned to text and encoded again, come out as other ids."""
+    return sum(
+        any(
+            tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids
+            for ids in whole_paths(trajectory)
+        )
+        for trajectory in trajectories
+    )
+
+
+def leaves(trajectory: Trajectory) -> list[Turn]:
+    """The turns that no other turn extends, in order; all but branched trajectories have one."""
+    parents = {turn.parent for turn in trajectory.turns}
+    return [turn for turn in trajectory.turns if turn.index not in parents]
+
+
+def whole_paths(trajectory: Trajectory) -> list[list[int]]:
+    """Per leaf of the trajectory's tree: its context and completion."""
+    return [trajectory.context_ids(turn.index) + turn.completion_ids for turn in leaves(trajectory)]
+
+
+@torch.inference_mode()
+def max_logprob_difference(
+    model: PreTrainedModel, trajectories: Sequence[Trajectory], sampling: SamplingParams
+) -> tuple[int, float]:
+    """(sampled tokens, largest |recorded log-prob - log-prob by a full forward pass over its path|
+    in nats). NaN if any is not a number."""
+    differences = [torch.zeros(0)]
+    with _own_attention(model):
+        for trajectory in trajectories:
+            seen: set[int] = set()
+            for leaf in leaves(trajectory):
+                ids = torch.tensor(
+                    trajectory.context_ids(leaf.index) + leaf.completion_ids, device=model.device
+                )
+                logits = (
+                    model(input_ids=ids[None], use_cache=False).logits[0].float()
+                )  # [tokens, V]
+                for turn in _path(trajectory, leaf):
+                    if turn.index not in seen:
+                        seen.add(turn.index)
+                        start = len(trajectory.context_ids(turn.index))
+                        chosen = ids[start : start + len(turn.completion_ids)]
+                        rows = logits[start - 1 : start - 1 + len(chosen)] / turn.temperature
+                        rows = torch.stack(
+                            [filter_logits(row, sampling) for row in rows]
+                        ).log_softmax(-1)
+                        right = rows.gather(1, chosen[:, None])[:, 0].cpu()
+                        differences.append((right - torch.tensor(turn.logprobs)).abs())
+    found = torch.cat(differences)
+    return len(found), float(found.max()) if len(found) else 0.0
+
+
+def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
+    """From the leaf to its root."""
+    path = [leaf]
+    while path[-1].parent is not None:
+        path.append(trajectory.turns[path[-1].parent])
+    return path
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """transformers' attention for a while, on a model that `models.attention.prepare` has pointed
+    at ours."""
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def worst_case_tokens(
+    trajectories: Sequence[Trajectory], max_turns: int, max_new_tokens: int
+) -> int:
+    """Tokens of the longest conversation possible: the longest first prompt, then in each turn a
+    completion cut by the limit and the longest addition seen. An estimate from below where no
+    attempt took a second turn. `max_turns` is 1 where each turn starts anew."""
+    first = max(
+        len(turn.prompt_ids)
+        for trajectory in trajectories
+        for turn in trajectory.turns
+        if turn.parent is None
+    )
+    added = max(
+        (
+            len(turn.prompt_ids)
+            for trajectory in trajectories
+            for turn in trajectory.turns
+            if turn.parent is not None
+        ),
+        default=0,
+    )
+    return first + max_turns * max_new_tokens + (max_turns - 1) * added
+
+
+def memory_parts(
+    model: PreTrainedModel,
+    config: RunConfig,
+    *,
+    step_tokens: int,
+    cached_tokens: int,
+    step_rows: int | None = None,
+) -> dict[str, float]:
+    """Bytes that training takes beside the weights, at its peak. `step_tokens`: distinct tokens
+    that a step trains on; `cached_tokens`: those whose keys and values the engine holds at once;
+    `step_rows`: nodes of a step whose prediction is trained (by default all)."""
+    tokens = min(
+        math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens
+    )
+    share = 1.0 if step_rows is None else step_rows / max(1, step_tokens)
+    load = Load(
+        tokens,
+        math.ceil(tokens * share),
+        tokens * config.trainer.minibatches >= step_tokens,
+        model.device.type == "cpu",
+    )
+    parts = training_bytes(model, load, config.memory)
+    cache = {"key-value cache": float(cached_tokens * kv_bytes_per_token(model))}
+    sampling = {"packed weights": packed_bytes(model)} | cache
+    trained = trained_of(model)
+    copy = float(
+        trained.total * next(model.parameters()).element_size()
+    )  # a base under adapters is its own reference's too
+    beside = {}
+    preference, needs = config.algorithm.preference(), config.algorithm.needs
+    if (
+        config.algorithm.kl_coef > 0
+        or "process_rewards" in needs
+        or (preference is not None and preference.needs_reference)
+    ):
+        beside["reference copy"] = copy
+    of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (
+        load.on_cpu or not config.memory.offload_optimizer
+    )
+    of_twin += FLOAT * trained.total  # its gradients stay until its next step
+    if "values" in needs and config.critic.trunk == "own":
+        beside["critic"] = of_twin
+    if "process_rewards" in needs:
+        beside["process reward"] = of_twin
+    kept = {
+        name: parts[name] for name in ("optimizer", "float32 weights") if name in parts
+    }  # also while the engine samples
+    return beside | max(kept | sampling, parts | cache, key=total)
+
+
+def free_bytes(device: torch.device) -> float:
+    """What is free on it now."""
+    return float(
+        torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    )
+
+
+def knobs(
+    config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"] = "trainer"
+) -> dict[str, RunConfig]:
+    """What to turn where memory is short, the cheapest first: 'key=value' -> the recipe with it
+    (and, where it is one of degree, with less and less). `section`: the one that trains; `sft` has
+    no engine and no critic beside it."""
+    memory, found = config.memory, {}
+    tokens = getattr(config, section).micro_batch_tokens
+    while (tokens := tokens // 2) >= 1024:
+        found[f"{section}.micro_batch_tokens={tokens}"] = _changed(
+            config, section, micro_batch_tokens=tokens
+        )
+    if memory.checkpointing == "none" and not memory.offload_activations:
+        found["memory.checkpointing=selective"] = _changed(
+            config, "memory", checkpointing="selective"
+        )
+    if memory.checkpointing != "full":
+        found["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
+    cache = config.engine.kv_cache_gb
+    if section == "trainer" and config.engine.kv_cache_tokens is None:
+        found[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(
+            config, "engine", kv_cache_gb=cache / 2
+        )
+    if memory.optimizer == "adamw":
+        found["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
+    for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
+        if key not in memory.offloads and not (
+            key == "offload_activations" and memory.checkpointing == "selective"
+        ):
+            found[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
+    if section == "trainer" and config.critic.trunk == "own" and "values" in config.algorithm.needs:
+        found["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
+    return found
+
+
+def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -1,0 +1,112 @@
+"""`agentevo doctor` without a recipe: is this machine and what is installed on it fit to train?"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+
+from agentevo.doctor import checks
+from agentevo.doctor.checks import GIB, Check
+from agentevo.models.cache import cache_folder, is_complete
+from agentevo.models.known import known_models
+
+
+def check_installation() -> list[Check]:
+    """Versions, processor, threads, memory, disk, GPU, models; nothing is downloaded or written."""
+    version = platform.python_version()
+    advice = "" if sys.version_info >= (3, 11) else "AgentEvo needs Python 3.11 or newer"
+    found = [
+        Check(
+            "python",
+            "wrong" if advice else "good",
+            f"{version} ({platform.system()} {platform.machine()})",
+            advice,
+        )
+    ]
+    found += [
+        checks.judge_version(name, _installed(name), wanted) for name, wanted in _needed().items()
+    ]
+    available = psutil.virtual_memory()
+    memory = f"{available.available / GIB:.1f} of {available.total / GIB:.1f} GiB are free"
+    short = (
+        ""
+        if available.available > 3 * GIB
+        else "training smollm2-135m-instruct takes about 3 GiB: close other programs, or use "
+        "model.name=tiny"
+    )
+    found += [
+        checks.judge_processor(
+            torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.is_available()
+        ),
+        checks.judge_threads(torch.get_num_threads(), num_cores()),
+        Check("memory", "warning" if short else "good", memory, short),
+        checks.judge_disk(shutil.disk_usage(Path.cwd()).free, str(Path.cwd())),
+        _gpu(),
+        *(_model(name) for name in known_models.names()),
+    ]
+    return found
+
+
+def num_cores() -> int:
+    """Cores that this process may use, counted as cores and not as hardware threads; at least 1."""
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def _needed() -> dict[str, str]:
+    """Package -> version that AgentEvo asks for, from its own metadata; the essential ones where it
+    is not installed as a package."""
+    try:
+        requirements = metadata.requires("agentevo") or []
+    except metadata.PackageNotFoundError:
+        requirements = ["torch", "transformers", "pydantic", "sqlalchemy"]
+    plain = [
+        requirement.split(";")[0].strip()
+        for requirement in requirements
+        if "extra ==" not in requirement
+    ]
+    names = {
+        requirement: next(
+            (i for i, char in enumerate(requirement) if char in "<>=!~ ["), len(requirement)
+        )
+        for requirement in plain
+    }
+    return {requirement[:end]: requirement[end:].strip() for requirement, end in names.items()}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> Check:
+    if not torch.cuda.is_available():
+        return Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")
+    free, total = torch.cuda.mem_get_info()
+    return Check(
+        "gpu",
+        "good",
+        f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free",
+    )
+
+
+def _model(name: str) -> Check:
+    folder = cache_folder(name)
+    if is_complete(known_models.get(name), folder):
+        return Check(f"model {name}", "good", f"is in {folder}")
+    return Check(
+        f"model {name}",
+        "good",
+        f"is not here yet; `agentevo models get {name}` fetches it, or the first run does",
+    )

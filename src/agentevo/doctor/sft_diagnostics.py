@@ -1,0 +1,87 @@
+"""`agentevo doctor` on a recipe for `agentevo sft`: reads and encodes its conversations as training
+would, and judges rows and memory."""
+
+from __future__ import annotations
+
+from agentevo.config import RunConfig, SFTSection
+from agentevo.doctor import checks
+from agentevo.doctor import group_checks as measure
+from agentevo.doctor.checks import Check
+from agentevo.doctor.memory_estimate import Load, total, training_bytes
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import LoadedModel
+from agentevo.observability import LiveView
+from agentevo.orchestration.components import check_memory, load_policy
+from agentevo.orchestration.sft_data import SFTData, check_sft_data, load_sft_data
+from agentevo.seeds import derive_seed
+from agentevo.training.batching.partition import split_by_tokens
+from agentevo.training.batching.tree import build_tree
+from agentevo.training.supervised import plan_batches
+from agentevo.types import Sample
+
+LARGEST_BATCHES = 8
+"""Batches that are laid out to find the one that takes most memory: those with most tokens."""
+
+
+def check_sft_recipe(config: RunConfig) -> list[Check]:
+    """Nothing is created. Raises like `sft` for data that can't be read and a model that can't be
+    loaded."""
+    check_sft_data(config)
+    check_memory(config)
+    loaded = load_policy(config, None)
+    chat = (
+        None
+        if config.environment is None
+        else ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    )
+    context = int(getattr(loaded.model.config, "max_position_embeddings", 1 << 30))
+    data = load_sft_data(config, loaded.tokenizer, chat, context, LiveView(config.run.name))
+    lengths = [
+        len(row.ids) for rows in (*data.train.values(), *data.held_out.values()) for row in rows
+    ]
+    return [
+        checks.judge_rows(
+            sum(report.rows for report in data.reports),
+            sum(len(report.bad) for report in data.reports),
+        ),
+        checks.judge_lengths(lengths, context),
+        _judge_memory(config, loaded, data),
+    ]
+
+
+def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Check:
+    sizes = data.sizes()
+    batches = plan_batches(sizes, config.sft, derive_seed(config.run.seed, "sft-order"))
+    largest = sorted(batches, key=lambda names: sum(sizes[name] for name in names), reverse=True)[
+        :LARGEST_BATCHES
+    ]
+    samples = [data.batch(names) for names in largest]
+    device = loaded.model.device
+
+    def needs(turned: RunConfig) -> dict[str, float]:
+        loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
+        return max((training_bytes(loaded.model, load, turned.memory) for load in loads), key=total)
+
+    turned = {
+        change: total(needs(other))
+        for change, other in measure.knobs(config, device.type == "cpu", "sft").items()
+    }
+    return checks.judge_memory(needs(config), measure.free_bytes(device), turned)
+
+
+def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
+    """Of the largest micro-batch."""
+    merge = section.prefix_merging
+    split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
+    found = []
+    for part in split:
+        nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
+        found.append(
+            Load(
+                nodes,
+                min(nodes, sum(sum(batch[i].loss_mask) for i in part)),
+                len(split) == 1,
+                on_cpu,
+            )
+        )
+    return max(found, key=lambda load: load.tokens)

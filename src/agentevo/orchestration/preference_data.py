@@ -1,0 +1,140 @@
+"""Where a run that trains by a preference loss has its answers from: sampled groups, the
+environment's solver, a file, or another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from agentevo.agents.environment_agent import demonstrate
+from agentevo.catalogue.preference_presets import PreferenceAlgorithm
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.orchestration.components import Components, make_environment
+from agentevo.rollout.tasks import environment_seed, seed_of_task
+from agentevo.runs.folder import check_run_folder, read_store
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.pair_file import pairs_of_lines, read_pair_file
+from agentevo.training.pairs import Pair, make_pairs
+from agentevo.training.preference import PairData, PreferenceTrainer
+from agentevo.training.supervised import conversation_sample
+from agentevo.types import Sample, Trajectory
+
+
+def preference_trainer(parts: Components) -> PreferenceTrainer | None:
+    """For a recipe that trains by a preference loss; None for another. Raises ConfigError for pairs
+    that can't be had."""
+    config = parts.config
+    algorithm = config.algorithm.preference()
+    if algorithm is None:
+        return None
+    groups = _given_groups(parts, algorithm)
+    return PreferenceTrainer(
+        parts.model,
+        config.trainer,
+        config.algorithm,
+        temperature=config.sampling.temperature,
+        demonstrations=_solver(parts)
+        if algorithm.pairs == "demonstrations" and groups is None
+        else None,
+        memory=config.memory,
+        data=None
+        if groups is None
+        else PairData(groups, config.trainer.groups_per_step, config.run.seed),
+    )
+
+
+def check_preference(config: RunConfig) -> None:
+    """Raises ConfigError, before anything is created, for what is missing: a solver, lines of the
+    file, the other run."""
+    algorithm = config.algorithm.preference()
+    if algorithm is None:
+        return
+    if config.data.pairs is not None:
+        read_pair_file(config.data.pairs, algorithm.loss)
+    elif config.data.pairs_from is not None:
+        check_run_folder(config.data.pairs_from)
+        if config.data.pairs_from.resolve() == config.run_dir.resolve():
+            raise ConfigError(
+                f"data.pairs_from: {config.data.pairs_from} is this run's own folder: give it "
+                "another one with run.dir"
+            )
+    elif algorithm.pairs == "demonstrations":
+        environment = make_environment(config)
+        try:
+            shown = demonstrate(
+                environment,
+                environment_seed(config.run.seed, "train", 0),
+                config.agent,
+                random_rate=0.0,
+            )
+        finally:
+            environment.close()
+        if shown is None:
+            raise ConfigError(
+                f"environment {type(environment).__name__} has no solver, which "
+                "algorithm.pairs=demonstrations asks: "
+                "set algorithm.pairs=best_worst"
+            )
+
+
+def _solver(parts: Components) -> Callable[[str], list[Sample]]:
+    """Task id -> the conversations that the environment's solver has on it."""
+    config = parts.config
+    environment = make_environment(config)
+
+    def demonstrated(task_id: str) -> list[Sample]:
+        shown = demonstrate(
+            environment, seed_of_task(config.run.seed, task_id), config.agent, random_rate=0.0
+        )
+        conversations = [] if shown is None else shown.conversations
+        return [
+            conversation_sample(messages, parts.chat, f"{task_id} by the solver")
+            for messages in conversations
+        ]
+
+    return demonstrated
+
+
+def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[list[Pair]] | None:
+    """Pairs by line or by group; None where the recipe gives none."""
+    data = parts.config.data
+    if data.pairs is not None:
+        return pairs_of_lines(
+            read_pair_file(data.pairs, algorithm.loss), parts.chat, algorithm.loss
+        )
+    if data.pairs_from is None:
+        return None
+    folder = check_run_folder(data.pairs_from)
+    check_tokenizer(folder, parts.tokenizer, "data.pairs_from", parts.config.model.name)
+
+    async def read(store: Any) -> list[Trajectory]:
+        return [
+            one.trajectory async for one in store.trajectories(split="train", status="completed")
+        ]
+
+    trajectories = [t for t in read_store(folder, read) if t.num_completion_tokens()]
+    groups: dict[str, list[Pair]] = {}
+    for pair in make_pairs(trajectories, algorithm, parts.config.algorithm):
+        groups.setdefault(pair.group_id, []).append(pair)
+    if not groups:
+        raise ConfigError(
+            f"data.pairs_from: {folder}: its {len(trajectories)} training attempts make no pair "
+            f"for {algorithm.loss}: "
+            "give a run whose groups have different rewards, or lower algorithm.pair_margin"
+        )
+    return list(groups.values())
+
+
+def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:
+    """Stored attempts are token ids: they mean something to their own tokenizer only. `key` names
+    the folder in the recipe."""
+    checkpoint = Checkpoints(folder / "checkpoints", 1).find("last")
+    if AutoTokenizer.from_pretrained(checkpoint).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key}: {folder} was sampled with another tokenizer than that of model.name={model}: "
+            f"start from its model, for example model.name={checkpoint}"
+        )

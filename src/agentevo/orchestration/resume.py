@@ -1,0 +1,170 @@
+"""Resuming: from the newest whole checkpoint, the committed steps after it are done again from
+their plans.
+
+The store knows of every committed step what it trained on, in which order (training/plan.py). So
+nothing that was completed is lost, nothing is in the weights twice, and version numbers keep their
+meaning, whatever was killed and whichever checkpoint is torn: in the extreme all steps are done
+again from the first weights.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.errors import CheckpointError, TrainingError
+from agentevo.orchestration.loop import Loop, Progress
+from agentevo.orchestration.rollout_sources import SynchronousRollouts
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.runs.store_opening import open_run_store
+from agentevo.store.store import StepRecord, Store, without_password
+from agentevo.training.batching.step_plan import Plan
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.learner import Learner
+from agentevo.types import Trajectory
+
+SAME = 1e-3
+"""Relative difference of a gradient norm up to which a step that was done again is taken for the
+same."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a life of the trainer starts."""
+
+    checkpoint: Path | None = None
+    """None: from the recipe's own weights."""
+    committed: int = 0
+    """The newest committed step."""
+    steps: list[StepRecord] = field(default_factory=list)
+    """Committed steps after the checkpoint, to be done again."""
+
+
+async def find_resume_point(
+    config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]
+) -> ResumePoint:
+    """Where to resume. Checkpoints that a kill has left of later steps, which no commit followed,
+    are deleted. So every whole checkpoint of a committed step is one of this run's own weights: as
+    it was first saved, or again by a resume that had done the step again.
+
+    Raises CheckpointError, and leaves all as it was, for a store that is not the one that the
+    checkpoints came from.
+    """
+
+    def torn(step: int, error: CheckpointError) -> None:
+        note(f"the checkpoint of step {step} is left out and deleted: {error}")
+        shutil.rmtree(checkpoints.path(step))
+
+    async with await open_run_store(config.store_url) as store:
+        last = await with_retries(
+            store.last_step, within_s=STORE_RETRY_S, what="reading the newest committed step"
+        )
+        committed = last.step if last is not None else 0
+        _check_reach(config, checkpoints, committed)
+        newest = checkpoints.newest_whole(committed, torn=torn)
+        steps = await with_retries(
+            lambda: store.steps(after=newest),
+            within_s=STORE_RETRY_S,
+            what="reading the committed steps",
+        )
+    if checkpoints.folder.is_dir():
+        checkpoints.forget_after(committed)
+    if newest is not None:
+        again = (
+            f"; {committed - newest} committed steps after it are done again"
+            if committed > newest
+            else ""
+        )
+        note(f"resuming after step {committed} from {checkpoints.path(newest)}{again}")
+    path = checkpoints.path(newest) if newest is not None else None
+    return ResumePoint(path, committed, steps)
+
+
+def _check_reach(config: RunConfig, checkpoints: Checkpoints, committed: int) -> None:
+    """A step's checkpoint is saved before it is committed, so a kill can leave the one of the step
+    after the last committed one. Later ones say that the store has lost steps."""
+    later = sorted(step for step in checkpoints.folders() if step > committed + 1)
+    if later:
+        raise CheckpointError(
+            f"{checkpoints.folder} has a checkpoint of step {later[-1]}, but the store "
+            f"{without_password(config.store_url)} ends at step "
+            f"{committed}: it is new, older, or another run's. Nothing was deleted: restore the "
+            "store, or, to give up all that came after "
+            f"step {committed}, delete the later checkpoints' folders "
+            f"({', '.join(checkpoints.path(step).name for step in later)})"
+        )
+
+
+async def replay_steps(loop: Loop, start: ResumePoint) -> None:
+    """Brings trainer and loop to the newest committed step.
+
+    Of the step after it, which a kill may have left reserved, the same attempts are taken again
+    (attempts.py). Where they are those of the step's own tasks, nothing else stays of what was
+    chosen among them: the recipe may choose otherwise now.
+    """
+    if isinstance(loop.attempts, SynchronousRollouts) or loop.parts.config.rollout.policy == "wait":
+        store = loop.parts.store
+        await with_retries(
+            lambda: store.rewind(start.committed, keep=True),
+            within_s=STORE_RETRY_S,
+            what="releasing what was reserved",
+        )
+    if start.steps and start.checkpoint is None:
+        loop.trainer.begin()
+    for number, step in enumerate(start.steps, start=1):
+        loop.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
+        await _replay_step(loop, step)
+
+
+async def replay_step(trainer: Learner, store: Store, step: StepRecord) -> dict[str, float]:
+    """Trains on what the step was trained on; metrics. Raises TrainingError if the store no longer
+    has that."""
+    plan = Plan.of(step.step, step.record)
+
+    async def read() -> list[Trajectory]:
+        return [one.trajectory async for one in store.trajectories(trained_step=step.step)]
+
+    stored = await with_retries(
+        read, within_s=STORE_RETRY_S, what=f"reading what step {step.step} trained on"
+    )
+    made = trainer.prepare(
+        plan.trained(stored), plan.baselines, version=step.step - 1, bound=plan.staleness
+    )
+    return trainer.step(made.samples) if made.samples else {}
+
+
+async def _replay_step(loop: Loop, step: StepRecord) -> None:
+    _compare(loop, step, await replay_step(loop.trainer, loop.parts.store, step))
+    earlier = [*loop.progress.warnings]  # without those of `observe`, which the record has
+    loop.observe(
+        step.step,
+        {
+            key: math.nan if value is None else value
+            for key, value in step.record["metrics"].items()
+        },
+    )
+    loop.collector.load_state_dict(step.record["collector"])
+    progress = msgspec.convert(step.record["progress"], Progress)
+    loop.go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
+
+
+def _compare(loop: Loop, step: StepRecord, trained: dict[str, float]) -> None:
+    """Tells if the step has come to something else than when it was committed: on another machine,
+    say."""
+    was, now = step.record["metrics"].get("actor/grad_norm"), trained.get("actor/grad_norm")
+    if (was is None) != (now is None):
+        raise TrainingError(
+            f"step {step.step}, done again from its plan, has gradient norm {now}; when it was "
+            f"committed {was}: has the recipe changed?"
+        )
+    if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
+        loop.warn(
+            f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; when "
+            f"it was committed {was:.6g}"
+        )

@@ -1,0 +1,404 @@
+"""How a trainer comes by its attempts and gives its weights away: in turn with sampling, beside a
+sampler in the same process, or apart from samplers and engines in other processes. The loop
+(loop.py) is the same for all three.
+
+    SynchronousRollouts   staleness 0 in one process: sample, train, publish; nothing runs meanwhile
+    ColocatedRollouts   a SamplerService on the same event loop. `turns`: one set of weights; while the trainer computes, in a thread, the engine
+             sleeps and tools are waited for. `overlap`: the engine has a copy of the weights and goes on
+    DisaggregatedRollouts    `agentevo learn`: groups come through the store, weights go through the run's folder
+
+A step's groups are those of its own tasks under `rollout.policy: wait`, else the first that are
+ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from typing import NamedTuple, Protocol, TypeVar, Unpack
+
+from agentevo.errors import AgentEvoError, EngineError
+from agentevo.inference.weights import WeightsFolder
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.lost_attempts import LostAttempts, in_vain
+from agentevo.orchestration.publication import Publication
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.sampler import BASELINE, group_name
+from agentevo.rollout.service import SamplerService
+from agentevo.store.store import StoredTask, StoredTrajectory, TrajectoryFilter
+from agentevo.training.roles.model_copy import load_weights, trained_parameters, weights_of
+from agentevo.types import Task, Trajectory
+
+T = TypeVar("T")
+
+LOOK_S = 5.0
+"""How often a waiting trainer looks at what becomes of the attempts."""
+
+
+class StopAskedError(AgentEvoError):
+    """Somebody asked the run to stop while it waited for attempts."""
+
+
+class Round(NamedTuple):
+    """What a round of collecting gets."""
+
+    trajectories: list[Trajectory]
+    """Of whole groups, greedy baselines among them where the recipe has any."""
+    last: bool = False
+    """The step gets no further round: these are what it was trained on when its trainer was
+    killed."""
+
+
+class RolloutSource(Protocol):
+    """Where the loop's attempts come from and its weights go."""
+
+    async def begin(self, step: int) -> None:
+        """The model's weights as they are now, loaded or taught before the first step, are version
+        `step`."""
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        """Around all steps: whatever samples beside them lives in here."""
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        """The attempts of as many groups as there are tasks."""
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """Around what the trainer computes and `swap`."""
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Runs what the trainer computes."""
+
+    async def swap(self, step: int) -> None:
+        """The weights of version `step` serve on this process's engine; within `training`."""
+
+    async def announce(self, step: int) -> None:
+        """Version `step` is committed: other processes may have it."""
+
+    def stats(self) -> dict[str, float]:
+        """What the sampler counts, for the step's metrics."""
+
+
+class SynchronousRollouts:
+    """See the module."""
+
+    def __init__(self, parts: Components) -> None:
+        self._parts = parts
+        self._baseline = "baseline_rewards" in parts.config.algorithm.needs
+
+    async def begin(self, step: int) -> None:
+        self._parts.engine.weights_changed()
+        self._parts.engine.set_version(step)
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        config = self._parts.config
+        self._parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together
+        found = await self._parts.sampler.sample(
+            tasks,
+            attempts=config.trainer.group_size,
+            temperature=config.sampling.temperature,
+            split="train",
+            step=step,
+            label="train",
+            baseline=self._baseline,
+        )
+        return Round(found)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return work()  # on this thread, where a profiler looks
+
+    async def swap(self, step: int) -> None:
+        await self._parts.engine.publish(step)
+
+    async def announce(self, step: int) -> None:
+        return
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class Stream:
+    """Groups as samplers finish them, out of the store.
+
+    A step that was reserved and not committed when its trainer was killed gets the same groups
+    again: its weights may have served already, and drawn tokens that bear its number. If they have
+    (`serves_early`) and nothing is reserved, it trained on nothing, and does so again.
+    """
+
+    def __init__(
+        self,
+        parts: Components,
+        lost: LostAttempts,
+        stop: Callable[[], bool],
+        check: Callable[[], None],
+        *,
+        serves_early: bool,
+        look_after: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`serves_early`: the engine has a step's weights before the step is committed."""
+        config = parts.config
+        self._config = config
+        self._store = parts.store
+        self._tasks = parts.tasks
+        self._lost = lost
+        self._stop = stop
+        self._check = check
+        self._serves_early = serves_early
+        self._look_after = look_after
+        """What else to see to, every LOOK_S of a wait."""
+        self._baseline = "baseline_rewards" in config.algorithm.needs
+        self._step, self._taken = 0, set[str]()
+        """Groups that an earlier round of the step has got; they are ready until the step is
+        reserved."""
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        """See Attempts.round. Raises StopAskedError, and TrainingError where waiting is in vain."""
+        found = await (
+            self._own(step)
+            if self._config.rollout.policy == "wait"
+            else self._ready(step, len(tasks))
+        )
+        await self._lost.look()
+        self._lost.round_ended()
+        return found
+
+    async def _own(self, step: int) -> Round:
+        """`wait`: the groups of the step's own tasks, in their order."""
+        groups = {task.id: group_name(task.id, "train", step) for task in self._tasks.queued(step)}
+        aside: list[StoredTask] = []
+
+        async def finished() -> bool:
+            """Whether every task has its group, or never will."""
+            there = {
+                summary.group_id
+                for summary in await self._store.summaries(split="train", step=step)
+            }
+            missing = [task for task, group in groups.items() if group not in there]
+            aside[:] = await self._lost.set_aside(missing) if missing else []
+            return len(aside) == len(missing)
+
+        await self._until(finished)
+        if len(aside) == len(groups):
+            raise in_vain(step, aside)
+        found = [one.trajectory for one in await self._read(step=step, split="train")]
+        order = {group: place for place, group in enumerate(groups.values())}
+        return Round(sorted(found, key=lambda one: order.get(one.group_id, len(order))))
+
+    async def _ready(self, step: int, wanted: int) -> Round:
+        """The first groups that are ready, whichever tasks they are of."""
+        if step != self._step:
+            first, self._step, self._taken = self._step == 0, step, set()
+            reserved = (
+                dict.fromkeys(
+                    one.trajectory.group_id for one in await self._read(trained_step=step)
+                )
+                if first
+                else {}
+            )
+            if reserved:
+                return Round(await self._groups(reserved), last=True)
+            if first and self._serves_early and await self._served(step):
+                return Round([], last=True)
+        size, limit = self._config.trainer.group_size, len(self._taken) + wanted
+
+        async def fresh() -> list[str]:
+            listed = await self._store.ready_groups(
+                "train", size=size, limit=2 * limit if self._baseline else limit
+            )
+            groups = [
+                name for name in listed if name not in self._taken and f"/{BASELINE}@" not in name
+            ]
+            return groups if len(groups) >= wanted else []
+
+        groups = (await self._until(fresh))[:wanted]
+        self._taken.update(groups)
+        return Round(await self._groups(groups))
+
+    async def _served(self, step: int) -> bool:
+        """Whether weights of this step, which is not committed, have drawn tokens."""
+        ready = await self._read(state="ready", split="train")
+        return any(step in turn.versions for one in ready for turn in one.trajectory.turns)
+
+    async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
+        """Their members, but for those that a killed trainer has dropped already, and the greedy
+        attempts beside them."""
+        found = []
+        for name in names:
+            found += [
+                one.trajectory for one in await self._read(group_id=name) if one.state != "dropped"
+            ]
+            if self._baseline:
+                found += [
+                    one.trajectory
+                    for one in await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))
+                ]
+        return found
+
+    async def _read(self, **which: Unpack[TrajectoryFilter]) -> list[StoredTrajectory]:
+        async def read() -> list[StoredTrajectory]:
+            return [one async for one in self._store.trajectories(**which)]
+
+        return await with_retries(read, within_s=STORE_RETRY_S, what="reading attempts")
+
+    async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks every `rollout.poll_s` until the answer is not empty or false."""
+        looked = time.monotonic()
+        while not (
+            answer := await with_retries(ask, within_s=STORE_RETRY_S, what="waiting for attempts")
+        ):
+            self._check()
+            if time.monotonic() - looked > LOOK_S:
+                await self._lost.check()
+                if self._look_after is not None:
+                    await self._look_after()
+                looked = time.monotonic()
+            if self._stop():
+                raise StopAskedError("stopped while waiting for attempts")
+            await asyncio.sleep(self._config.rollout.poll_s)
+        return answer
+
+
+class ColocatedRollouts:
+    """See the module."""
+
+    def __init__(
+        self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]
+    ) -> None:
+        self._parts, self._config = parts, parts.config
+        self._service = SamplerService(
+            parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train"
+        )
+        self._ended = False
+        self._lost = LostAttempts(parts.config, parts.store, note)
+        self._stream = Stream(parts, self._lost, stop, self._check, serves_early=True)
+        self._task: asyncio.Task[None] | None = None
+        self._slept_s = 0.0
+
+    async def begin(self, step: int) -> None:
+        await self._lost.look()
+        engine = self._parts.engine
+        if engine.model is not self._parts.model:
+            load_weights(
+                trained_parameters(engine.model), weights_of(trained_parameters(self._parts.model))
+            )
+        engine.weights_changed()
+        engine.set_version(step)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[ColocatedRollouts]:
+        """The sampler has given its tasks back at the end."""
+        self._task = asyncio.create_task(self._service.run(lambda: self._ended))
+        try:
+            yield self
+        finally:
+            self._ended = True
+            self._parts.engine.wake()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        return await self._stream.round(step, tasks)
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        if self._config.rollout.sharing == "overlap":
+            yield
+            return
+        started = time.perf_counter()
+        await self._parts.engine.sleep(
+            in_flight=self._config.rollout.in_flight, deadline_s=self._config.engine.timeout_s
+        )
+        try:
+            yield
+        finally:
+            self._parts.engine.wake()
+            self._slept_s += time.perf_counter() - started
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
+
+    async def swap(self, step: int) -> None:
+        rollout, deadline_s = self._config.rollout, self._config.engine.timeout_s
+        copied = (
+            weights_of(trained_parameters(self._parts.model))
+            if rollout.sharing == "overlap"
+            else None
+        )
+        await self._parts.engine.publish(
+            step, copied, in_flight=rollout.in_flight, deadline_s=deadline_s
+        )
+
+    async def announce(self, step: int) -> None:
+        return
+
+    def stats(self) -> dict[str, float]:
+        return self._service.stats() | {"engine/slept_s": self._slept_s}
+
+    def _check(self) -> None:
+        """The sampler's failure is the run's."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+            raise EngineError(
+                "the sampler ended while the trainer waits for attempts: this is a defect, "
+                "please report it"
+            )
+
+
+class DisaggregatedRollouts:
+    """See the module."""
+
+    def __init__(
+        self,
+        parts: Components,
+        stop: Callable[[], bool],
+        check: Callable[[], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._parts = parts
+        folder = WeightsFolder(parts.config.run_dir / "weights")
+        self._publication = Publication(
+            folder, parts.model, keep=parts.config.rollout.keep_versions, note=note
+        )
+        self._lost = LostAttempts(parts.config, parts.store, note)
+        self._stream = Stream(
+            parts,
+            self._lost,
+            stop,
+            check,
+            serves_early=False,
+            look_after=self._publication.look_after,
+        )
+
+    async def begin(self, step: int) -> None:
+        self._parts.engine.weights_changed()
+        self._parts.engine.set_version(step)
+        await self._lost.look()
+        await self.announce(step)
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        return await self._stream.round(step, tasks)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
+
+    async def swap(self, step: int) -> None:
+        await self._parts.engine.publish(step)  # this process's own engine evaluates
+
+    async def announce(self, step: int) -> None:
+        await self._publication.publish(step)
+
+    def stats(self) -> dict[str, float]:
+        return self._lost.stats()

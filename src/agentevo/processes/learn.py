@@ -1,0 +1,36 @@
+"""`agentevo learn`: the trainer alone. Samplers and engines of the same recipe are other processes,
+which may come and go."""
+
+from __future__ import annotations
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.event_loop import run_coroutine
+from agentevo.observability import LiveView
+from agentevo.orchestration.run import check_parts
+from agentevo.orchestration.training_run import run_training
+from agentevo.runs.identity import ensure_run_folder
+from agentevo.runs.lock import only_trainer
+
+
+def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
+    """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
+    comes first makes its folder.
+
+    Raises ConfigError if the folder holds another configuration, or another process trains there.
+    """
+    if config.run.overwrite:
+        raise ConfigError(
+            "run.overwrite deletes the run's folder, which its other processes use: leave it "
+            "out, or delete the folder first"
+        )
+    if config.data.given:
+        raise ConfigError(
+            "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
+            "train"
+        )
+    check_parts(config, None, resume=False)
+    ensure_run_folder(config)
+    view = view if view is not None else LiveView(config.run.name)
+    with only_trainer(config.run_dir):
+        run_coroutine(run_training(config, view, resume=True, apart=True))

@@ -1,0 +1,205 @@
+"""`agentevo sample`: a sampler of a run as a process of its own.
+
+It needs no weights: conversations are encoded with the recipe's tokenizer, tokens come from the
+engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and trajectories
+go through the run's store. It may start before any of them, and waits for them. Asked to stop
+(SIGTERM, Ctrl-C, the end of its parent) it gives its tasks back; killed, its leases run out and
+others do them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from agentevo.agents import Agent, EnvironmentAgent
+from agentevo.config import RunConfig
+from agentevo.errors import ModelError
+from agentevo.models.chat import ChatFormat
+from agentevo.models.resolve import fetch
+from agentevo.observability.console import to_stderr
+from agentevo.orchestration.components import (
+    AgentFunction,
+    FunctionAgent,
+    load_policy,
+    make_environment,
+)
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.service import STOPPING_S, SamplerService
+from agentevo.rollout.task_source import TaskSource
+from agentevo.runs.store_opening import open_run_store
+from agentevo.signals import LOOK_S, asked_to_stop, unless
+from agentevo.store.store import Store
+from agentevo.types import Task
+
+if TYPE_CHECKING:
+    from agentevo.inference.remote import RemoteEngine
+
+DONE_S = 2.0
+"""How often to look whether the run has come to its last step."""
+GRACE_S = 2.0
+"""For the service to see that it is to stop; then it is cancelled, wherever it waits. One that is
+stopping has STOPPING_S more, and as much as this for what is late then."""
+
+
+def sample(
+    config: RunConfig,
+    *,
+    name: str | None = None,
+    engines: Sequence[str] = (),
+    parent: int | None = None,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    note: Callable[[str], None] = to_stderr,
+) -> None:
+    """Samples until it is asked to stop, or the run's last step is committed; blocks.
+
+    `engines` are URLs, else those are used that the run's folder knows. `parent` is a process with
+    which it ends, and before which it does not. Raises ConfigError before anything is created.
+    """
+    from agentevo.runs.identity import ensure_run_folder
+
+    name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
+    if agent is None:
+        make_environment(config).close()
+    source = TaskSource(config, tasks)
+    player: Agent = (
+        FunctionAgent(agent)
+        if agent is not None
+        else EnvironmentAgent(lambda: make_environment(config), config.agent)
+    )
+    with asked_to_stop(parent) as stop:
+        chat, context_length = conversation(config)
+        if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
+            return
+        asyncio.run(
+            _sample(
+                config,
+                name,
+                engines,
+                player,
+                source,
+                chat,
+                context_length,
+                stop,
+                ends=parent is None,
+                note=note,
+            )
+        )
+
+
+def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
+    """How the recipe's model speaks, and the length of its context in tokens; without reading its
+    weights."""
+    if config.model.name == "tiny":  # made on the spot, tokenizer and all
+        loaded = load_policy(config)
+        return ChatFormat(
+            loaded.tokenizer, getattr(loaded.model, "generation_config", None)
+        ), config.model.tiny.context_length
+    folder = fetch(config.model.name, None)
+    try:
+        tokenizer, shape = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+        saved = (folder / "generation_config.json").is_file()
+        generation = (
+            GenerationConfig.from_pretrained(folder)
+            if saved
+            else GenerationConfig.from_model_config(shape)
+        )
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"model {config.model.name!r}: tokenizer and configuration in {folder} can't be read "
+            f"({reason})"
+        ) from error
+    return ChatFormat(tokenizer, generation), int(
+        getattr(shape, "max_position_embeddings", 1 << 30)
+    )
+
+
+async def _sample(
+    config: RunConfig,
+    name: str,
+    urls: Sequence[str],
+    player: Agent,
+    source: TaskSource,
+    chat: ChatFormat,
+    context_length: int,
+    stop: Callable[[], bool],
+    *,
+    ends: bool,
+    note: Callable[[str], None],
+) -> None:
+    from agentevo.inference.directory import EngineDirectory
+    from agentevo.inference.remote import RemoteEngine
+    from agentevo.inference.secret import RunSecret
+
+    opening = asyncio.create_task(
+        open_run_store(config.store_url, within_s=STORE_RETRY_S, tell=note)
+    )
+    if not await unless(stop, opening):
+        return
+    directory = EngineDirectory(config.run_dir / "engines")
+    engine = RemoteEngine(
+        list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s
+    )
+    try:
+        async with opening.result() as store:
+            sampler = Sampler(config, engine, chat, player, store, context_length)
+            service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
+            note(f"{name}: sampling for {config.run_dir}")
+            await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
+            written = service.stats()["sampler/groups_written"]
+            note(
+                f"{name}: stopped after {written:g} groups"
+                + ("" if stop() else f": the run has made its {config.trainer.steps} steps")
+            )
+    finally:
+        await engine.close()
+
+
+async def _serve(
+    service: SamplerService,
+    engine: RemoteEngine,
+    store: Store,
+    steps: int,
+    stop: Callable[[], bool],
+    *,
+    ends: bool,
+) -> None:
+    """Runs the service until `stop` or, where it `ends` by itself, the last step; whatever fails
+    meanwhile is raised."""
+    done: list[bool] = []
+    await engine.refresh()  # from here on it goes on looking
+    serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
+    watching = [asyncio.create_task(_until_done(store, steps, done))] if ends else []
+    try:
+        while not serving.done() and not stop() and not done:
+            finished, _ = await asyncio.wait(
+                [serving, *watching], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in finished:
+                task.result()
+        await asyncio.wait([serving], timeout=GRACE_S)
+        if service.stopping:
+            await asyncio.wait([serving], timeout=STOPPING_S + GRACE_S)
+    finally:
+        for task in (serving, *watching):
+            task.cancel()
+        await asyncio.gather(serving, *watching, return_exceptions=True)
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _until_done(store: Store, steps: int, done: list[bool]) -> None:
+    while True:
+        last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
+        if last is not None and last.step >= steps:
+            done.append(True)
+            return
+        await asyncio.sleep(DONE_S)

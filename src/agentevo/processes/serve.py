@@ -1,0 +1,199 @@
+"""`agentevo serve`: one engine of a run as a process of its own.
+
+It waits for the run's first weights, announces itself in RUN/engines/, and follows RUN/weights/
+from then on: new weights are read and verified while it serves, then swapped in (rollout.in_flight
+says what becomes of running requests). Weights that are torn, changed or unfit are refused and the
+old ones go on serving. The version that it serves only grows, also when the trainer goes back to a
+checkpoint. An engine whose steps fail again and again ends: what is wrong with it may be its
+device, and answers of errors are quick and draw requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
+from agentevo.inference.directory import Announcement, EngineDirectory
+from agentevo.inference.engine import InFlight
+from agentevo.inference.secret import RunSecret
+from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.verified import VerifiedWeights
+from agentevo.inference.weights import WeightsFolder
+from agentevo.observability.console import to_stderr
+from agentevo.orchestration.components import check_memory, load_policy
+from agentevo.retry import STORE_RETRY_S
+from agentevo.runs.identity import ensure_run_folder
+from agentevo.signals import asked_to_stop
+
+STOP_POLL_S = 0.05
+AGAIN_S = 30.0
+"""Refused weights are read again after so long though they look the same: what was wrong may have
+been the reading."""
+MAX_FAILED_STEPS = 3
+"""In a row."""
+
+
+def serve(
+    config: RunConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    name: str | None = None,
+    parent: int | None = None,
+    note: Callable[[str], None] = to_stderr,
+) -> None:
+    """Serves until it is asked to stop; blocks. `parent`: a process with which it ends. Raises
+    ConfigError before anything is created."""
+    name = name if name is not None else f"engine-{socket.gethostname()}-{os.getpid()}"
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ConfigError(
+            f"--name {name!r} becomes the name of a file: use letters, digits, `-`, `_` and `.`"
+        )
+    check_memory(config)
+    with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
+        loaded = load_policy(config)
+        if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
+            return
+        directory = EngineDirectory(config.run_dir / "engines")
+        RunSecret(directory.folder).value()
+        with directory.named(name):
+            engine = TorchEngine(loaded.model, loaded.tokenizer, config.engine)
+            engine.set_version(-1)
+            asyncio.run(_serve(config, engine, listener, name, stop, note))
+
+
+async def _serve(
+    config: RunConfig,
+    engine: TorchEngine,
+    listener: socket.socket,
+    name: str,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> None:
+    """Ends when `stop` says so; then requests under way are answered with
+    EngineUnavailableError."""
+    weights = WeightsFolder(config.run_dir / "weights")
+    follower = Follower(
+        weights, engine, config.rollout.in_flight, deadline_s=config.engine.timeout_s, note=note
+    )
+    following = asyncio.ensure_future(follower.follow(config.rollout.poll_s))
+    try:
+        note(f"{name}: waiting for the first weights in {weights.folder}")
+        await _until(lambda: stop() or engine.version >= 0, following, engine)
+        if stop():
+            return
+        directory = EngineDirectory(config.run_dir / "engines")
+        door = EngineDoor(engine, name=name, secret=RunSecret(directory.folder))
+        announcement = Announcement(
+            url=url_of(listener), name=name, pid=os.getpid(), started_at=time.time()
+        )
+        async with listening(door, listener), directory.announced(announcement):
+            note(f"{name}: serving version {engine.version} at {announcement.url}")
+            await _until(stop, following, engine)
+        note(f"{name}: stopped")
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def _until(
+    condition: Callable[[], bool], following: asyncio.Future[Any], engine: TorchEngine
+) -> None:
+    """Waits for the condition; raises what has ended the following of the weights, or EngineError
+    when the engine only fails."""
+    while not condition():
+        if following.done():
+            following.result()
+        if engine.failed_steps >= MAX_FAILED_STEPS:
+            raise EngineError(
+                f"{engine.failed_steps} steps have failed one after the other, so this engine "
+                "ends, and others have its requests; the last "
+                f"time: {engine.failure}"
+            ) from engine.failure
+        await asyncio.sleep(STOP_POLL_S)
+
+
+class Follower:
+    """Keeps an engine on the newest weights of a folder."""
+
+    def __init__(
+        self,
+        weights: WeightsFolder,
+        engine: TorchEngine,
+        in_flight: InFlight,
+        *,
+        deadline_s: float,
+        note: Callable[[str], None],
+    ) -> None:
+        self._weights, self._engine, self._in_flight = weights, engine, in_flight
+        self._deadline_s, self._note = deadline_s, note
+        self._refused: object = None
+        """State of the folder when weights were refused: they are tried again when it changes, or
+        after AGAIN_S."""
+        self._refused_at = 0.0
+        self._said = ""
+        """The refusal that was told last; it is told once."""
+
+    async def follow(self, every_s: float) -> None:
+        """For ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(every_s)
+
+    async def look(self) -> bool:
+        """Serves the newest weights if they are newer than what is served; whether it came to
+        that."""
+        try:
+            found = await asyncio.to_thread(self._newer)
+            if found is None:
+                return False
+            version, verified = found
+            await self._engine.publish(
+                version, verified, deadline_s=self._deadline_s, in_flight=self._in_flight
+            )
+        except (
+            DeadlineExceededError
+        ) as error:  # requests would not end: the same weights again at the next look
+            self._say(str(error))
+            return False
+        except EngineError as error:
+            self._say(f"version {self._engine.version} goes on serving: {error}")
+            return False
+        self._say(f"serving version {version}")
+        return True
+
+    def _newer(self) -> tuple[int, VerifiedWeights] | None:
+        """Read and verified, in a thread beside the engine. Raises EngineError once for weights
+        that can't be served."""
+        state: object = None
+        try:
+            latest = self._weights.announced()
+            if latest is None or latest.version <= self._engine.version:
+                return None
+            state = self._weights.state(latest.version)
+            if state == self._refused and time.monotonic() - self._refused_at < AGAIN_S:
+                return None
+            return latest.version, self._engine.verify(self._read(latest.version, latest.sha256))
+        except EngineError:
+            self._refused, self._refused_at = state, time.monotonic()
+            raise
+
+    def _read(self, version: int, sha256: str) -> dict[str, Any]:
+        try:
+            return self._weights.read(version, sha256=sha256)
+        except EngineError:
+            self._engine.refused_publishes += 1
+            raise
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            self._said = line
+            self._note(line)

@@ -1,0 +1,212 @@
+"""The samplers and engines of `agentevo train` with rollout.samplers above 0: child processes that
+are started again when they die.
+
+They are `agentevo serve` and `agentevo sample` on the run's own configuration, with their output in
+RUN/logs/ and in sessions of their own: Ctrl-C is for this process alone. A child that somebody has
+killed is always replaced. One that fails again and again, and none of its lives was good for
+anything, has something wrong with it: then `check` raises, with the end of its log. An engine was
+good for something once it has been announced for SOON_S, a sampler once it has lived for LONG_S.
+The children end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from agentevo.config import RunConfig
+from agentevo.errors import AgentEvoError
+from agentevo.inference.directory import EngineDirectory
+
+LOOK_S = 0.2
+SOON_S = 20.0
+LONG_S = 200.0
+FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+"""Signals that a process brings on itself. All others come from somebody else, and say nothing of
+it."""
+MAX_FAILURES = 3
+"""In a row."""
+FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 5.0
+GRACE_S = 15.0
+"""For a clean end."""
+SHOWN_LINES = 15
+
+
+class ChildFailedError(AgentEvoError):
+    """A sampler or engine does not stay alive."""
+
+
+@dataclass(eq=False)
+class _Child:
+    """One of them, through all its lives."""
+
+    name: str
+    command: list[str]
+    log: Path
+    engines: EngineDirectory | None = None
+    """Where it announces itself, if it is an engine."""
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    announced: float | None = None
+    """When its announcement was first seen in this life."""
+    not_before: float = 0.0
+    failures: int = 0
+    """Ends of its own doing since a life that was good for something."""
+    trouble: str = ""
+    """Why it could not be started, as told last."""
+
+    def start(self) -> None:
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started, self.announced, self.trouble = time.monotonic(), None, ""
+
+    def look(self) -> int | None:
+        """Starts it when it is due; its exit code if it has just been found dead. Raises OSError if
+        it can't be started."""
+        if self.process is None:
+            if time.monotonic() >= self.not_before:
+                self.start()
+            return None
+        code = self.process.poll()
+        if code is None:
+            self._look_for_announcement(self.process.pid)
+            return None
+        if self._was_good():
+            self.failures = 0
+        elif (
+            code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
+        ):
+            self.failures += 1  # 0: somebody may have asked it to end, but hardly so soon
+        self.process = None
+        self.not_before = time.monotonic() + min(FIRST_DELAY_S * 2.0**self.failures, MAX_DELAY_S)
+        return code
+
+    def _look_for_announcement(self, pid: int) -> None:
+        if self.engines is None or self.announced is not None:
+            return
+        with suppress(OSError):  # the next look tells
+            found = self.engines.find(self.name)
+            if found is not None and found.pid == pid:
+                self.announced = time.monotonic()
+
+    def _was_good(self) -> bool:
+        if self.engines is None:
+            return time.monotonic() - self.started >= LONG_S
+        return self.announced is not None and time.monotonic() - self.announced >= SOON_S
+
+
+class Supervisor:
+    """See the module. Enter it to start them."""
+
+    def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
+        self._note, self._logs = note, config.run_dir / "logs"
+        words = [sys.executable, "-m", "agentevo"]
+        recipe = [str(config.run_dir / "config.yaml"), f"run.dir={config.run_dir}"]
+        parent = ["--parent", str(os.getpid())]
+
+        def child(command: str, name: str, engines: EngineDirectory | None = None) -> _Child:
+            return _Child(
+                name,
+                [*words, command, *recipe, "--name", name, *parent],
+                self._logs / f"{name}.log",
+                engines,
+            )
+
+        engines = EngineDirectory(config.run_dir / "engines")
+        self._children = [
+            child("serve", f"engine-{n}", engines) for n in range(config.rollout.engines)
+        ]
+        self._children += [child("sample", f"sampler-{n}") for n in range(config.rollout.samplers)]
+        self._ended = threading.Event()
+        self._failure: ChildFailedError | None = None
+        self._thread = threading.Thread(target=self._watch, name="children", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        for child in self._children:
+            child.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        processes = [child.process for child in self._children if child.process is not None]
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def check(self) -> None:
+        """Raises ChildFailedError when a child can't be kept alive."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _watch(self) -> None:
+        try:
+            while not self._ended.wait(LOOK_S) and self._failure is None:
+                for child in self._children:
+                    self._look_after(child)
+        except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and the children would not be replaced any more)
+            self._failure = ChildFailedError(
+                f"samplers and engines are not looked after any more: {type(error).__name__}: "
+                f"{error}"
+            )
+            self._failure.__cause__ = error
+
+    def _look_after(self, child: _Child) -> None:
+        try:
+            code = child.look()
+        except OSError as error:  # no memory, process or file to be had at the moment
+            child.not_before = time.monotonic() + MAX_DELAY_S
+            if str(error) != child.trouble:
+                child.trouble = str(error)
+                self._note(
+                    f"{child.name} can't be started ({error}): tried again every {MAX_DELAY_S:g} s"
+                )
+            return
+        if code is None:
+            return
+        how = f"{'signal' if code < 0 else 'exit code'} {abs(code)}"
+        if child.failures < MAX_FAILURES:
+            self._note(f"{child.name} ended ({how}) and is started again")
+            return
+        told = (
+            f"{child.name} failed {MAX_FAILURES} times before it was good for anything (the "
+            f"last time: {how}); {child.log} ends with:"
+        )
+        self._failure = ChildFailedError("\n".join([told, *_end_of(child.log)]))
+
+
+def _end_of(log: Path) -> list[str]:
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+    except OSError as error:
+        return [f"(it can't be read: {error})"]

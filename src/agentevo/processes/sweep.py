@@ -1,0 +1,311 @@
+"""Runs a sweep: every member a process of its own, several at once, and a table at the end.
+
+    runs/NAME/sweep.yaml  recipes/VARIANT-SEED.yaml  logs/VARIANT-SEED.log  VARIANT-SEED/ (the run)  table.md  table.json
+
+Lifecycle of a member: waiting -> under way -> finished | failed | stopped. One that fails does not
+stop the others. A sweep that was interrupted goes on with `resume`: finished members stay as they
+are, one with a checkpoint goes on from it, any other starts again. No member's folder is ever used
+under another configuration than the one it was run with.
+
+A lock on the sweep's folder is held by this process and by every run it starts, so that a sweep
+whose runs outlived it (a killed parent) can't be started beside them.
+
+The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks the runs under way to stop
+cleanly after their step; a second kills them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from agentevo.config import to_yaml
+from agentevo.config.sweep import Member, Sweep
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.observability.sweep_view import SweepView
+from agentevo.orchestration.run import check_parts
+from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
+from agentevo.runs.result_table import check_page, write_sweep_table, write_table
+from agentevo.runs.resume_rules import changes
+from agentevo.training.checkpoint import Checkpoints
+
+POLL_S = 0.1
+REASON_LINES = 5
+"""Lines of a failed run's log that are shown."""
+LOCK = ".lock"
+STOPPED = 130
+"""Exit code of a run that Ctrl-C stopped."""
+
+Start = Literal["started", "resumed", "finished"]
+"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has come to
+its end."""
+
+
+@dataclass
+class _UnderWay:
+    member: Member
+    process: subprocess.Popen[bytes]
+    log: Path
+    since: float
+
+
+def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = None) -> str:
+    """Runs every member that is not finished; returns the table. Blocks.
+
+    Raises ConfigError before anything is created, AgentEvoError at the end if a member failed
+    (after the table is written), and KeyboardInterrupt after a clean stop.
+    """
+    view = view if view is not None else SweepView(sweep.name)
+    starts = _check(sweep, resume)
+    _prepare(sweep)
+    with view, _signals() as asked, _lock(sweep.dir) as lock:
+        failures = _run_members(sweep, starts, view, asked, lock)
+        table = write_sweep_table(sweep.dir)
+    if table is not None:
+        view.note(f"\n{table}\ntable: {sweep.dir / 'table.md'}")
+    if asked:
+        raise KeyboardInterrupt
+    if failures:
+        what = [
+            f"{len(failures)} of {len(sweep.members)} runs failed; --resume tries them again",
+            *failures,
+        ]
+        raise AgentEvoError("\n".join(what))
+    assert table is not None
+    if sweep.section.table is not None:
+        write_table(sweep.section.table, table)
+        view.note(f"written to {sweep.section.table}")
+    return table
+
+
+def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
+    """How each member will begin. Refuses, before anything is created or deleted, what can't work
+    for some member."""
+    if sweep.section.table is not None:
+        check_page(sweep.section.table)
+    if (sweep.dir / LOCK).exists():
+        with _lock(sweep.dir):
+            pass
+    if resume and not is_sweep_folder(sweep.dir):
+        raise ConfigError(
+            f"{sweep.dir}: there is no sweep to resume: leave --resume out, or give its folder "
+            "with run.dir"
+        )
+    if not resume:
+        _check_folder(sweep)
+    problems: list[str] = []
+    starts: dict[str, Start] = {}
+    for member in {one.variant: one for one in sweep.members}.values():
+        try:
+            check_parts(member.config, None, resume)
+        except AgentEvoError as error:
+            problems += [f"{member.variant}: {line}" for line in str(error).splitlines()]
+    for member in sweep.members:
+        starts[member.name] = _start_of(member) if resume else "started"
+        if starts[member.name] != "started":
+            problems += _differences(member)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return starts
+
+
+def _check_folder(sweep: Sweep) -> None:
+    holds = (
+        "a sweep" if is_sweep_folder(sweep.dir) else "a run" if is_run_folder(sweep.dir) else None
+    )
+    if holds is not None and not sweep.overwrite:
+        remedy = "go on with it with --resume, give" if holds == "a sweep" else "give"
+        raise ConfigError(
+            f"{sweep.dir} holds {holds} already: {remedy} another run.dir, or delete it with "
+            "run.overwrite=true"
+        )
+    if holds is None and sweep.dir.is_dir() and any(sweep.dir.iterdir()):
+        raise ConfigError(f"{sweep.dir} is not empty and not a sweep: give another run.dir")
+    if holds is None and sweep.dir.exists() and not sweep.dir.is_dir():
+        raise ConfigError(f"{sweep.dir} is a file: give another run.dir")
+
+
+def _start_of(member: Member) -> Start:
+    folder = member.config.run_dir
+    if finished_summary(folder) is not None:
+        return "finished"
+    whole = (
+        Checkpoints(folder / "checkpoints", member.config.checkpoint.keep_last).steps()
+        if is_run_folder(folder)
+        else []
+    )
+    return "resumed" if whole else "started"
+
+
+def _differences(member: Member) -> list[str]:
+    return [
+        f"{member.config.run_dir} was run with {key}={was!r} and not {now!r}: delete that "
+        "folder, or give the sweep another run.dir"
+        for key, (was, now) in changes(member.config).items()
+        if key != "run.threads"
+    ]
+
+
+def _prepare(sweep: Sweep) -> None:
+    if sweep.overwrite and sweep.dir.exists():
+        shutil.rmtree(sweep.dir)
+    for folder in ("recipes", "logs"):
+        (sweep.dir / folder).mkdir(parents=True, exist_ok=True)
+    staging = sweep.dir / f"{SWEEP_FILE}.new"
+    staging.write_text(
+        yaml.safe_dump(sweep.section.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
+        encoding="utf-8",
+    )
+    os.replace(staging, sweep.dir / SWEEP_FILE)
+    for member in sweep.members:
+        _recipe(sweep, member).write_text(to_yaml(member.config), encoding="utf-8")
+
+
+def _recipe(sweep: Sweep, member: Member) -> Path:
+    return sweep.dir / "recipes" / f"{member.name}.yaml"
+
+
+def _run_members(
+    sweep: Sweep, starts: dict[str, Start], view: SweepView, asked: Sequence[int], lock: int
+) -> list[str]:
+    """Until all have ended or, once `asked` is not empty, those under way have stopped. A text for
+    each member that failed."""
+    waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
+    under_way: list[_UnderWay] = []
+    failures: list[str] = []
+    view.plan(len(sweep.members), len(sweep.members) - len(waiting))
+    told = 0
+    try:
+        while under_way or (waiting and not asked):
+            while waiting and len(under_way) < sweep.parallel and not asked:
+                member = waiting.popleft()
+                under_way.append(_start(sweep, member, starts[member.name], lock))
+                view.started(member.name, starts[member.name])
+            if len(asked) > told:
+                told = len(asked)
+                _ask_to_stop(under_way, at_once=told > 1)
+                again = (
+                    ""
+                    if told > 1
+                    else " after the step of each run under way; press Ctrl-C again to stop at once"
+                )
+                view.note(f"stopping{again}")
+            time.sleep(POLL_S)
+            for one in [one for one in under_way if one.process.poll() is not None]:
+                under_way.remove(one)
+                failure = _ended(one, view)
+                failures += [failure] if failure else []
+            view.running(
+                {
+                    one.member.name: (time.monotonic() - one.since, _last_lines(one.log, 1))
+                    for one in under_way
+                }
+            )
+    finally:
+        for one in under_way:
+            one.process.kill()
+            one.process.wait()
+    return failures
+
+
+def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _UnderWay:
+    """In a session of its own, so that the terminal's Ctrl-C comes to it through `_ask_to_stop`
+    only, and only once."""
+    log = sweep.dir / "logs" / f"{member.name}.log"
+    # Whatever lies in the folder of a member that starts was cut off before its first checkpoint.
+    more = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
+    words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *more]
+    threads = (
+        {"OMP_NUM_THREADS": str(member.config.run.threads)} if member.config.run.threads else {}
+    )
+    with log.open("ab" if start == "resumed" else "wb") as out:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | threads,
+            start_new_session=True,
+            pass_fds=(lock,),
+        )
+    return _UnderWay(member, process, log, time.monotonic())
+
+
+def _ask_to_stop(under_way: Sequence[_UnderWay], *, at_once: bool) -> None:
+    for one in under_way:
+        one.process.send_signal(signal.SIGKILL if at_once else signal.SIGINT)
+
+
+def _ended(one: _UnderWay, view: SweepView) -> str:
+    """Tells how a run ended; what went wrong, or empty."""
+    code, name, seconds = one.process.returncode, one.member.name, time.monotonic() - one.since
+    summary = finished_summary(one.member.config.run_dir)
+    if code == 0 and summary is not None:
+        result = summary["eval"]
+        view.ended(
+            name, f"success {result['before']:.1%} -> {result['after']:.1%}", seconds, ok=True
+        )
+        return ""
+    if code == STOPPED:
+        view.ended(name, "stopped", seconds, ok=False)
+        return ""
+    how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    view.ended(name, how, seconds, ok=False)
+    return "\n    ".join(
+        [f"{name}: {how}; the end of {one.log}:", *_last_lines(one.log, REASON_LINES).splitlines()]
+    )
+
+
+def _last_lines(log: Path, count: int) -> str:
+    """The last lines of a log that say something, as far as 4 KiB reach."""
+    with log.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+        lines = [line.rstrip() for line in file.read().decode("utf-8", "replace").splitlines()]
+    return "\n".join([line for line in lines if line][-count:])
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[int]:
+    """File descriptor of the lock; it is free again when this process and every run that inherited
+    it have ended."""
+    with (folder / LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: runs of this sweep are under way (see logs/ there): wait for them, "
+                "or stop them"
+            ) from error
+        yield file.fileno()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects requests to stop. Only in the main thread, which alone gets signals."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {
+        number: signal.signal(number, lambda got, frame: asked.append(got))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,90 @@
+"""Waiting for a database that is away: every call of the store may be repeated, so a service
+repeats it until its patience ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from agentevo.errors import DeadlineExceededError, StoreUnavailableError
+
+T = TypeVar("T")
+
+STORE_RETRY_S = 600.0
+"""How long a run's processes wait for a database that is away before they give up."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+SILENT_S = 5.0
+"""A call that neither answers nor fails for so long is told of."""
+TELL_S = 15.0
+"""From then on it is told so often."""
+
+
+async def with_retries(
+    call: Callable[[], Awaitable[T]],
+    *,
+    within_s: float,
+    what: str,
+    tell: Callable[[str], None] | None = None,
+) -> T:
+    """`await call()`, again and again while the store can't be reached or is too slow, with pauses
+    that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
+    after `within_s` seconds is raised as StoreUnavailableError.
+
+    `tell` hears what is waited for, why and until when: at the first failure or after SILENT_S,
+    then every TELL_S, and when it is over.
+    """
+    ends, pause = time.monotonic() + within_s, FIRST_PAUSE_S
+    told = _Told(what, within_s, tell) if tell is not None else None
+    try:
+        while True:
+            try:
+                found = await call()
+            except (StoreUnavailableError, DeadlineExceededError) as error:
+                if time.monotonic() + pause >= ends:
+                    raise StoreUnavailableError(
+                        f"{what}: given up after {within_s:g} s: {error}"
+                    ) from error
+                if told is not None:
+                    told.failed(error)
+            else:
+                if told is not None:
+                    told.over()
+                return found
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+    finally:
+        if told is not None:
+            told.stop()
+
+
+class _Told:
+    """Says from time to time, while the event loop goes on, what is waited for. From its making
+    until `stop`."""
+
+    def __init__(self, what: str, within_s: float, tell: Callable[[str], None]) -> None:
+        self._what, self._tell, self._begun = what, tell, time.monotonic()
+        self._until = time.strftime("%H:%M:%S", time.localtime(time.time() + within_s))
+        self._why, self._failed, self._said = "no answer yet", False, False
+        self._next = asyncio.get_running_loop().call_later(SILENT_S, self._say)
+
+    def failed(self, error: Exception) -> None:
+        self._why = str(error)
+        if not self._failed:
+            self._failed = True
+            self.stop()
+            self._say()
+
+    def over(self) -> None:
+        if self._said:
+            self._tell(f"{self._what}: done after {time.monotonic() - self._begun:.0f} s")
+
+    def stop(self) -> None:
+        self._next.cancel()
+
+    def _say(self) -> None:
+        self._tell(f"{self._what}: waiting until {self._until}: {self._why}")
+        self._said = True
+        self._next = asyncio.get_running_loop().call_later(TELL_S, self._say)

@@ -1,0 +1,155 @@
+"""What lies in the folder of a run, for those who only read it: configuration, store, the texts of
+its tokens.
+
+    config.yaml  metrics.jsonl  summary.json  report.html  plots/  checkpoints/  store.sqlite
+
+The folder of a sweep holds `sweep.yaml`, the folders of its runs, their logs, and the table of what
+they reached.
+
+Nothing here writes. A run may be under way, interrupted, or moved to another place since it was
+made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentevo.config import sources
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config import RunConfig
+    from agentevo.observability import Decode
+    from agentevo.store import Store
+
+T = TypeVar("T")
+
+SWEEP_FILE = "sweep.yaml"
+
+
+def is_run_folder(path: Path) -> bool:
+    return (path / "config.yaml").is_file()
+
+
+def is_sweep_folder(path: Path) -> bool:
+    return (path / SWEEP_FILE).is_file()
+
+
+def finished_summary(path: Path) -> dict[str, Any] | None:
+    """summary.json of a run that came to its last step and was evaluated there; None of one that
+    did not (yet)."""
+    file = path / "summary.json"
+    if not is_run_folder(path) or not file.is_file():
+        return None
+    summary: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    from agentevo.config import TrainerSection
+
+    planned = summary.get(
+        "planned_steps", _section(path, "trainer").get("steps", TrainerSection().steps)
+    )
+    return summary if summary["steps"] >= planned and summary["eval"]["after"] is not None else None
+
+
+def check_run_folder(path: Path) -> Path:
+    """The path itself if a run lies there; else `ConfigError` with the runs that are near."""
+    if is_run_folder(path):
+        return path
+    near = sorted(
+        {
+            str(found.parent)
+            for root in (path, Path("runs"))
+            if root.is_dir()
+            for found in root.glob("*/config.yaml")
+        }
+    )
+    hint = (
+        f"runs here: {', '.join(near[:8])}"
+        if near
+        else "it is the folder that `agentevo train` printed, such as runs/coins"
+    )
+    raise ConfigError(f"{path}: is not the folder of a run (it has no config.yaml): {hint}")
+
+
+def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run's configuration with `run.dir` set to where the folder lies now. Raises
+    `ConfigError`."""
+    from agentevo.config import build_config
+
+    source = check_run_folder(path) / "config.yaml"
+    tree = sources.overlay(
+        sources.read_yaml(source), {"run": {"dir": str(path), "overwrite": False}}
+    )
+    return build_config(tree, overrides, where=str(source), needs_environment=False)
+
+
+def read_store(path: Path, work: Callable[[Store], Awaitable[T]]) -> T:
+    """Runs `work` on the run's store, see `use_store`. Raises `ConfigError` if there is no run,
+    `StoreError` if no store."""
+    return use_store(run_store_url(path), work)
+
+
+def run_store_url(path: Path) -> str:
+    """The URL of the store of the run in that folder, wherever it lies now."""
+    return _section(path, "store").get("url") or f"sqlite:///{path / 'store.sqlite'}"
+
+
+def use_store(
+    url: str,
+    work: Callable[[Store], Awaitable[T]],
+    *,
+    create: bool = False,
+    timeout_s: float = 60.0,
+) -> T:
+    """Runs `work` on a store, in an event loop and thread of its own, so also where a loop is
+    running (in a notebook)."""
+
+    async def open_run_store() -> T:
+        from agentevo.store import open_store
+
+        async with await open_store(url, create=create, timeout_s=timeout_s) as store:
+            return await work(store)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, open_run_store()).result()
+
+
+def token_texts(path: Path) -> Decode | None:
+    """Token id -> text, by the tokenizer of the run's newest checkpoint, else of its model; None
+    where neither has been saved here."""
+    saved = sorted(
+        path.glob("checkpoints/**/tokenizer_config.json"), key=lambda found: found.stat().st_mtime
+    )
+    source = (
+        str(saved[-1].parent) if saved else _saved_model(str(_section(path, "model").get("name")))
+    )
+    if source is None:
+        return None
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    return lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
+def _saved_model(name: str) -> str | None:
+    """The model's folder if it is on this machine; nothing is downloaded for the sake of
+    looking."""
+    from agentevo.models.cache import cache_folder, is_complete
+    from agentevo.models.known import known_models
+
+    if (Path(name).expanduser() / "config.json").is_file():
+        return str(Path(name).expanduser())
+    if name in known_models.names() and is_complete(known_models.get(name), cache_folder(name)):
+        return str(cache_folder(name))
+    return None
+
+
+def _section(path: Path, name: str) -> dict[str, Any]:
+    """A section as written in config.yaml, unchecked: the store of a run can be read where its
+    environment is not installed."""
+    section = sources.read_yaml(check_run_folder(path) / "config.yaml").get(name)
+    return section if isinstance(section, dict) else {}

@@ -1,0 +1,111 @@
+"""One run, several processes: whichever starts first makes the run's folder, and the others must
+mean the same run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable
+
+from agentevo.config import RunConfig, to_yaml
+from agentevo.errors import ConfigError
+from agentevo.event_loop import run_coroutine
+from agentevo.observability.console import to_stderr
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.runs.resume_rules import changes
+from agentevo.runs.shared_store import content_of
+from agentevo.runs.store_opening import open_run_store
+from agentevo.signals import unless
+
+SHOWN_KEYS = 5
+STAGING = ".config.yaml."
+
+
+def ensure_run_folder(
+    config: RunConfig,
+    *,
+    within_s: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    note: Callable[[str], None] = to_stderr,
+) -> bool:
+    """Makes the run's folder with its config.yaml, unless another process has; any number may call
+    this at once. True when it is there.
+
+    Whoever makes it looks whether the store is this run's too: one outside of the folder must be
+    empty. A database that is away is waited for, `within_s` at most (see `open_run_store`), and
+    `note` hears of it; False, with nothing made, if `stop` came meanwhile.
+
+    Raises ConfigError if the folder holds the run of another configuration (its place and name may
+    differ), or something else, or the store another run.
+    """
+    folder = config.run_dir
+    target = folder / "config.yaml"
+    if not target.is_file():
+        _check_place(config)
+        url = config.store.url
+        held = run_coroutine(_held(url, within_s, stop, note)) if url is not None else ""
+        if held is None:
+            return False
+        if not held:
+            _create(config)
+        elif (
+            not target.is_file()
+        ):  # of this run it would be: its config.yaml is there before anything is in the store
+            raise ConfigError(
+                f"store.url: the store holds {held} of another run: give another file, "
+                "?schema=NAME or database, or that run's own run.dir"
+            )
+    found = changes(config)
+    if found:
+        shown = [
+            f"{key}={was!r} and not {now!r}" for key, (was, now) in list(found.items())[:SHOWN_KEYS]
+        ]
+        more = f", and {len(found) - SHOWN_KEYS} more" if len(found) > SHOWN_KEYS else ""
+        raise ConfigError(
+            f"{folder} is a run with {', '.join(shown)}{more}: all processes of a run need the "
+            "same recipe and overrides "
+            f"(give {target} as the recipe), or give another run.dir"
+        )
+    return True
+
+
+def _check_place(config: RunConfig) -> None:
+    folder = config.run_dir
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file: give another run.dir")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if "config.yaml" not in names and any(not name.startswith(STAGING) for name in names):
+        raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
+
+
+async def _held(
+    url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
+) -> str | None:
+    """What a store outside of the folder holds; None if `stop` came before the answer."""
+
+    async def look() -> str:
+        async with await open_run_store(url, within_s=within_s, tell=note) as store:
+            return await with_retries(
+                lambda: content_of(store),
+                within_s=STORE_RETRY_S,
+                what="looking whether the store is empty",
+                tell=note,
+            )
+
+    looking = asyncio.create_task(look())
+    return looking.result() if await unless(stop, looking) else None
+
+
+def _create(config: RunConfig) -> None:
+    """config.yaml appears whole, and only if nobody else has made it meanwhile."""
+    folder = config.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f"{STAGING}{uuid.uuid4().hex[:8]}"
+    try:
+        staging.write_text(to_yaml(config), encoding="utf-8")
+        os.link(staging, folder / "config.yaml")
+    except FileExistsError:
+        return  # another process was first: `ensure_run_folder` compares
+    finally:
+        staging.unlink(missing_ok=True)

@@ -1,0 +1,294 @@
+"""The table of what runs reached: a row for runs that differ in nothing but their seed, or one for
+each run.
+
+Read from the folders of finished runs; a sweep's folder stands for all finished runs in it. The
+text is Markdown; `write_table` puts it into a page, between two marker lines, and leaves the rest
+of the page alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agentevo.config import sources
+from agentevo.errors import ConfigError
+from agentevo.runs.folder import SWEEP_FILE, check_run_folder, finished_summary, is_sweep_folder
+
+BEGIN, END = "<!-- table -->", "<!-- /table -->"
+PLACE_KEYS = ("run.name", "run.dir", "run.overwrite", "run.threads", "run.seed", "store.url")
+"""What runs of one row may differ in; the name is the row's."""
+LEGEND = (
+    "Success is greedy, on held-out tasks. With several seeds: the mean ± the standard "
+    "deviation over them; time is that of one run."
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one finished run reached; success is 0..1."""
+
+    name: str
+    folder: Path
+    seed: int
+    environment: str | None
+    before: float
+    after: float
+    sampled: float | None
+    random: float | None
+    optimal: float | None
+    tasks: int
+    steps: int
+    wall_s: float
+    setting: frozenset[tuple[str, str]]
+    """Every key of its configuration that runs of one row must share, with its value."""
+
+
+class Figure(NamedTuple):
+    """Mean and, of two values or more, their standard deviation (n - 1)."""
+
+    mean: float
+    std: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Results of one setting, by seed."""
+
+    results: tuple[Result, ...]
+
+    @property
+    def first(self) -> Result:
+        return self.results[0]
+
+    def figure(self, value: Callable[[Result], float | None]) -> Figure | None:
+        """Over the runs; None if any has no such value."""
+        values = [found for result in self.results if (found := value(result)) is not None]
+        if len(values) < len(self.results):
+            return None
+        return Figure(
+            statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+        )
+
+
+def read_results(folders: Iterable[Path]) -> list[Result]:
+    """Results in the order of the folders; within a sweep by variant and seed. Raises `ConfigError`
+    for a folder without a finished run."""
+    return [
+        result
+        for folder in folders
+        for result in (_read_sweep(folder) if is_sweep_folder(folder) else [_read_run(folder)])
+    ]
+
+
+def make_rows(results: Sequence[Result], *, each: bool = False) -> list[Row]:
+    """A row for every setting, in the order of its first run; with `each` one for every run."""
+    if each:
+        return [Row((result,)) for result in results]
+    groups: dict[tuple[str, frozenset[tuple[str, str]]], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.name, result.setting), []).append(result)
+    return [Row(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table and its legend; without a column for the environment where all have the same."""
+    environments = len({row.first.environment for row in rows}) > 1
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("run", lambda row: row.first.name),
+        *([("environment", lambda row: row.first.environment or "")] if environments else []),
+        ("seeds", lambda row: ", ".join(str(result.seed) for result in row.results)),
+        ("before RL", lambda row: _percent(row.figure(lambda result: result.before), spread=False)),
+        ("after", lambda row: _percent(row.figure(lambda result: result.after))),
+        (
+            "gain, points",
+            lambda row: _points(row.figure(lambda result: result.after - result.before)),
+        ),
+        (
+            "sampled, after",
+            lambda row: _percent(row.figure(lambda result: result.sampled), spread=False),
+        ),
+        (
+            "random player",
+            lambda row: _percent(row.figure(lambda result: result.random), spread=False),
+        ),
+        (
+            "optimal player",
+            lambda row: _percent(row.figure(lambda result: result.optimal), spread=False),
+        ),
+        ("held-out tasks", lambda row: _same(result.tasks for result in row.results)),
+        ("steps", lambda row: _same(result.steps for result in row.results)),
+        (
+            "time per run",
+            lambda row: _duration(statistics.fmean(result.wall_s for result in row.results)),
+        ),
+    ]
+    lines = [
+        [title for title, _ in columns],
+        ["---" for _ in columns],
+        *([cell(row) for _, cell in columns] for row in rows),
+    ]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", LEGEND, ""])
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain values: per row the mean and standard deviation of each figure, and what
+    each seed reached."""
+    figures: dict[str, Callable[[Result], float | None]] = {
+        "before": lambda result: result.before,
+        "after": lambda result: result.after,
+        "gain": lambda result: result.after - result.before,
+        "sampled": lambda result: result.sampled,
+        "random": lambda result: result.random,
+        "optimal": lambda result: result.optimal,
+        "wall_s": lambda result: result.wall_s,
+    }
+    found = []
+    for row in rows:
+        means = {
+            name: figure._asdict() if (figure := row.figure(value)) is not None else None
+            for name, value in figures.items()
+        }
+        runs = [
+            {"seed": r.seed, "folder": str(r.folder), "tasks": r.tasks, "steps": r.steps}
+            | {name: value(r) for name, value in figures.items()}
+            for r in row.results
+        ]
+        found.append(
+            {"run": row.first.name, "environment": row.first.environment, **means, "runs": runs}
+        )
+    return found
+
+
+def check_page(path: Path) -> None:
+    """Raises `ConfigError` if `write_table` could not write there."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            f"{path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}: give a "
+            "Markdown file"
+        )
+    if path.exists():
+        _parts(path)
+
+
+def write_table(path: Path, table: str) -> None:
+    """Puts the table between the marker lines of a page, atomically; a page that is not there yet
+    is made. Raises `ConfigError`."""
+    check_page(path)
+    head, tail = _parts(path) if path.exists() else ("", "\n")
+    staging = path.with_name(f"{path.name}.new")
+    staging.write_text(f"{head}{BEGIN}\n{table}{END}{tail}", encoding="utf-8")
+    os.replace(staging, path)
+
+
+def write_sweep_table(folder: Path) -> str | None:
+    """table.md and table.json of all finished runs in a sweep's folder; the text, or None (and no
+    file) if none has finished."""
+    results = _finished_in(folder)
+    if not results:
+        return None
+    rows = make_rows(results)
+    table = markdown(rows)
+    for name, text in (("table.md", table), ("table.json", json.dumps(as_json(rows), indent=2))):
+        staging = folder / f"{name}.new"
+        staging.write_text(text, encoding="utf-8")
+        os.replace(staging, folder / name)
+    return table
+
+
+def _parts(path: Path) -> tuple[str, str]:
+    """What stands before and after the table of a page."""
+    text = path.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in tail:
+        raise ConfigError(
+            f"{path}: needs one line {BEGIN} and after it one line {END}, with the table's place "
+            "between them"
+        )
+    return head, tail
+
+
+def _read_sweep(folder: Path) -> list[Result]:
+    results = _finished_in(folder)
+    if not results:
+        raise ConfigError(
+            f"{folder}: no run of this sweep has finished yet: go on with `agentevo train RECIPE "
+            "--resume`"
+        )
+    return results
+
+
+def _finished_in(folder: Path) -> list[Result]:
+    """By variant as the sweep has them, then by seed."""
+    order = list(sources.read_yaml(folder / SWEEP_FILE).get("variants", {}))
+    found = [
+        _result(path, summary)
+        for path in sorted(folder.iterdir())
+        if (summary := finished_summary(path)) is not None
+    ]
+    return sorted(
+        found,
+        key=lambda result: (
+            order.index(result.name) if result.name in order else len(order),
+            result.name,
+            result.seed,
+        ),
+    )
+
+
+def _read_run(folder: Path) -> Result:
+    summary = finished_summary(check_run_folder(folder))
+    if summary is None:
+        raise ConfigError(
+            f"{folder}: this run has not come to its end: go on with `agentevo train RECIPE "
+            "--resume`"
+        )
+    return _result(folder, summary)
+
+
+def _result(folder: Path, summary: dict[str, Any]) -> Result:
+    evaluation = summary["eval"]
+    config = sources.leaves(sources.read_yaml(folder / "config.yaml"))
+    return Result(
+        name=summary["name"],
+        folder=folder,
+        seed=summary["seed"],
+        environment=summary["environment"],
+        before=evaluation["before"],
+        after=evaluation["after"],
+        sampled=evaluation["sampled"]["after"],
+        random=evaluation["random"],
+        optimal=evaluation["optimal"],
+        tasks=evaluation["n"],
+        steps=summary["steps"],
+        wall_s=summary["wall_s"],
+        setting=frozenset(
+            (key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS
+        ),
+    )
+
+
+def _percent(figure: Figure | None, *, spread: bool = True) -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure.mean:.1f}%" + (
+        f" ± {100 * figure.std:.1f}" if spread and figure.std is not None else ""
+    )
+
+
+def _points(figure: Figure | None) -> str:
+    return "" if figure is None else f"{100 * figure.mean:+.1f}"
+
+
+def _same(values: Iterable[int]) -> str:
+    return ", ".join(str(value) for value in dict.fromkeys(values))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.1f} min"

@@ -1,0 +1,104 @@
+"""What a resumed run may change of its configuration, and what it may not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from agentevo.config import RunConfig, sources, with_defaults
+from agentevo.errors import CheckpointError, ConfigError
+from agentevo.store.store import without_password
+from agentevo.training.checkpoint import Checkpoints
+
+FIXED_SECTIONS = ("model", "environment", "agent", "cold_start", "data")
+"""What a resumed run can't change: it would be another run."""
+FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
+"""Likewise."""
+QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
+"""Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
+the store have that size."""
+UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite")
+"""They say where a run is and not what it is; its folder may have been moved."""
+
+
+def check_resume(
+    config: RunConfig, checkpoints: Checkpoints, command: str = "train"
+) -> dict[str, tuple[Any, Any]]:
+    """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
+    -> (was, now)."""
+    folder = config.run_dir
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{folder}: there is no run to resume: leave --resume out, or give its folder with "
+            "run.dir"
+        )
+    if (
+        command != "train" and not checkpoints.steps()
+    ):  # `agentevo train` does what it has committed again
+        raise CheckpointError(
+            f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true"
+        )
+    began = _began_with(checkpoints) or command
+    if began != command:
+        raise ConfigError(
+            f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE "
+            "--resume`, or give another run.dir"
+        )
+    changed = changes(config)
+    beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
+    refused = [
+        key for key in ("rollout.staleness", "rollout.samplers") if 0 in changed.get(key, ())
+    ]
+    if beside and "wait" in changed.get("rollout.policy", ()):
+        refused.append("rollout.policy")
+    if refused:
+        raise ConfigError(
+            f"{folder} was started with {refused[0]}={changed[refused[0]][0]!r}, and its tasks "
+            "are queued for that: resume it so, or "
+            "give another run.dir"
+        )
+    fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
+    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS) if beside else FIXED_KEYS
+    for key, values in changed.items():
+        before, after = (without_password(repr(value)) for value in values)
+        if key == "store.url" and before.replace(":***", "") == after.replace(":***", ""):
+            continue  # the same place, with another password
+        if key in fixed_keys or key.partition(".")[0] in fixed:
+            raise ConfigError(
+                f"{folder} was started with {key}={before} and not {after}: resume it with the "
+                "same recipe and overrides, or give another "
+                "run.dir"
+            )
+    return changed
+
+
+def _began_with(checkpoints: Checkpoints) -> str | None:
+    """The command whose run this is, by the newest checkpoint that can be read; None if none
+    can."""
+    for step in reversed(checkpoints.steps()):
+        try:
+            return str(
+                json.loads((checkpoints.path(step) / "state.json").read_text(encoding="utf-8")).get(
+                    "command", "train"
+                )
+            )
+        except (OSError, ValueError):
+            continue  # torn, or not to be read; whoever loads it says so
+    return None
+
+
+def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Where `config` differs from the configuration that its folder was last run with: key -> (was,
+    now)."""
+    before = sources.leaves(
+        with_defaults(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
+    )
+    now = sources.leaves(config.model_dump(mode="json"))
+    keys = [
+        key
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and key not in UNIMPORTANT_KEYS
+    ]
+    return {key: (before.get(key), now.get(key)) for key in keys}

@@ -1,0 +1,56 @@
+"""A store that lies outside of the run's folder (`store.url`) holds one run, as the folder does."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.runs.folder import is_run_folder, run_store_url
+from agentevo.runs.store_opening import open_run_store
+from agentevo.store.store import Store
+
+CLEAR_TIMEOUT_S = 600.0
+
+
+def prepare_store(config: RunConfig) -> None:
+    """Leaves an empty store to a new run. With run.overwrite the run that is in the folder loses
+    what it has in the store too.
+
+    Raises ConfigError, and leaves all as it was, for a store that another run has filled: nobody
+    said that it may go.
+    """
+    url = config.store.url
+    if url is None:  # in the folder, and goes with it
+        return
+    overwritten = (
+        config.run.overwrite
+        and is_run_folder(config.run_dir)
+        and run_store_url(config.run_dir) == url
+    )
+
+    async def work() -> None:
+        async with await open_run_store(url, timeout_s=CLEAR_TIMEOUT_S) as store:
+            held = await content_of(store)
+            if held and not overwritten:
+                raise ConfigError(
+                    f"store.url: the store holds {held} of another run: give another file, "
+                    "?schema=NAME or database, resume that run with "
+                    "--resume, or delete it by run.overwrite=true with its own run.dir"
+                )
+            if held:
+                await store.clear()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook
+        thread.submit(asyncio.run, work()).result()
+
+
+async def content_of(store: Store) -> str:
+    """What a run has left in it, for messages; empty of an empty store."""
+    counts = await store.counts()
+    rows = {
+        kind: sum(n for name, n in counts.items() if name.startswith(kind))
+        for kind in ("tasks", "trajectories", "steps")
+    }
+    return ", ".join(f"{count} {kind}" for kind, count in rows.items() if count)

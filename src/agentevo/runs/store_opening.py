@@ -1,0 +1,47 @@
+"""Opening a run's store, also one whose database is away for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from agentevo.errors import DeadlineExceededError, StoreUnavailableError
+from agentevo.observability.console import to_stderr
+from agentevo.retry import FIRST_PAUSE_S, with_retries
+from agentevo.store.store import Store, open_store
+
+OPENING_S = 60.0
+"""How long a database that does not answer is waited for at the start: it may be coming up, or its
+URL is wrong."""
+
+
+async def open_run_store(
+    url: str,
+    *,
+    timeout_s: float | None = None,
+    within_s: float | None = None,
+    tell: Callable[[str], None] = to_stderr,
+) -> Store:
+    """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for
+    a database that is away, and says so. Raises StoreUnavailableError after `within_s`, or
+    OPENING_S."""
+    within_s = OPENING_S if within_s is None else within_s
+    ends = time.monotonic() + within_s
+
+    async def attempt() -> Store:
+        left = max(ends - time.monotonic(), FIRST_PAUSE_S)
+        try:
+            async with asyncio.timeout(left):
+                return await (
+                    open_store(url) if timeout_s is None else open_store(url, timeout_s=timeout_s)
+                )
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceededError):
+                raise
+            raise DeadlineExceededError("its host does not answer") from error
+
+    try:
+        return await with_retries(attempt, within_s=within_s, what="opening the store", tell=tell)
+    except StoreUnavailableError as error:
+        raise StoreUnavailableError(f"{error}; start the database, or correct store.url") from error

@@ -1,0 +1,170 @@
+"""Samples packed into one forward pass: the token tree, and for each trained token where it lies
+and what it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.training.batching.tree import build_tree
+from agentevo.training.kernels.logprobs import selected_logprobs
+from agentevo.training.kernels.output_layer import Predictions, last_hidden, predictions
+from agentevo.training.kernels.tree_attention import TreeAttention
+from agentevo.types import Sample
+
+
+@dataclass(eq=False)
+class PackedBatch:
+    """M trained tokens of several samples over a tree of N nodes. No padding."""
+
+    input_ids: torch.Tensor
+    """[1, N]"""
+    position_ids: torch.Tensor
+    """[1, N]"""
+    plan: TreeAttention
+    logit_nodes: torch.Tensor
+    """[R] nodes whose prediction some trained token needs, each once."""
+    rows: torch.Tensor
+    """[M] which of those R predicts the token."""
+    targets: torch.Tensor
+    """[M] the token."""
+    nodes: torch.Tensor
+    """[M] where it lies."""
+    rollout_logprobs: torch.Tensor
+    """[M] float32 behaviour log-probs."""
+    advantages: torch.Tensor
+    """[M] float32"""
+    columns: Mapping[str, torch.Tensor]
+    """Sample.columns, [M] float32 each."""
+    samples: torch.Tensor
+    """[M] which of the S samples the token is of."""
+    places: torch.Tensor
+    """[M] which of that sample's trained tokens it is."""
+    mask: torch.Tensor
+    """[S, T] bool: the table of trained tokens, one row per sample, filled from the left."""
+    temperature: float
+    num_logical: int
+    """Tokens of the samples, however many of them share a node."""
+
+    @property
+    def num_distinct(self) -> int:
+        return self.input_ids.shape[1]
+
+    def table(self, values: torch.Tensor) -> torch.Tensor:
+        """values [M] as [S, T], 0 elsewhere; differentiable."""
+        return values.new_zeros(self.mask.shape).index_put((self.samples, self.places), values)
+
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """[M] what the ratio is taken against: recomputed at the start of the step where they were,
+        else the behaviour's."""
+        return self.columns.get("old_logp", self.rollout_logprobs)
+
+    def logits(self, model: PreTrainedModel) -> torch.Tensor:
+        """[R, V] of the nodes that predict, differentiable."""
+        found = model(**self._inputs)
+        return found.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+
+    def hidden(self, model: PreTrainedModel) -> torch.Tensor:
+        """[R, H] what goes into the model's output layer there, differentiable; no logits are
+        computed."""
+        return last_hidden(model, self._inputs)
+
+    def predictions(self, model: PreTrainedModel) -> Predictions:
+        """Of those nodes, without logits where the output layer allows it."""
+        return predictions(model, self._inputs)
+
+    def forward(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
+        return self.predictions(model).chosen(self.rows, self.targets, self.temperature)
+
+    def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M] and entropies [R], as `forward`, from logits [R, V]."""
+        return selected_logprobs(logits, self.rows, self.targets, self.temperature)
+
+    @property
+    def _inputs(self) -> dict[str, Any]:
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "use_cache": False,
+            "plan": self.plan,
+            "logits_to_keep": self.logit_nodes,
+        }
+
+
+def pack(
+    samples: Sequence[Sample],
+    device: torch.device,
+    *,
+    merge: bool = True,
+    tokens: Sequence[np.ndarray] | None = None,
+) -> PackedBatch:
+    """Lays out samples of one temperature; without `merge` side by side, and what they share is
+    computed again for each. Either way no sample sees another's tokens, and the results are the
+    same. `tokens`: the samples' ids as arrays, by those who have them already."""
+    temperatures = {s.temperature for s in samples}
+    if len(temperatures) != 1:
+        raise ValueError(
+            f"one pass has one temperature, not {sorted(temperatures)}: pack samples of "
+            "different temperatures apart"
+        )
+    tree = build_tree([s.ids for s in samples] if tokens is None else tokens, merge=merge)
+    predictors, nodes, old, advantages = [], [], [], []
+    names = samples[0].columns.keys()
+    for sample, path in zip(samples, tree.paths, strict=True):
+        places = np.flatnonzero(np.frombuffer(bytes(sample.loss_mask), dtype=np.uint8))
+        first = int(places[0]) if len(places) else len(sample.ids)
+        if first == 0:
+            raise ValueError(
+                f"sample of {sample.trajectory_id}: its first token is marked as trained, but "
+                "nothing predicts it"
+            )
+        if sample.columns.keys() != names:
+            raise ValueError(
+                f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, "
+                f"others have {sorted(names)}"
+            )
+        mask = sample.loss_mask[first:]
+        predictors.append(path[places - 1])
+        nodes.append(path[places])
+        old.append(np.array(list(compress(sample.logprobs[first:], mask)), dtype=np.float32))
+        advantages.append(
+            np.array(list(compress(sample.advantages[first:], mask)), dtype=np.float32)
+        )
+    counts = np.array([len(part) for part in nodes])
+    trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
+    predicts = np.zeros(tree.num_nodes, dtype=np.int64)
+    predicts[predicting] = 1
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array, device=device)
+
+    return PackedBatch(
+        input_ids=tensor(tree.ids).unsqueeze(0),
+        position_ids=tensor(tree.positions).unsqueeze(0),
+        plan=TreeAttention(tree, device),
+        logit_nodes=tensor(np.flatnonzero(predicts)),
+        rows=tensor(np.cumsum(predicts)[predicting] - 1),
+        targets=tensor(tree.ids[trained]),
+        nodes=tensor(trained),
+        rollout_logprobs=tensor(np.concatenate(old)),
+        advantages=tensor(np.concatenate(advantages)),
+        columns={
+            name: tensor(
+                np.concatenate([np.asarray(s.columns[name], dtype=np.float32) for s in samples])
+            )
+            for name in names
+        },
+        samples=tensor(np.repeat(np.arange(len(samples)), counts)),
+        places=tensor(np.concatenate([np.arange(count) for count in counts])),
+        mask=tensor(np.arange(counts.max()) < counts[:, None]),
+        temperature=temperatures.pop(),
+        num_logical=sum(len(s.ids) for s in samples),
+    )

@@ -1,0 +1,190 @@
+"""How a step's samples are spread over micro-batches, and these over ranks.
+
+Samples stand in sorted order, so a micro-batch, which is a stretch of them, merges all that its
+samples share. A cut before sample i makes the next micro-batch compute again what i shares with the
+one before it; nothing else is computed twice:
+
+    tokens of the stretch [i, j) = new(i) + ... + new(j - 1) + shared(i),    new(k) = length(k) - shared(k)
+
+One rank: the cuts that recompute the fewest tokens under the budget; of these the fewest
+micro-batches; of these the most even ones. Several ranks: they wait for the slowest, so evenness
+comes first: the stretches whose costliest is cheapest, what is recomputed included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentevo.training.batching.prefixes import sort_sequences
+
+Sequences = Sequence[Sequence[int]] | Sequence[np.ndarray]
+PAIR_COST = 1 / 6144
+"""What attention of one token to another costs beside all else that a token costs: 4 LH of 24 LH^2
+operations in a transformer of width H with L layers, which is 1 / 6H; here for H = 1024."""
+
+
+def split_by_tokens(
+    sequences: Sequences, max_tokens: int, *, merge: bool = True
+) -> list[list[int]]:
+    """Numbers of the sequences of each micro-batch, at most `max_tokens` distinct tokens in each; a
+    longer sequence stands alone."""
+    return spread(sequences, max_tokens, 1, merge=merge)[0]
+
+
+def spread(
+    sequences: Sequences,
+    max_tokens: int,
+    ranks: int,
+    *,
+    merge: bool = True,
+    pair_cost: float = PAIR_COST,
+) -> list[list[list[int]]]:
+    """For each rank its micro-batches, as in `split_by_tokens`.
+
+    Every rank has the same number of them, or one less where there are too few sequences. Costs of
+    two ranks, tokens + pair_cost * query-key pairs, differ by no more than those of the costliest
+    and the cheapest micro-batch.
+    """
+    if not sequences:
+        return [[] for _ in range(ranks)]
+    line = _Line.of(sequences, merge, pair_cost)
+    starts = (
+        _least_recomputed(line, max_tokens) if ranks == 1 else _evenest(line, max_tokens, ranks)
+    )
+    stretches = list(zip(starts, [*starts[1:], line.num], strict=True))
+    if ranks == 1:
+        return [[line.order[i:j] for i, j in stretches]]
+    return [[line.order[i:j] for i, j in dealt] for dealt in _deal(line, stretches, ranks)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """S sequences in sorted order; of the stretch [i, j), tokens = tokens[j] - tokens[i] +
+    shared[i], and likewise its cost."""
+
+    order: list[int]
+    tokens: np.ndarray
+    """[S + 1] int64 new tokens of all before."""
+    shared: np.ndarray
+    """[S] int64"""
+    costs: np.ndarray
+    """[S + 1] float64 cost of the new tokens of all before."""
+    again: np.ndarray
+    """[S] float64 cost of the shared tokens."""
+
+    @classmethod
+    def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _Line:
+        found = sort_sequences(sequences, merge=merge)
+        lengths = np.array([len(ids) for ids in found.tokens], dtype=np.int64)
+
+        def path_cost(length: np.ndarray) -> np.ndarray:
+            return length + pair_cost * (length * (length + 1) / 2)
+
+        again = path_cost(found.shared)
+        tokens = np.concatenate([[0], np.cumsum(lengths - found.shared)])
+        return cls(
+            found.order,
+            tokens,
+            found.shared,
+            np.concatenate([[0.0], np.cumsum(path_cost(lengths) - again)]),
+            again,
+        )
+
+    @property
+    def num(self) -> int:
+        return len(self.order)
+
+    def cost(self, starts: np.ndarray | int, ends: np.ndarray | int) -> np.ndarray:
+        return self.costs[ends] - self.costs[starts] + self.again[starts]
+
+
+def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
+    """Where the micro-batches of the best split begin, by dynamic programming over where the last
+    one begins; O(samples * samples that fit in one). Best: recomputed tokens, then micro-batches,
+    then the sum of squared costs."""
+    scale = line.num + 1
+    keys, squares = (
+        np.zeros(line.num + 1, dtype=np.int64),
+        np.zeros(line.num + 1),
+    )  # recomputed * scale + micro-batches
+    opened = np.empty(line.num, dtype=np.int64)  # keys, with one more that begins here
+    begin = np.zeros(line.num + 1, dtype=np.int64)
+    first = 0
+    for end in range(1, line.num + 1):
+        opened[end - 1] = keys[end - 1] + line.shared[end - 1] * scale + 1
+        while (
+            first < end - 1
+            and line.tokens[end] - line.tokens[first] + line.shared[first] > max_tokens
+        ):
+            first += 1  # once a stretch is too long, so is every longer one
+        window = opened[first:end]
+        keys[end] = window.min()
+        places = np.flatnonzero(window == keys[end]) + first
+        sums = squares[places] + line.cost(places, end) ** 2
+        chosen = int(sums.argmin())
+        begin[end], squares[end] = places[chosen], sums[chosen]
+    starts = [int(begin[line.num])]
+    while starts[-1] > 0:
+        starts.append(int(begin[starts[-1]]))
+    return starts[::-1]
+
+
+def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
+    """Where micro-batches begin if their number is the least multiple of `ranks` and the costliest
+    as cheap as bisection finds it."""
+    needed = len(list(_filled(line, max_tokens, np.inf)))
+    number = min(line.num, -(-needed // ranks) * ranks)
+    low, high = float(line.costs[-1]) / number, float(line.costs[-1])
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (
+            (low, middle)
+            if len(list(_filled(line, max_tokens, middle))) <= number
+            else (middle, high)
+        )
+    starts = list(_filled(line, max_tokens, high))
+    while len(starts) < number:
+        ends = np.array([*starts[1:], line.num])
+        costs = np.where(ends - starts > 1, line.cost(np.array(starts), ends), -1.0)
+        widest = int(costs.argmax())
+        cuts = np.arange(starts[widest] + 1, ends[widest])
+        halves = np.maximum(line.cost(starts[widest], cuts), line.cost(cuts, ends[widest]))
+        starts.insert(widest + 1, int(cuts[halves.argmin()]))
+    return starts
+
+
+def _filled(line: _Line, max_tokens: int, max_cost: float) -> Iterator[int]:
+    """Where micro-batches begin if each takes all that it can hold: their least number."""
+    start = 0
+    while start < line.num:
+        yield start
+        by_tokens = np.searchsorted(
+            line.tokens, line.tokens[start] - line.shared[start] + max_tokens, side="right"
+        )
+        by_cost = np.searchsorted(
+            line.costs, line.costs[start] - line.again[start] + max_cost, side="right"
+        )
+        start = max(start + 1, int(min(by_tokens, by_cost)) - 1)
+
+
+def _deal(
+    line: _Line, stretches: Sequence[tuple[int, int]], ranks: int
+) -> list[list[tuple[int, int]]]:
+    """One to each rank, from the costliest down, the costliest of each round to the rank that has
+    least so far."""
+    costs = {stretch: float(line.cost(*stretch)) for stretch in stretches}
+    ordered = sorted(stretches, key=costs.__getitem__, reverse=True)
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for begin in range(0, len(ordered), ranks):
+        for rank, stretch in zip(
+            sorted(range(ranks), key=loads.__getitem__),
+            ordered[begin : begin + ranks],
+            strict=False,
+        ):
+            dealt[rank].append(stretch)
+            loads[rank] += costs[stretch]
+    return dealt

@@ -1,0 +1,127 @@
+"""Passes of a model over a whole step's samples, in micro-batches whose size changes nothing but
+the memory.
+
+With several ranks (training/parallel.py) each computes its own micro-batches, and all get the
+results of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.training.batching.packing import PackedBatch, pack
+from agentevo.training.batching.partition import spread
+from agentevo.training.batching.prefixes import token_array
+from agentevo.training.parallel import gathered, num_ranks, rank
+from agentevo.training.phases import phase
+from agentevo.types import Sample
+
+
+@phase("plan")
+def micro_batches(
+    samples: Sequence[Sample], max_tokens: int, device: torch.device, *, merge: bool = True
+) -> list[tuple[list[int], PackedBatch]]:
+    """Indices of samples, and these packed: this rank's part; see `spread` and, for `merge`,
+    `pack`."""
+    tokens = [token_array(s.ids) for s in samples]
+    split = spread(tokens, max_tokens, num_ranks(), merge=merge)[rank()]
+    return [
+        (
+            indices,
+            pack(
+                [samples[i] for i in indices],
+                device,
+                merge=merge,
+                tokens=[tokens[i] for i in indices],
+            ),
+        )
+        for indices in split
+    ]
+
+
+@torch.no_grad()
+def token_tables(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    device: torch.device,
+    compute: Callable[[PackedBatch], Mapping[str, torch.Tensor]],
+    *,
+    merge: bool = True,
+) -> dict[str, torch.Tensor]:
+    """What `compute` finds for the trained tokens of each micro-batch, name -> [M], as tables name
+    -> [S, T] float32 on the CPU.
+
+    Row s holds the trained tokens of sample s from the left, then zeros.
+    """
+    width = max(sum(s.loss_mask) for s in samples)
+    parts = [
+        (name, indices, batch.table(values.float()).cpu())
+        for indices, batch in micro_batches(samples, max_tokens, device, merge=merge)
+        for name, values in compute(batch).items()
+    ]
+    found: dict[str, torch.Tensor] = {}
+    for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:
+        table = found.setdefault(name, torch.zeros(len(samples), width))
+        table[torch.tensor(indices), : part.shape[1]] = part
+    return found
+
+
+def backward_through_sums(
+    model: PreTrainedModel,
+    batches: Sequence[tuple[list[int], PackedBatch]],
+    owners: Sequence[int],
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Differentiates a loss of whole answers, exactly, however their rows are spread over
+    micro-batches.
+
+    owners: for each sample the number of its answer, 0..N-1. loss_of: summed log-probs [N] ->
+    scalar. `backward` is called with a scalar per micro-batch, whose gradients in the model's
+    weights add up to that of the loss. Returns the loss and the sums [N], detached.
+
+    One micro-batch: one pass. Several: a pass without gradient finds the sums s and g = dloss/ds;
+    then sum_i g_i s_i has the same gradient and falls apart into micro-batches.
+    """
+    num = max(owners) + 1
+    if len(batches) == 1 and num_ranks() == 1:
+        sums = _sums(model, *batches[0], owners, num)
+        loss = loss_of(sums)
+        backward(loss)
+        return loss.detach(), sums.detach()
+    with torch.no_grad():
+        own = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
+        total = (
+            torch.stack([sums for of_rank in gathered(own) for sums in of_rank])
+            .sum(0)
+            .to(device_of(model))
+        )
+    leaf = total.requires_grad_()
+    loss = loss_of(leaf)
+    (slope,) = torch.autograd.grad(loss, leaf)
+    if not torch.isfinite(loss):
+        backward(loss)  # refuses it
+    for indices, batch in batches:
+        backward((slope * _sums(model, indices, batch, owners, num)).sum())
+    return loss.detach(), total.detach()
+
+
+@phase("forward")
+def _sums(
+    model: PreTrainedModel,
+    indices: Sequence[int],
+    batch: PackedBatch,
+    owners: Sequence[int],
+    num: int,
+) -> torch.Tensor:
+    """[N] summed log-probs of each answer's tokens in this micro-batch."""
+    logp, _ = batch.forward(model)
+    owner = torch.tensor([owners[i] for i in indices], device=logp.device)[batch.samples]
+    return logp.new_zeros(num).index_add(0, owner, logp)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device

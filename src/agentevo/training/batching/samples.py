@@ -1,0 +1,206 @@
+"""From trajectories to training samples: one per leaf of the turn tree, each chosen token trained
+exactly once, each with its advantage.
+
+An advantage that is one number per attempt is made from the attempt's reward. One that runs along
+tokens or turns gets each turn's reward at the turn's last token; what the attempt earned beside its
+turns' rewards is paid at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+
+from agentevo.algorithms.estimators import RECURSIONS, advantage
+from agentevo.catalogue.advantages import ADVANTAGES
+from agentevo.catalogue.presets import Algorithm
+from agentevo.errors import TrainingError
+from agentevo.types import Sample, Trajectory, Turn
+
+Tables: TypeAlias = Mapping[str, torch.Tensor]
+"""Numbers of each trained token by name, [S, T]: row s holds those of sample s from the left."""
+
+UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
+"""Tables that the update needs again."""
+
+
+class Row(NamedTuple):
+    """A sample that still lacks its advantages."""
+
+    trajectory: Trajectory
+    sample: Sample
+    turns: list[int]
+    """The turn of each of its trained tokens."""
+
+
+def advantages_of(
+    rows: Sequence[Row],
+    algorithm: Algorithm,
+    tables: Tables = MappingProxyType({}),
+    *,
+    bonus: torch.Tensor | None = None,
+    baselines: Mapping[str, float] = MappingProxyType({}),
+    weights: Mapping[str, float] = MappingProxyType({}),
+    monte_carlo: bool = False,
+) -> list[Sample]:
+    """Samples with their advantages and with the columns that the update needs.
+
+    tables: name -> [S, T], what passes over the rows found; bonus [S, T] is added to the
+    environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
+    parts (1 where none is given); monte_carlo: lambda 1, whatever the recipe says. Raises
+    TrainingError for rewards that the advantage can't be made from.
+    """
+    if not rows:
+        return []
+    rewards, turn_ids = _reward_table(rows, per_turn=algorithm.advantage in RECURSIONS)
+    mask = turn_ids >= 0
+    if bonus is not None:
+        rewards += torch.where(mask, bonus.double(), 0.0)
+    needs = ADVANTAGES[algorithm.advantage].needs
+    inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
+    if "baseline_rewards" in needs:
+        inputs["baseline_rewards"] = torch.tensor(
+            [baselines[row.trajectory.task_id] for row in rows], dtype=torch.float64
+        )
+    if "reward_parts" in needs:
+        parts = _reward_parts(rows)
+        inputs |= {
+            "reward_parts": parts,
+            "reward_weights": {name: weights.get(name, 1.0) for name in parts},
+        }
+    if "turn_parents" in needs:
+        inputs["turn_parents"] = _parent_table(rows, turn_ids)
+    hyper = dict(algorithm.advantage_hyper)
+    if monte_carlo:
+        hyper |= {key: 1.0 for key in ("lam", "turn_lam") if key in hyper}
+    try:
+        advantages, returns = advantage(
+            algorithm.advantage,
+            token_rewards=rewards,
+            mask=mask,
+            group_ids=[row.trajectory.group_id for row in rows],
+            trajectory_ids=[row.trajectory.id for row in rows],
+            turn_ids=turn_ids,
+            **inputs,
+            **hyper,
+        )
+    except ValueError as error:
+        raise TrainingError(
+            f"{error} (of this step's attempts; the weights were not changed)"
+        ) from error
+    columns = {name: tables[name] for name in UPDATE_COLUMNS if name in tables} | (
+        {"returns": returns} if "values" in tables else {}
+    )
+    return [
+        _finished(
+            row.sample, advantages[index], {name: table[index] for name, table in columns.items()}
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def _finished(
+    sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]
+) -> Sample:
+    count = sum(sample.loss_mask)
+    of_token = iter(advantages.tolist())
+    return msgspec.structs.replace(
+        sample,
+        advantages=[next(of_token) if m else 0.0 for m in sample.loss_mask],
+        columns={name: table[:count].tolist() for name, table in columns.items()},
+    )
+
+
+def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
+    width = max(len(row.turns) for row in rows)
+    rewards = torch.zeros(len(rows), width, dtype=torch.float64)
+    turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
+    last_row = {row.trajectory.id: index for index, row in enumerate(rows) if row.turns}
+    for index, (trajectory, _, turns) in enumerate(rows):
+        turn_ids[index, : len(turns)] = torch.tensor(turns, dtype=torch.int64)
+        if per_turn:
+            for place, turn in enumerate(turns):
+                if place + 1 == len(turns) or turns[place + 1] != turn:
+                    rewards[index, place] += trajectory.turns[turn].reward
+        if last_row.get(trajectory.id) == index:
+            paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
+            rewards[index, len(turns) - 1] += trajectory.reward - paid
+    return rewards, turn_ids
+
+
+def _parent_table(rows: Sequence[Row], turn_ids: torch.Tensor) -> torch.Tensor:
+    """[S, T] int64: the turn from which that of each trained token goes on, -1 for a root."""
+    table = torch.full_like(turn_ids, -1)
+    for index, (trajectory, _, turns) in enumerate(rows):
+        for place, turn in enumerate(turns):
+            parent = trajectory.turns[turn].parent
+            table[index, place] = -1 if parent is None else parent
+    return table
+
+
+def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Name -> [S] float64. Raises TrainingError where a trajectory has no parts; a part that it
+    lacks among others counts 0."""
+    silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
+    if silent is not None:
+        raise TrainingError(
+            f"trajectory {silent} has a reward without parts, and algorithm.advantage=gdpo "
+            "normalises each part: return them as "
+            "Outcome(reward_parts={...}), or choose grpo"
+        )
+    names = sorted({name for row in rows for name in row.trajectory.reward_parts})
+    return {
+        name: torch.tensor(
+            [row.trajectory.reward_parts.get(name, 0.0) for row in rows], dtype=torch.float64
+        )
+        for name in names
+    }
+
+
+def trajectory_rows(trajectory: Trajectory) -> list[Row]:
+    """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
+    the others it is context."""
+    parents = {turn.parent for turn in trajectory.turns}
+    trained: set[int] = set()
+    rows = []
+    for leaf in trajectory.turns:
+        if leaf.index in parents:
+            continue
+        path = [leaf]
+        while path[0].parent is not None:
+            path.insert(0, trajectory.turns[path[0].parent])
+        rows.append(_path_row(trajectory, path, trained))
+        trained.update(turn.index for turn in path)
+    return rows
+
+
+def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Row:
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    turns: list[int] = []
+    for turn in path:
+        size, fresh = len(turn.prompt_ids), turn.index not in trained
+        count = len(turn.completion_ids)
+        ids += [*turn.prompt_ids, *turn.completion_ids]
+        mask += [False] * size + [fresh] * count
+        logprobs += [0.0] * size + (turn.logprobs if fresh else [0.0] * count)
+        versions += [-1] * size + (turn.versions if fresh else [-1] * count)
+        turns += [turn.index] * count if fresh else []
+    sample = Sample(
+        trajectory_id=trajectory.id,
+        group_id=trajectory.group_id,
+        ids=ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        advantages=[0.0] * len(ids),
+        temperature=path[0].temperature,
+    )
+    return Row(trajectory, sample, turns)

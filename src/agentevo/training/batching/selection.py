@@ -1,0 +1,102 @@
+"""Which trajectories of a step are trained on, and why each of the others is not. Filters look at
+the rewards as they were earned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agentevo.algorithms.filters import Kept, dynamic_sampling, is_informative, overlong, starpo_s
+from agentevo.config import AlgorithmSection
+from agentevo.types import Trajectory
+
+Selection = tuple[list[Trajectory], dict[str, str]]
+"""Those that stay, in order, and the reason for each that does not (trajectory id -> reason)."""
+
+
+def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Selection:
+    """Leaves out what can't be trained on whatever its group has come to. Failed and cancelled
+    trajectories take no part, not even in a group's mean."""
+    dropped: dict[str, str] = {t.id: t.status for t in trajectories if t.status != "completed"}
+    dropped |= {
+        t.id: "no-tokens"
+        for t in trajectories
+        if t.status == "completed" and not t.num_completion_tokens()
+    }
+    kept = [t for t in trajectories if t.id not in dropped]
+    if section.drop_truncated:
+        kept = _filtered(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
+    return kept, dropped
+
+
+def select(
+    trajectories: Sequence[Trajectory],
+    section: AlgorithmSection,
+    *,
+    before: Mapping[str, str] | None = None,
+    wanted: int | None = None,
+) -> Selection:
+    """Those to train on. `before` are drops that were decided already.
+
+    With `wanted` the first so many groups whose rewards differ (dynamic sampling). Otherwise the
+    share `keep_groups` of the groups, and of these, where the advantage compares within groups,
+    those that have something to compare.
+    """
+    before = before or {}
+    kept, dropped = usable([t for t in trajectories if t.id not in before], section)
+    dropped |= before
+    if wanted is not None:
+        return _full_batch(kept, dropped, wanted), dropped
+    if section.keep_groups < 1:
+        filtered = starpo_s(
+            [t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups
+        )
+        kept = _filtered(kept, filtered, "small-spread", dropped)
+    if section.within_group:
+        kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
+    return kept, dropped
+
+
+def rewards_by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """Group id -> rewards of its members, in order."""
+    rewards: dict[str, list[float]] = {}
+    for t in trajectories:
+        rewards.setdefault(t.group_id, []).append(t.reward)
+    return rewards
+
+
+def _filtered(
+    trajectories: Sequence[Trajectory], filtered: Kept, reason: str, dropped: dict[str, str]
+) -> list[Trajectory]:
+    dropped |= {trajectories[position].id: reason for position in filtered.dropped}
+    return [trajectories[position] for position in filtered.kept]
+
+
+def _full_batch(
+    trajectories: Sequence[Trajectory], dropped: dict[str, str], wanted: int
+) -> list[Trajectory]:
+    """The first `wanted` groups whose rewards differ."""
+    filtered, _ = dynamic_sampling(
+        [t.reward for t in trajectories], [t.group_id for t in trajectories], wanted=wanted
+    )
+    rewards = rewards_by_group(trajectories)
+    for position in filtered.dropped:
+        group = rewards[trajectories[position].group_id]
+        alone = "group-of-one" if len(group) == 1 else "zero-variance"
+        dropped[trajectories[position].id] = "surplus" if is_informative(group) else alone
+    return [trajectories[position] for position in filtered.kept]
+
+
+def _with_others(
+    trajectories: Sequence[Trajectory], dropped: dict[str, str], *, drop_zero_variance: bool
+) -> list[Trajectory]:
+    """Those that have another one to be compared with."""
+    rewards = rewards_by_group(trajectories)
+    kept = []
+    for t in trajectories:
+        if len(rewards[t.group_id]) == 1:
+            dropped[t.id] = "group-of-one"
+        elif drop_zero_variance and len(set(rewards[t.group_id])) == 1:
+            dropped[t.id] = "zero-variance"
+        else:
+            kept.append(t)
+    return kept

@@ -1,0 +1,208 @@
+"""How old the tokens of a step are, and that none older than the bound is trained on.
+
+    age of a token = |trainer_version - version of the weights that drew it|,   trained  <=>  age <= bound
+
+A trainer at version v has committed v steps; its next step is trained at v. Advantages are made
+before, from all attempts and all their tokens: what is too old loses its gradient, not its part in
+the group's baseline. A token that is newer than the trainer can only be of a trainer that was
+killed before it committed what the engines had already; it is refused unless the caller allows it,
+and then its age is the distance as well. Pure functions of samples and trajectories.
+docs/staleness.md has the formulas of all metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from agentevo.errors import TrainingError
+from agentevo.types import Sample, Trajectory
+
+AGE = "age"
+"""The column of `Sample.columns` with each trained token's age."""
+ESS = "actor/ess_age_"
+"""Metrics of `effective_sizes`, by age."""
+STALE = "stale"
+"""Why a trajectory is left out whole, where answers are compared as wholes."""
+_SUMS = "by_age/"
+
+
+class _Tokens(NamedTuple):
+    """What the policy chose in a sample or a trajectory, [T] each."""
+
+    trajectory_id: str
+    versions: np.ndarray
+    ages: np.ndarray
+    fresh: np.ndarray
+
+
+def mask_stale(
+    samples: Sequence[Sample], *, trainer_version: int, bound: int | None = None
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples with the trained tokens older than `bound` taken out of the loss mask and of all
+    that goes with it, and the ages of the rest in the column "age". A sample that keeps no trained
+    token is left out. bound None: every age may be trained on.
+
+    Raises TrainingError for tokens without a version, or newer than the trainer.
+    """
+    _check(trainer_version, bound)
+    found = []
+    for sample in samples:
+        versions = np.array(list(compress(sample.versions, sample.loss_mask)), dtype=np.int64)
+        found.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
+    kept = [
+        _only(sample, tokens)
+        for sample, tokens in zip(samples, found, strict=True)
+        if tokens.fresh.any()
+    ]
+    return kept, _metrics(found, bound)
+
+
+def leave_out_stale(
+    trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None
+) -> tuple[list[Trajectory], dict[str, str], dict[str, float]]:
+    """For losses of whole answers, of which no token can be spared: those trajectories without a
+    token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
+    `mask_stale`."""
+    _check(trainer_version, bound)
+    kept, dropped, found = [], {}, []
+    for trajectory in trajectories:
+        versions = np.array(
+            [version for turn in trajectory.turns for version in turn.versions], dtype=np.int64
+        )
+        tokens = _aged(trajectory.id, versions, trainer_version, bound)
+        if tokens.fresh.all():
+            kept.append(trajectory)
+        else:
+            dropped[trajectory.id] = STALE
+        found.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
+    return kept, dropped, _metrics(found, bound)
+
+
+def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
+    """Of each age: how many tokens, the sum of their weights and of the squares. These add up over
+    micro-batches and ranks.
+
+    weights, ages: [M].
+    """
+    wide = weights.detach().double()
+    found: dict[str, float] = {}
+    for age in ages.unique().tolist():
+        of_age = wide[ages == age]
+        key = f"{_SUMS}{round(age)}"
+        found |= {
+            f"{key}/count": float(len(of_age)),
+            f"{key}/total": float(of_age.sum()),
+            f"{key}/squares": float(of_age.square().sum()),
+        }
+    return found
+
+
+def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
+    """Takes the sums of `age_sums` out of `sums` and returns actor/ess_age_K = total^2 / (count *
+    squares), 0 where every weight is 0.
+
+    It is `algorithms.importance.effective_sample_size` over the tokens of age K.
+    """
+    own = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
+    ages = sorted({int(key.split("/")[1]) for key in own})
+    found = {}
+    for age in ages:
+        count, total, squares = (
+            own[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
+        )
+        found[f"{ESS}{age}"] = total * total / (count * squares) if squares > 0 else 0.0
+    return found
+
+
+def of_first_update(updates: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The metrics of a step's optimizer steps without effective sample sizes from the second on: by
+    then the policy has moved by itself."""
+    return [
+        *updates[:1],
+        *(
+            {key: value for key, value in update.items() if not key.startswith(ESS)}
+            for update in updates[1:]
+        ),
+    ]
+
+
+def _check(trainer_version: int, bound: int | None) -> None:
+    if trainer_version < 0:
+        raise ValueError(
+            f"trainer_version={trainer_version} is no number of committed steps: give 0 or more"
+        )
+    if bound is not None and bound < 0:
+        raise ValueError(f"bound={bound} would leave no token: give rollout.staleness, 0 or more")
+
+
+def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | None) -> _Tokens:
+    if len(versions) and versions.min() < 0:
+        raise TrainingError(
+            f"trajectory {name} has a token without a version, so nobody can say how old it is: "
+            "sample it anew"
+        )
+    if len(versions) and versions.max() > trainer_version:
+        raise TrainingError(
+            f"trajectory {name} has a token of version {versions.max()}, and the trainer is at "
+            f"{trainer_version}: these weights were never "
+            "committed; resume the run from its last step, or drop the trajectory"
+        )
+    ages = trainer_version - versions
+    return _Tokens(
+        name, versions, ages, np.ones(len(ages), dtype=bool) if bound is None else ages <= bound
+    )
+
+
+def _only(sample: Sample, tokens: _Tokens) -> Sample:
+    """The sample with only its fresh tokens trained."""
+    columns = {**sample.columns, AGE: tokens.ages.astype(np.float64).tolist()}
+    if tokens.fresh.all():
+        return msgspec.structs.replace(sample, columns=columns)
+    left: Iterator[bool] = iter(tokens.fresh.tolist())
+    mask = [trained and next(left) for trained in sample.loss_mask]
+    return msgspec.structs.replace(
+        sample,
+        loss_mask=mask,
+        logprobs=[x if m else 0.0 for x, m in zip(sample.logprobs, mask, strict=True)],
+        versions=[x if m else -1 for x, m in zip(sample.versions, mask, strict=True)],
+        advantages=[x if m else 0.0 for x, m in zip(sample.advantages, mask, strict=True)],
+        columns={
+            name: list(compress(values, tokens.fresh.tolist())) for name, values in columns.items()
+        },
+    )
+
+
+def _metrics(found: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
+    found = [tokens for tokens in found if len(tokens.ages)]
+    if not found:
+        return {}
+    ages = np.concatenate([tokens.ages for tokens in found])
+    fresh = np.concatenate([tokens.fresh for tokens in found])
+    trained = ages[fresh]
+    of_age = np.bincount(trained, minlength=(0 if bound is None else bound) + 1)
+    metrics = {
+        f"staleness/age_{age}": count / len(ages) for age, count in enumerate(of_age.tolist())
+    }
+    metrics |= {
+        "staleness/masked": float(1.0 - fresh.mean()),
+        "staleness/masked_tokens": float((~fresh).sum()),
+    }
+    if len(trained):
+        metrics |= {"staleness/mean": float(trained.mean()), "staleness/max": float(trained.max())}
+    of_trajectory: dict[str, list[_Tokens]] = {}
+    for tokens in found:
+        of_trajectory.setdefault(tokens.trajectory_id, []).append(tokens)
+    spreads = [
+        max(int(part.versions.max()) for part in parts)
+        - min(int(part.versions.min()) for part in parts)
+        for parts in of_trajectory.values()
+    ]
+    metrics["staleness/trajectory_spread"] = sum(spreads) / len(spreads)
+    wholly = sum(not any(part.fresh.any() for part in parts) for parts in of_trajectory.values())
+    return metrics | {"staleness/masked_trajectories": float(wholly)}

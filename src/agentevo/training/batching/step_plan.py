@@ -1,0 +1,152 @@
+"""What a step was made from, written into its record: enough to do the step again, and to prove
+afterwards that it was done so.
+
+    digest of a trajectory = sha256(everything that samples, advantages and loss are made from)
+    digest of a step       = sha256(those of its trajectories, in order)
+
+Two sequences of trajectories have the same digest only if a step computes the same from both: ids,
+tree, tokens, float32 log-probs, versions, temperatures, turn rewards and final rewards. Texts,
+metrics and timings are not part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from agentevo.errors import TrainingError
+from agentevo.store.blobs import pack_floats, pack_ints
+from agentevo.training.batching.shaping import PART, with_final_reward
+from agentevo.types import Trajectory
+
+KEY = "plan"
+"""Of a step's record."""
+SHOWN = 16
+"""Digits of a trajectory's digest that a plan keeps."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module."""
+
+    ids: list[str]
+    """Trajectories in the order of training."""
+    rewards: dict[str, float] = {}
+    """Id -> final reward of each whose reward was shaped: where it may differ from the one in the
+    store."""
+    baselines: dict[str, float] = {}
+    """Task id -> final reward of its greedy attempt, for advantages that need it."""
+    staleness: int = 0
+    """The bound on a token's age in this step: the trainer's version, which is step - 1, less the
+    token's."""
+    policy: str = "wait"
+    """`rollout.policy` at that time."""
+    masked_tokens: int = 0
+    """Tokens of these trajectories that were too old and not trained on."""
+    digests: list[str] = []
+    """The first 16 digits of each trajectory's digest: where it differs, they say which one
+    does."""
+    digest: str
+    """`plan_digest` of them, with their final rewards."""
+
+    @classmethod
+    def make(
+        cls,
+        trained: Sequence[Trajectory],
+        *,
+        earned: Mapping[str, float],
+        baselines: Mapping[str, float],
+        staleness: int,
+        policy: str,
+        masked_tokens: int = 0,
+    ) -> Self:
+        """Of trajectories in training order with their final rewards; `earned`: id -> reward in the
+        store."""
+        return cls(
+            ids=[t.id for t in trained],
+            rewards={
+                t.id: t.reward
+                for t in trained
+                if t.reward != earned[t.id] or PART in t.reward_parts
+            },
+            baselines=dict(baselines),
+            staleness=staleness,
+            policy=policy,
+            masked_tokens=masked_tokens,
+            digests=[trajectory_digest(t).hex()[:SHOWN] for t in trained],
+            digest=plan_digest(trained),
+        )
+
+    @classmethod
+    def of(cls, step: int, record: Mapping[str, Any]) -> Self:
+        """From a step's record. Raises TrainingError that says what is missing or wrong."""
+        if KEY not in record:
+            raise TrainingError(
+                f"the record of step {step} has no {KEY}: it was written before steps said what "
+                "they trained on"
+            )
+        try:
+            return msgspec.convert(record[KEY], cls)
+        except msgspec.ValidationError as error:
+            raise TrainingError(
+                f"the {KEY} in the record of step {step} can't be read: {error}"
+            ) from error
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain JSON values, for `record["plan"]`."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+    def trained(self, stored: Iterable[Trajectory]) -> list[Trajectory]:
+        """The trajectories as they were trained on: in order, with final rewards. Raises
+        TrainingError if one is missing or differs."""
+        by_id = {t.id: t for t in stored}
+        missing = [name for name in self.ids if name not in by_id]
+        if missing:
+            raise TrainingError(
+                f"the plan names {missing[0]!r} (and {len(missing) - 1} more), which the store "
+                "does not have"
+            )
+        found = [self.final(by_id[name]) for name in self.ids]
+        if (digest := plan_digest(found)) != self.digest:
+            raise TrainingError(
+                "the trajectories in the store are not those that were trained on: digest "
+                f"{digest[:12]}, in the plan {self.digest[:12]}"
+            )
+        return found
+
+    def final(self, stored: Trajectory) -> Trajectory:
+        """One of them with its final reward."""
+        return (
+            with_final_reward(stored, self.rewards[stored.id])
+            if stored.id in self.rewards
+            else stored
+        )
+
+
+def plan_digest(trajectories: Iterable[Trajectory]) -> str:
+    """Of a step, see the module; hex."""
+    return hashlib.sha256(b"".join(trajectory_digest(t) for t in trajectories)).hexdigest()
+
+
+def trajectory_digest(trajectory: Trajectory) -> bytes:
+    """See the module. Log-probs count as float32, as the store keeps them."""
+    digest = hashlib.sha256()
+    digest.update(
+        _framed(trajectory.id.encode())
+        + struct.pack("<dq", trajectory.reward + 0.0, len(trajectory.turns))
+    )
+    for turn in trajectory.turns:
+        parent = -1 if turn.parent is None else turn.parent
+        digest.update(struct.pack("<qdd", parent, turn.temperature + 0.0, turn.reward + 0.0))
+        for column in (turn.prompt_ids, turn.completion_ids, turn.versions):
+            digest.update(_framed(pack_ints(column)))
+        digest.update(_framed(pack_floats(turn.logprobs)))
+    return digest.digest()
+
+
+def _framed(data: bytes) -> bytes:
+    return struct.pack("<q", len(data)) + data

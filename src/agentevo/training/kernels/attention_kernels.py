@@ -1,0 +1,130 @@
+"""Attention of some queries over some keys, with what it takes to put several such parts together:
+the log of the sum of exponentials.
+
+If a query's keys are cut into parts with outputs o_i and l_i = log sum exp(scores), then over all
+keys l = log sum e^(l_i) and o = sum e^(l_i - l) o_i. The backward pass of a part needs nothing of
+the other parts but o and l: its probabilities are e^(scores - l) (FlashAttention-2, arXiv
+2307.08691, section 3.1; ring attention, arXiv 2310.01889, uses the same).
+
+Both kernels take q [B, H, Q, D], k and v [B, G, K, D] with H a multiple of G, any strides, and an
+additive mask [B or 1, 1, Q, K] in the queries' dtype, 0 or HIDDEN, or None. `forward` gives the
+output [B, H, Q, D] and the log-sum-exp [B, H, Q]; `backward` the gradients of q, k and v, where
+`out` and `lse` are those over all parts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+HIDDEN = -1e30
+"""Additive mask where a key is not seen: finite, so that a row that sees nothing has a weight of 0,
+and not of NaN."""
+MATH_ROWS = 512
+"""Queries that `Math` has scores of at once."""
+
+
+class Flash:
+    """PyTorch's kernel for CPUs. No scores are kept."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=mask, scale=self.scale
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=self.scale
+            )
+        )
+        return found
+
+
+class Math:
+    """Matrix products and a softmax: any device, and scores bent by softcap * tanh(scores /
+    softcap) (Gemma 2)."""
+
+    def __init__(self, scale: float, softcap: float | None) -> None:
+        self.scale, self.softcap = scale, softcap
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = _repeated(k, q), _repeated(v, q)
+        outs, sums = [], []
+        for rows in _row_slices(q):
+            scores, _ = self._scores(q[:, :, rows], keys, mask, rows)
+            lse = scores.logsumexp(-1)
+            outs.append((scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ values)
+            sums.append(lse)
+        return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys, values = _repeated(k, q), _repeated(v, q)
+        grad_q, grad_k, grad_v = [], torch.zeros_like(keys), torch.zeros_like(values)
+        for rows in _row_slices(q):
+            queries, above = q[:, :, rows], grad[:, :, rows]
+            scores, slope = self._scores(queries, keys, mask, rows)
+            probs = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
+            grad_v += probs.to(v.dtype).transpose(-1, -2) @ above
+            along = (above * out[:, :, rows]).sum(-1, keepdim=True)
+            of_scores = probs * (above @ values.transpose(-1, -2) - along)
+            of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype) * self.scale
+            grad_q.append(of_scores @ keys)
+            grad_k += of_scores.transpose(-1, -2) @ queries
+        return torch.cat(grad_q, dim=2), _summed(grad_k, k), _summed(grad_v, v)
+
+    def _scores(
+        self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[B, H, Q, K] in float32 at least, and their slope in the uncapped ones."""
+        scores = (q @ keys.transpose(-1, -2)) * self.scale
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        slope = None
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = self.softcap * bent, 1 - bent * bent
+        if mask is not None:
+            scores = scores + mask[:, :, rows]
+        return scores, slope
+
+
+def _row_slices(q: torch.Tensor) -> list[slice]:
+    return [slice(start, start + MATH_ROWS) for start in range(0, q.shape[2], MATH_ROWS)]
+
+
+def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[B, G, K, D] -> [B, H, K, D], each head of k for all heads of q that share it."""
+    return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def _summed(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The inverse of _repeated for gradients."""
+    return grad.view(k.shape[0], k.shape[1], -1, *k.shape[2:]).sum(dim=2)
+
+
+Kernel = Flash | Math

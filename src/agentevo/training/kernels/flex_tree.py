@@ -1,0 +1,155 @@
+"""Attention over a token tree on a GPU: PyTorch's FlexAttention under a block mask that is made
+from the tree, not from all pairs of nodes.
+
+Node k is seen by node q exactly when k <= q < ends[k] (training/tree.py), so a block of keys is
+seen by some query of a later block if the largest of its ends lies beyond that block's first query,
+and by all of them if the smallest lies beyond its last. 128K nodes are 1,024 blocks; their mask is
+a few numpy operations on 1,024 x 1,024 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from agentevo.training.batching.tree import TokenTree
+
+BLOCK = 128
+"""Nodes of a block, FlexAttention's own default. Nodes are padded to a multiple; a padded one sees
+itself."""
+
+
+class FlexTree:
+    """The tree on its device, and its block mask for every window that a model's layers have."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self.num_nodes = tree.num_nodes
+        padded = np.arange(tree.num_nodes, -(-tree.num_nodes // BLOCK) * BLOCK)
+        self.ends = np.concatenate([tree.ends, padded + 1])
+        self.depth = np.concatenate([tree.positions, np.zeros_like(padded)])
+        self.device = device
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
+        if window not in self._masks:
+            self._masks[window] = self.block_mask(window)
+        heads = [
+            F.pad(x, (0, 0, 0, 0, 0, len(self.ends) - self.num_nodes)).transpose(0, 1).unsqueeze(0)
+            for x in (q, k, v)
+        ]
+        out = _run(q.device.type)(
+            *heads,
+            score_mod=None if softcap is None else _capped(softcap),
+            block_mask=self._masks[window],
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        found: torch.Tensor = out[0].transpose(0, 1)[: self.num_nodes]
+        return found
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """`window`: how many tokens back a token sees, itself included."""
+        some, every = self._blocks(window)
+        counts, indices = _ordered(some & ~every, self.device)
+        full_counts, full_indices = _ordered(every, self.device)
+        ends, depth = (
+            torch.as_tensor(x, dtype=torch.int32, device=self.device)
+            for x in (self.ends, self.depth)
+        )
+        found: BlockMask = BlockMask.from_kv_blocks(
+            counts,
+            indices,
+            full_counts,
+            full_indices,
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_seen(ends, depth, window),
+            seq_lengths=(len(self.ends), len(self.ends)),
+        )
+        return found
+
+    def _blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """[queries / BLOCK, keys / BLOCK] bool each: blocks that may have a pair of nodes that see
+        one another, blocks of only such."""
+        count = len(self.ends) // BLOCK
+        ends, depth = self.ends.reshape(count, BLOCK), self.depth.reshape(count, BLOCK)
+        first = np.arange(count)[:, None] * BLOCK
+        later = np.arange(count)[:, None] > np.arange(count)[None, :]
+        some = (later & (ends.max(1)[None, :] > first)) | np.eye(count, dtype=bool)
+        every = later & (ends.min(1)[None, :] >= first + BLOCK)
+        if window is not None:
+            some &= depth.min(1)[:, None] - depth.max(1)[None, :] < window
+            every &= depth.max(1)[:, None] - depth.min(1)[None, :] < window
+        return some, every
+
+
+def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[Q, K] bool -> counts [1, 1, Q] and, those first that are true, indices [1, 1, Q, K], as
+    BlockMask wants them."""
+    indices = np.argsort(~blocks, axis=1, kind="stable")
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array, dtype=torch.int32, device=device)[None, None]
+
+    return tensor(blocks.sum(1)), tensor(indices)
+
+
+def _seen(
+    ends: torch.Tensor, depth: torch.Tensor, window: int | None
+) -> Callable[..., torch.Tensor]:
+    """FlexAttention's mask_mod."""
+
+    def on_the_path(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return (key <= query) & (query < ends[key])
+
+    if window is None:
+        return on_the_path
+    reach: int = window
+
+    def and_near(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return on_the_path(batch, head, query, key) & (depth[query] - depth[key] < reach)
+
+    return and_near
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    """FlexAttention's score_mod for softcap * tanh(score / softcap); one function per cap, so that
+    it is compiled once."""
+
+    def cap(
+        score: torch.Tensor,
+        batch: torch.Tensor,
+        head: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+    ) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+@cache
+def _run(device: str) -> Callable[..., Any]:
+    """FlexAttention; without compiling it makes all scores, which only serves to test it without a
+    GPU."""
+    found: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
+    return found

@@ -1,0 +1,422 @@
+"""Log-probs and entropies straight from hidden states: output layer, softmax and what is taken from
+it, without the logits [R, V].
+
+Rows and vocabulary are walked in cells of CELL_BYTES. The forward pass keeps per row a running
+maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a), so that log Z = a + log s and the
+entropy is log s - t / s (the online softmax of arXiv 1805.02867, with a first moment). The backward
+pass makes each cell's scores again and multiplies its gradient into those of the hidden states and
+of the weight; columns are the outer loop, so a column's weight gradient is complete, in float32,
+before the next begins.
+
+Time against memory: the first KEPT_BYTES of products are kept for the backward pass, which is
+faster than to make them again (a write against 2 H operations per score); what exceeds that is made
+again, at the price of a fourth product beside the three that any way needs. A small batch thus runs
+at the dense speed, and a large one within a memory that depends neither on R nor on V. Where the
+output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more either: the
+gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes it,
+[R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures all
+that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from agentevo.models.linear import available, product
+
+KEPT_BYTES = 256 * 2**20
+"""Of products, kept for the backward pass."""
+CELL_BYTES = {"cpu": 8 * 2**20}
+"""Of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster, and
+threads wait for each other more often), elsewhere OTHER_CELL_BYTES, enough to fill the device."""
+OTHER_CELL_BYTES = 128 * 2**20
+CELL_ROWS = {"cpu": 1024}
+OTHER_CELL_ROWS = 4096
+COLUMN_STEP = 64
+"""Columns of a cell are a multiple of this, where the vocabulary has as many."""
+LOWEST = -1e30
+"""Where a running maximum starts: finite, so that nothing times its distance is nothing."""
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [R, H], weight [V, H], bias [V], rows [M] and targets [M] int64 -> log-probs [M] of
+    token targets[m] under softmax(z[rows[m]] / temperature), and the entropy [R] of each row, in
+    nats.
+
+    z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). Once
+    differentiable in hidden, weight and bias. Products are made in their dtype, all else in float32
+    at least. Memory beside the gradients: KEPT_BYTES and a few cells.
+    """
+    tail = _Tail(temperature, softcap, logit_scale)
+    trained = torch.is_grad_enabled() and (
+        weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    needed = trained or (torch.is_grad_enabled() and hidden.requires_grad)
+    ahead = (
+        needed and not trained and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
+    )
+    return _LinearLogprobs.apply(
+        hidden, weight, bias, rows, targets, tail, KEPT_BYTES if needed and not ahead else 0, ahead
+    )
+
+
+@torch.no_grad()
+def linear_logprobs_and_squares(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
+    vocabulary of p^2 [R], the chance that two draws agree."""
+    cells = _Cells.of(hidden, weight, rows, targets)
+    sums = _sweep(
+        hidden, weight, bias, cells, _Tail(temperature, softcap, logit_scale), 0, squares=True
+    )
+    return sums.logprobs(rows), sums.squares / sums.total.square()
+
+
+class _Tail(NamedTuple):
+    """What turns products into scores, the logits over the temperature."""
+
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+    @property
+    def slope(self) -> float:
+        """Of the scores in the products, where no cap bends it."""
+        return self.logit_scale / self.temperature
+
+    def bend(self, products: torch.Tensor) -> torch.Tensor:
+        """tanh(logits / softcap), float32 at least."""
+        assert self.softcap is not None
+        return (products.to(_exact(products)) * (self.logit_scale / self.softcap)).tanh_()
+
+    def scores(self, products: torch.Tensor, bent: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 at least; the products themselves where there is nothing to do."""
+        if self.softcap is None:
+            exact = products.to(_exact(products))
+            return exact if self.slope == 1.0 else exact * self.slope
+        return (self.bend(products) if bent is None else bent) * (self.softcap / self.temperature)
+
+
+class _Cell(NamedTuple):
+    rows: slice
+    columns: slice
+    chosen: torch.Tensor
+    """Which of the M targets lie in the cell."""
+    places: tuple[torch.Tensor, torch.Tensor]
+    """Their rows and columns, counted from the cell's first."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """R rows x V columns, cut up: columns outside, rows inside."""
+
+    rows: list[slice]
+    columns: list[slice]
+    order: torch.Tensor
+    """[M] targets, cell by cell."""
+    bounds: list[int]
+    """Where in `order` each cell begins."""
+    places: tuple[torch.Tensor, torch.Tensor]
+    """[M] row and column of each target."""
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    ) -> _Cells:
+        kind, num_rows, num_columns = hidden.device.type, len(hidden), len(weight)
+        height = _even_part(num_rows, CELL_ROWS.get(kind, OTHER_CELL_ROWS))
+        width = _even_part(
+            num_columns,
+            max(COLUMN_STEP, CELL_BYTES.get(kind, OTHER_CELL_BYTES) // (4 * height)),
+            COLUMN_STEP,
+        )
+        of_rows = [
+            slice(start, min(start + height, num_rows)) for start in range(0, num_rows, height)
+        ]
+        of_columns = [
+            slice(start, min(start + width, num_columns)) for start in range(0, num_columns, width)
+        ]
+        cell, order = torch.sort(targets // width * len(of_rows) + rows // height)
+        starts = torch.arange(len(of_rows) * len(of_columns) + 1, device=cell.device)
+        return cls(
+            of_rows, of_columns, order, torch.searchsorted(cell, starts).tolist(), (rows, targets)
+        )
+
+    def in_column(self, index: int) -> Iterator[_Cell]:
+        columns = self.columns[index]
+        for number, part in enumerate(self.rows, index * len(self.rows)):
+            chosen = self.order[self.bounds[number] : self.bounds[number + 1]]
+            rows, targets = (places[chosen] for places in self.places)
+            yield _Cell(part, columns, chosen, (rows - part.start, targets - columns.start))
+
+
+def _even_part(total: int, largest: int, step: int = 1) -> int:
+    """Length of the fewest equal parts of `total` that are at most `largest` long, rounded up to a
+    multiple of `step`."""
+    count = max(1, -(-total // largest))
+    return max(1, -(-total // (count * step)) * step)
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Of each row's scores so far; see the module. All [R] but `picked` [M], the targets'
+    scores."""
+
+    top: torch.Tensor
+    total: torch.Tensor
+    moment: torch.Tensor
+    squares: torch.Tensor
+    picked: torch.Tensor
+    pull: torch.Tensor | None
+    """[R, H] sum of e^(z - a) dz/dhidden, but for the constant slope of the tail."""
+    kept: list[torch.Tensor]
+    """Products of the first cells."""
+
+    @classmethod
+    def empty(cls, hidden: torch.Tensor, num_targets: int, ahead: bool) -> _Sums:
+        zeros = hidden.new_zeros(len(hidden), dtype=_exact(hidden))
+        pull = torch.zeros_like(hidden, dtype=zeros.dtype) if ahead else None
+        return cls(
+            zeros + LOWEST,
+            zeros,
+            zeros.clone(),
+            zeros.clone(),
+            zeros.new_empty(num_targets),
+            pull,
+            [],
+        )
+
+    @property
+    def log_partition(self) -> torch.Tensor:
+        return self.top + self.total.log()
+
+    def logprobs(self, rows: torch.Tensor) -> torch.Tensor:
+        """[M], exact where one score stands far above all others."""
+        return (self.picked - self.top[rows]) - self.total.log()[rows]
+
+    def absorb(
+        self, rows: slice, scores: torch.Tensor, squares: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One cell's scores; returns their e^(z - a), and by how much a has scaled down the sums
+        before."""
+        top = torch.maximum(self.top[rows], scores.amax(1))
+        fall = self.top[rows] - top
+        fade = fall.exp()
+        below = scores - top.unsqueeze(1)
+        weights = below.exp()
+        self.moment[rows] = (self.moment[rows] + self.total[rows] * fall) * fade + below.mul_(
+            weights
+        ).sum(1)
+        self.total[rows] = self.total[rows] * fade + weights.sum(1)
+        if squares:
+            self.squares[rows] = self.squares[rows] * fade.square() + weights.square().sum(1)
+        self.top[rows] = top
+        return weights, fade
+
+
+def _sweep(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cells: _Cells,
+    tail: _Tail,
+    room: int,
+    *,
+    squares: bool = False,
+    ahead: bool = False,
+) -> _Sums:
+    """One pass over all cells; keeps up to `room` bytes of products."""
+    sums = _Sums.empty(hidden, len(cells.order), ahead)
+    for index in range(len(cells.columns)):
+        for cell in cells.in_column(index):
+            products = _products(hidden, weight, bias, cell)
+            bent = None if tail.softcap is None else tail.bend(products)
+            scores = tail.scores(products, bent)
+            room -= products.nbytes
+            if room >= 0:
+                sums.kept.append(products)
+            sums.picked[cell.chosen] = scores[cell.places]
+            weights, fade = sums.absorb(cell.rows, scores, squares)
+            if sums.pull is not None:
+                slope = weights if bent is None else weights.mul_(_slope_of(bent))
+                pulled = _multiplied(slope.to(weight.dtype), weight[cell.columns].t())
+                sums.pull[cell.rows] = sums.pull[cell.rows].mul_(fade.unsqueeze(1)).add_(pulled)
+    return sums
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """With scores z, p = softmax(z), H its entropy: dlogp_y/dz = e_y - p and dH/dz = -p (log p +
+    H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        tail: _Tail,
+        room: int,
+        ahead: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cells = _Cells.of(hidden, weight, rows, targets)
+        sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
+        log_partition = sums.log_partition
+        entropy = sums.total.log() - sums.moment / sums.total
+        pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
+        ctx.save_for_backward(
+            hidden, weight, bias, log_partition, entropy, sums.picked, pull, *sums.kept
+        )
+        ctx.cells, ctx.tail = cells, tail
+        ctx.set_materialize_grads(False)
+        return sums.logprobs(rows), entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, log_partition, entropy, picked, pull, *kept = ctx.saved_tensors
+        slopes = _Slopes.of(grads, ctx.cells.places[0], log_partition, entropy, ctx.tail)
+        if pull is not None and slopes.of_entropy is None:
+            return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
+                None
+            ] * 7
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        of_hidden = torch.zeros_like(hidden, dtype=_exact(hidden)) if needs_hidden else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
+        kept.reverse()
+        for index, columns in enumerate(ctx.cells.columns):
+            column: torch.Tensor | None = None
+            for cell in ctx.cells.in_column(index):
+                products = kept.pop() if kept else _products(hidden, weight, bias, cell)
+                slope = slopes.of_products(products, cell)
+                if of_bias is not None:
+                    of_bias[columns] += slope.sum(0)
+                slope = slope.to(weight.dtype)
+                if of_hidden is not None:
+                    of_hidden[cell.rows] += _multiplied(slope, weight[columns].t())
+                if of_weight is not None:
+                    part = _multiplied(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
+                    column = part if column is None else column.add_(part)
+            if of_weight is not None and column is not None:
+                of_weight[columns] = column
+        found = (of_hidden, of_weight, of_bias)
+        return *(None if one is None else one.to(hidden.dtype) for one in found), *[None] * 5
+
+
+class _Slopes(NamedTuple):
+    """The gradient that comes in, times the slope of the tail."""
+
+    of_logp: torch.Tensor
+    """[M]"""
+    of_row: torch.Tensor
+    """[R] sum of these."""
+    of_entropy: torch.Tensor | None
+    """[R]"""
+    log_partition: torch.Tensor
+    entropy: torch.Tensor
+    tail: _Tail
+
+    @classmethod
+    def of(
+        cls,
+        grads: tuple[torch.Tensor | None, ...],
+        rows: torch.Tensor,
+        log_partition: torch.Tensor,
+        entropy: torch.Tensor,
+        tail: _Tail,
+    ) -> _Slopes:
+        grad_logp, grad_entropy = grads
+        of_logp = (
+            log_partition.new_zeros(len(rows)) if grad_logp is None else grad_logp * tail.slope
+        )
+        of_row = torch.zeros_like(log_partition).index_add_(0, rows, of_logp)
+        return cls(
+            of_logp,
+            of_row,
+            None if grad_entropy is None else grad_entropy * tail.slope,
+            log_partition,
+            entropy,
+            tail,
+        )
+
+    def of_products(self, products: torch.Tensor, cell: _Cell) -> torch.Tensor:
+        """The gradient in one cell's products."""
+        bent = None if self.tail.softcap is None else self.tail.bend(products)
+        logp = self.tail.scores(products, bent) - self.log_partition[cell.rows].unsqueeze(1)
+        slope = logp.exp()
+        if self.of_entropy is None:
+            slope.mul_(-self.of_row[cell.rows].unsqueeze(1))
+        else:
+            factor = logp.add_(self.entropy[cell.rows].unsqueeze(1)).mul_(
+                -self.of_entropy[cell.rows].unsqueeze(1)
+            )
+            slope.mul_(factor.sub_(self.of_row[cell.rows].unsqueeze(1)))
+        slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
+        return slope if bent is None else slope.mul_(_slope_of(bent))
+
+    def of_hidden(
+        self,
+        pull: torch.Tensor,
+        weight: torch.Tensor,
+        picked: torch.Tensor,
+        places: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """The gradient [R, H] in the hidden states, given that of log Z but for the constant slope
+        of the tail."""
+        rows, targets = places
+        slope = self.of_logp
+        if self.tail.softcap is not None:
+            slope = slope * _slope_of(picked * (self.tail.temperature / self.tail.softcap))
+        found = pull * -self.of_row.unsqueeze(1)
+        return found.index_add_(0, rows, weight[targets] * slope.unsqueeze(1))
+
+
+def _slope_of(bent: torch.Tensor) -> torch.Tensor:
+    """The derivative of tanh where it is `bent`, which is overwritten."""
+    return bent.square_().neg_().add_(1.0)
+
+
+def _exact(tensor: torch.Tensor) -> torch.dtype:
+    """What its sums are kept in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _products(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: _Cell
+) -> torch.Tensor:
+    """Of one cell, [rows, columns]."""
+    return _multiplied(
+        hidden[cell.rows], weight[cell.columns], None if bias is None else bias[cell.columns]
+    )
+
+
+def _multiplied(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T + bias by the fastest library."""
+    if x.device.type == "cpu" and x.dtype == torch.float32 and available():
+        return product(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)

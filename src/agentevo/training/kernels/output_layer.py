@@ -1,0 +1,263 @@
+"""What a model predicts, without its logits where that is possible.
+
+A pass is stopped short at the output layer: a hook takes the hidden states [R, H] that arrive there
+and hands the layer none. All before it is the model's own doing, so this holds for every
+architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap, under
+whatever name its config has them) is found out rather than looked up: in place of the layer's
+output the model is given known numbers, in float64, and what it makes of them tells scale and cap;
+once for each model, and again where its settings have changed since.
+
+An output layer that is more than one product (adapters on it, quantised, sharded, with hooks of
+others), and a model that does something else to its logits, are left alone: then the logits are
+computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from agentevo.models.linear import FastLinear, PackedWeights
+from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
+from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
+
+PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
+"""Given to the model as logits. The first tells the scale, the last the cap, all together whether
+there is nothing else."""
+HIGHEST_CAP = 1e9
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Tail | None]] = WeakKeyDictionary()
+"""Model -> its settings then, and what its tail was found to be under them."""
+
+
+class Predictions(Protocol):
+    """Of R nodes."""
+
+    def chosen(
+        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M] of tokens targets [M] at rows [M], and entropies [R], in nats;
+        differentiable."""
+
+    def chosen_and_squares(
+        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [M], and sums of squared probabilities [R]; no gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class DensePredictions:
+    """From logits."""
+
+    logits: torch.Tensor
+    """[R, V]"""
+
+    def chosen(
+        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return selected_logprobs(self.logits, rows, targets, temperature)
+
+    def chosen_and_squares(
+        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return selected_logprobs(self.logits, rows, targets, temperature)[0], sum_of_squares(
+            self.logits, temperature
+        )
+
+
+class Tail(NamedTuple):
+    """What a model makes of its output layer's products x: scale * x, or cap * tanh(scale * x /
+    cap)."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPredictions:
+    """From hidden states."""
+
+    hidden: torch.Tensor
+    """[R, H]"""
+    layer: nn.Linear
+    tail: Tail
+
+    def chosen(
+        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprobs(
+            self.hidden, self.layer.weight, self.layer.bias, rows, targets, temperature, *self.tail
+        )
+
+    def chosen_and_squares(
+        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprobs_and_squares(
+            self.hidden, self.layer.weight, self.layer.bias, rows, targets, temperature, *self.tail
+        )
+
+
+class Listener:
+    """While it is open, keeps what goes into the model's output layer: the last hidden states [R,
+    H] of the newest pass."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.layer: Any = causal_model(model).get_output_embeddings()
+        self._heard: list[torch.Tensor] = []
+
+    def __enter__(self) -> Listener:
+        self._hook = self.layer.register_forward_pre_hook(self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _hear(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._heard.append(given[0].squeeze(0))
+        return None
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self._heard[-1]
+
+
+class _Interceptor(Listener):
+    """Keeps the hidden states from the output layer, and gives the model `answer` [V] for logits
+    [1, 1, V]."""
+
+    def __init__(self, model: PreTrainedModel, answer: torch.Tensor) -> None:
+        super().__init__(model)
+        self.given = answer
+
+    def __enter__(self) -> Listener:
+        self._answer = self.layer.register_forward_hook(
+            lambda *_: self.given.to(self.hidden.device).view(1, 1, -1)
+        )
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        self._answer.remove()
+
+    def _hear(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        super()._hear(layer, given)
+        return (given[0][..., :0, :], *given[1:])
+
+
+def predictions(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Predictions:
+    """Of the nodes that `logits_to_keep` of the model's inputs names; differentiable."""
+    layer = causal_model(model).get_output_embeddings()
+    known, tail = _known_tail(model)
+    if _is_one_product(layer) and (tail is not None or not known):
+        answer = _zeros(layer) if known else _probes(layer)
+        hidden, logits = _intercepted(model, layer, inputs, answer)
+        if not known:
+            tail = tail_of(answer, logits)
+            _KNOWN[model] = (_settings(model), tail)
+        if (
+            tail is not None
+            and hidden.dtype == layer.weight.dtype
+            and hidden.device == layer.weight.device
+        ):
+            return LinearPredictions(hidden, layer, tail)
+    found: Any = model(**inputs)
+    return DensePredictions(
+        found.logits.squeeze(0)
+    )  # [0] would make the gradient anew, as large as the logits
+
+
+def last_hidden(model: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """[R, H] what goes into the output layer at those nodes, differentiable."""
+    layer = causal_model(model).get_output_embeddings()
+    if _is_one_product(layer):
+        return _intercepted(model, layer, inputs, _zeros(layer))[0]
+    with Listener(model) as heard:
+        model(**inputs)
+    return heard.hidden
+
+
+def _intercepted(
+    model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states [R, H], and what the model made of `answer` in place of logits."""
+    if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
+        layer.drop()  # as its own pass with gradients would
+    with _Interceptor(model, answer) as heard:
+        found: Any = model(**inputs)
+    return heard.hidden, found.logits
+
+
+def _known_tail(model: PreTrainedModel) -> tuple[bool, Tail | None]:
+    """Whether the tail has been found out under the model's present settings, and what it is."""
+    settings, tail = _KNOWN.get(model, (None, None))
+    return (True, tail) if settings is not None and settings == _settings(model) else (False, None)
+
+
+def _settings(model: PreTrainedModel) -> object:
+    """All that a tail could depend on: the numbers in config and model, and what else has a hand in
+    the model's pass."""
+    inner = causal_model(model)
+    holders = (inner.config.get_text_config(), inner)
+    numbers = [
+        {key: value for key, value in vars(holder).items() if type(value) in (int, float)}
+        for holder in holders
+    ]
+    hands = [
+        (vars(module).get("forward"), *module._forward_hooks.values()) for module in (model, inner)
+    ]
+    return numbers, hands
+
+
+def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
+    """What turns probes [V], PROBES over and over, into logits [1, 1, V]; None if it is neither
+    scale nor cap."""
+    if logits.numel() != len(probes):
+        return None
+    made = logits.detach().to("cpu", torch.float64).flatten()
+    first, last = float(made[0]), float(made[len(PROBES) - 1])
+    softcap = last if 0 < last < HIGHEST_CAP else None
+    if softcap is not None and not abs(first) < softcap:
+        return None
+    bent = first if softcap is None else softcap * math.atanh(first / softcap)
+    tail = Tail(softcap, bent / PROBES[0])
+    scaled = probes * tail.logit_scale
+    expected = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+    return tail if torch.allclose(made, expected, rtol=1e-6, atol=1e-6) else None
+
+
+def _probes(layer: Any) -> torch.Tensor:
+    """[V] float64: PROBES over and over."""
+    num_tokens = layer.weight.shape[0]
+    return torch.tensor(PROBES, dtype=torch.float64).repeat(-(-num_tokens // len(PROBES)))[
+        :num_tokens
+    ]
+
+
+def _zeros(layer: Any) -> torch.Tensor:
+    """[V] where nothing is asked."""
+    return torch.zeros(len(layer.weight), device=layer.weight.device)
+
+
+def _is_one_product(layer: nn.Module) -> bool:
+    """A plain linear layer, large enough to be asked, that nothing else has a hand in."""
+    if (
+        type(layer) not in (nn.Linear, FastLinear)
+        or layer._forward_hooks
+        or layer._backward_hooks
+        or "forward" in vars(layer)
+    ):
+        return False
+    weight = layer._parameters["weight"]
+    return type(weight) is nn.Parameter and len(weight) >= len(PROBES)
+
+
+def causal_model(model: PreTrainedModel) -> Any:
+    """The transformers model inside of adapters."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

@@ -1,0 +1,300 @@
+"""Attention over a token tree, without padding and without a mask over everything: memory grows
+with the nodes, not with their square.
+
+Nodes are in depth-first order, so those below a node follow it without a gap. An unbranched stretch
+of the tree (a segment) is therefore computed in two steps: its nodes among themselves, BLOCK
+queries at a time, and all nodes below it at once, which see the whole of it. Small subtrees are
+computed in batches, with a mask, because a kernel call costs more than they do. The parts of a node
+are put together by their log-sum-exp (attention_kernels.py). A causal kernel would do for the first
+step; PyTorch's for CPUs computes the hidden half as well. On a CUDA device FlexAttention does it
+all (flex_tree.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from agentevo.training.batching.tree import Segment, TokenTree, segments
+from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
+from agentevo.training.kernels.flex_tree import FlexTree
+
+BLOCK = 128
+"""Queries of a segment computed at once; and the nodes of a subtree that is computed whole, with a
+mask."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Small subtrees of similar size, each padded to n nodes by repeating its first."""
+
+    nodes: torch.Tensor
+    """[B * n]"""
+    seen: torch.Tensor
+    """[B, 1, n, n] bool, query by key."""
+    real: torch.Tensor
+    """Flat places that are no padding,"""
+    distinct: torch.Tensor
+    """and their nodes."""
+
+
+class _Block(NamedTuple):
+    """Queries against keys."""
+
+    rows: slice | torch.Tensor
+    keys: slice
+    seen: torch.Tensor | None
+    """[1, 1, Q, K] bool; None for all."""
+
+
+@dataclass(eq=False)
+class _Layout:
+    """Who is computed with whom, under one window."""
+
+    batches: list[_Batch] = field(default_factory=list)
+    own: list[_Block] = field(default_factory=list)
+    """Within segments."""
+    below: list[_Block] = field(default_factory=list)
+    """From below segments."""
+
+
+class TreeAttention:
+    """The attention plan of one packed forward pass (see models/attention.py)."""
+
+    def __init__(self, tree: TokenTree, device: torch.device) -> None:
+        self.tree, self.device = tree, device
+        self._deepest = int(tree.positions.max())
+        self.flex = FlexTree(tree, device) if device.type == "cuda" else None
+        self._layouts: dict[int | None, _Layout] = {}
+        self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See AttentionPlan.attend: q [N, H, D], k and v [N, G, D] -> [N, H, D], differentiable
+        once."""
+        if window is not None and window > self._deepest:
+            window = None
+        if self.flex is not None:
+            return self.flex.attend(q, k, v, scaling, window, softcap)
+        if window not in self._layouts:
+            self._layouts[window] = lay_out(self.tree, window, self.device)
+        kernel = (
+            Flash(scaling) if softcap is None and q.device.type == "cpu" else Math(scaling, softcap)
+        )
+        found: torch.Tensor = _Attention.apply(q, k, v, self, self._layouts[window], kernel)
+        return found
+
+    def mask(self, seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The same additively; made once for all layers, and once for all views of the same
+        rows."""
+        if seen is None:
+            return None
+        whole = seen if seen._base is None else seen._base
+        key = (id(whole), dtype)
+        if key not in self._masks:
+            self._masks[key] = torch.zeros(
+                whole.shape, dtype=dtype, device=whole.device
+            ).masked_fill_(~whole, HIDDEN)
+        return self._masks[key].as_strided(seen.shape, seen.stride(), seen.storage_offset())
+
+
+def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _Layout:
+    """`window`: how many tokens back a token sees, itself included."""
+    layout = _Layout()
+    small: list[tuple[int, int]] = []
+    long: list[tuple[int, int]] = []
+    done = 0
+    for segment in segments(tree):
+        if segment.first < done:
+            continue  # inside a small subtree
+        if segment.end - segment.first <= BLOCK:
+            small.append((segment.first, segment.end))
+            done = segment.end
+            continue
+        (small if segment.last - segment.first <= BLOCK else long).append(
+            (segment.first, segment.last)
+        )
+        if segment.end > segment.last:
+            layout.below.append(_below(tree, segment, window, device))
+    layout.own = _own(long, window, device)
+    layout.batches = [_batch(tree, group, window, device) for group in _similar(small)]
+    return layout
+
+
+def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device) -> list[_Block]:
+    """Nodes of unbranched stretches, each with all before it. All masks are views of one."""
+    if not ranges:
+        return []
+    back = max(last - first for first, last in ranges)
+    back = back if window is None else min(back, window - 1)
+    row = torch.arange(BLOCK, device=device)[:, None]
+    column = torch.arange(back + BLOCK, device=device)[None, :] - back
+    seen = column <= row if window is None else (column <= row) & (row - column < window)
+    found = []
+    for first, last in ranges:
+        for start in range(first, last, BLOCK):
+            stop, start_of_keys = min(start + BLOCK, last), max(first, start - back)
+            part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
+            found.append(_Block(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
+    return found
+
+
+def _below(tree: TokenTree, segment: Segment, window: int | None, device: torch.device) -> _Block:
+    """The nodes below a segment that see something of it, against what they see."""
+    if window is None:
+        return _Block(slice(segment.last, segment.end), slice(segment.first, segment.last), None)
+    depth = tree.positions
+    keys = slice(max(segment.first, segment.last - window + 1), segment.last)
+    near = segment.last + np.flatnonzero(
+        depth[segment.last : segment.end] - depth[segment.last - 1] < window
+    )
+    seen = torch.as_tensor(depth[near][:, None] - depth[keys][None, :] < window, device=device)
+    return _Block(torch.as_tensor(near, device=device), keys, seen[None, None])
+
+
+def _similar(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Splits ranges of nodes into groups in which padding to the longest at most doubles the
+    attention."""
+    groups: list[list[tuple[int, int]]] = []
+    for one in sorted(ranges, key=lambda r: r[1] - r[0], reverse=True):
+        if groups and groups[-1][0][1] - groups[-1][0][0] <= 1.4 * (one[1] - one[0]) + 4:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
+
+
+def _batch(
+    tree: TokenTree, ranges: list[tuple[int, int]], window: int | None, device: torch.device
+) -> _Batch:
+    firsts = np.array([first for first, _ in ranges])[:, None]
+    sizes = np.array([end - first for first, end in ranges])[:, None]
+    place = np.arange(sizes.max())[None, :]
+    real = place < sizes
+    nodes = firsts + np.where(real, place, 0)
+    seen = (nodes[:, None, :] <= nodes[:, :, None]) & (
+        nodes[:, :, None] < tree.ends[nodes][:, None, :]
+    )
+    if window is not None:
+        depth = tree.positions[nodes]
+        seen &= depth[:, :, None] - depth[:, None, :] < window
+    seen &= real[:, None, :]
+    seen |= (
+        ~real[:, :, None] & (place == 0)[:, None, :]
+    )  # a padding row sees something, or its numbers would not be finite
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array, device=device)
+
+    return _Batch(
+        tensor(nodes.reshape(-1)),
+        tensor(seen).unsqueeze(1),
+        tensor(np.flatnonzero(real)),
+        tensor(nodes[real]),
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """q [N, H, D], k and v [N, G, D] -> [N, H, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: TreeAttention,
+        layout: _Layout,
+        kernel: Kernel,
+    ) -> torch.Tensor:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty(q.shape, dtype=exact, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=exact, device=q.device)
+        for rows, keys, seen in layout.own:
+            own, sums = kernel.forward(
+                _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
+            )
+            out[rows], lse[rows] = _rows(own), _rows(sums)
+        for batch in layout.batches:
+            own, sums = kernel.forward(
+                _taken(q, batch), _taken(k, batch), _taken(v, batch), plan.mask(batch.seen, q.dtype)
+            )
+            for whole, part in ((out, own), (lse, sums)):
+                whole[batch.distinct] = part.transpose(1, 2).flatten(0, 1)[batch.real].to(exact)
+        for rows, keys, seen in layout.below:
+            more, sums = kernel.forward(
+                _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
+            )
+            _merge(out, lse, rows, _rows(more), _rows(sums))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = plan, layout, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, layout, kernel = ctx.how
+        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        for rows, keys, seen in (*layout.own, *layout.below):
+            at = (rows, rows, keys, keys, rows, rows)
+            taken = [
+                _heads(x[where]) for x, where in zip((grad, q, k, v, out, lse), at, strict=True)
+            ]
+            found = kernel.backward(*taken, mask=plan.mask(seen, q.dtype))
+            for total, where, more in zip(grads, (rows, keys, keys), found, strict=True):
+                total[where] += _rows(more)
+        for batch in layout.batches:
+            above = grad.new_zeros(len(batch.nodes), *grad.shape[1:]).index_copy_(
+                0, batch.real, grad[batch.distinct]
+            )
+            above = above.view(len(batch.seen), -1, *grad.shape[1:]).transpose(
+                1, 2
+            )  # nothing comes back through padding
+            found = kernel.backward(
+                above,
+                *(_taken(x, batch) for x in (q, k, v, out, lse)),
+                mask=plan.mask(batch.seen, q.dtype),
+            )
+            for total, more in zip(grads, found, strict=True):
+                total[batch.distinct] += more.transpose(1, 2).flatten(0, 1)[batch.real]
+        return (*grads, None, None, None)
+
+
+def _heads(rows: torch.Tensor) -> torch.Tensor:
+    """[n, H, ...] -> [1, H, n, ...]"""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def _rows(heads: torch.Tensor) -> torch.Tensor:
+    """The inverse of _heads."""
+    return heads[0].transpose(0, 1)
+
+
+def _taken(x: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    """[N, H, ...] -> [B, H, n, ...]"""
+    return x.index_select(0, batch.nodes).view(len(batch.seen), -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    rows: slice | torch.Tensor,
+    more: torch.Tensor,
+    sums: torch.Tensor,
+) -> None:
+    """Puts another part's outputs [n, H, D] and log-sum-exps [n, H] to those of these rows."""
+    share = torch.sigmoid(sums - lse[rows]).unsqueeze(-1)
+    out[rows] = torch.lerp(out[rows], more.to(out.dtype), share)
+    lse[rows] = torch.logaddexp(lse[rows], sums)

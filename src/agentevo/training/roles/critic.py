@@ -1,0 +1,130 @@
+"""The critic: the return that is expected as each token is about to be chosen.
+
+Its own model (a twin of the policy with a head of one output) or a head on the policy's last hidden
+states. The head starts at 0, so a critic that has learnt nothing expects nothing. Beside a policy
+with adapters, an own model is another set of adapters on the same base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.algorithms.value import value_loss
+from agentevo.config import CriticSection, MemorySection, TrainerSection
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.kernels.output_layer import causal_model
+from agentevo.training.optimization import Optimization
+from agentevo.training.parallel import gathered, summed
+from agentevo.training.phases import phase
+from agentevo.training.roles.model_copy import (
+    copy_policy,
+    load_weights,
+    trained_parameters,
+    weights_of,
+)
+
+
+class Critic:
+    """See the module. Trained with `value_loss`, a mean over tokens, from the columns `returns` and
+    `values` of the samples."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        section: CriticSection,
+        trainer: TrainerSection,
+        memory: MemorySection | None = None,
+    ) -> None:
+        self.section, self.shared = section, section.trunk == "shared"
+        parameter = next(policy.parameters())
+        self.head = torch.nn.Linear(
+            policy.config.get_text_config().hidden_size,
+            1,
+            device=parameter.device,
+            dtype=parameter.dtype,
+        )
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.model = policy
+        trained: torch.nn.Module = self.head
+        if not self.shared:
+            self.model = trained = copy_policy(policy)
+            causal_model(self.model).set_output_embeddings(self.head)
+            causal_model(
+                self.model
+            ).config.get_text_config().final_logit_softcapping = None  # values have no bound
+        self.weights = trained_parameters(trained)
+        self.optimization = Optimization(
+            trained.parameters(),
+            trainer,
+            memory=memory,
+            learning_rate=section.learning_rate,
+            key="critic",
+        )
+
+    def values(self, batch: PackedBatch) -> torch.Tensor:
+        """[M] float32, by a pass of its own; differentiable."""
+        if not self.shared:
+            return batch.logits(self.model).squeeze(-1)[batch.rows].float()
+        return self.values_of(batch.hidden(self.model), batch)
+
+    def values_of(self, hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """[M] float32 from the policy's last hidden states [R, H] at the nodes that predict."""
+        return self.head(hidden).squeeze(-1)[batch.rows].float()
+
+    def loss(
+        self, values: torch.Tensor, batch: PackedBatch, num_tokens: int
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """This micro-batch's part of the loss over `num_tokens` of the minibatch, and sums over its
+        tokens for the metrics. values [M]."""
+        count = int(batch.mask.sum())
+        loss, found = value_loss(
+            batch.table(values),
+            batch.table(batch.columns["returns"]),
+            batch.mask,
+            old_values=batch.table(batch.columns["values"]),
+            clip=self.section.clip,
+            weights=batch.mask / num_tokens,
+        )
+        metrics = {"critic/vf_loss": float(loss.detach()) * num_tokens}
+        metrics |= {
+            f"critic/{key}": float(found[key]) * count for key in ("vf_clipfrac", "value_mean")
+        }
+        return loss, metrics
+
+    def update(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
+        """One optimizer step over a minibatch, the policy untouched: all of an own model, the head
+        alone of a shared trunk."""
+        num_tokens = sum(gathered(sum(int(batch.mask.sum()) for batch in batches)))
+        lr = self.optimization.begin()
+        sums: dict[str, float] = {}
+        for batch in batches:
+            with phase("forward"):
+                loss, metrics = self.loss(self._trained_values(batch), batch, num_tokens)
+            self.optimization.backward(loss)
+            for key, value in metrics.items():
+                sums[key] = sums.get(key, 0.0) + value
+        norm = self.optimization.finish()
+        return {key: value / num_tokens for key, value in summed(sums).items()} | {
+            "critic/grad_norm": norm,
+            "critic/lr": lr,
+        }
+
+    def _trained_values(self, batch: PackedBatch) -> torch.Tensor:
+        if not self.shared:
+            return self.values(batch)
+        with torch.no_grad():
+            hidden = batch.hidden(self.model)
+        return self.values_of(hidden, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": weights_of(self.weights), "optimization": self.optimization.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        load_weights(self.weights, state["weights"])
+        self.optimization.load_state_dict(state["optimization"])

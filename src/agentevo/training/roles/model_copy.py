@@ -1,0 +1,40 @@
+"""A second model that starts as the policy and goes its own way: a reference, a critic, a process
+reward.
+
+What the policy does not train (the base under its adapters) is shared, never copied: beside a
+policy with adapters a twin costs another set of adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+
+def copy_policy(policy: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the policy as it is now that shares every parameter without gradient."""
+    return copy.deepcopy(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Those with gradients, by name."""
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+
+def weights_of(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """For a checkpoint."""
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+@torch.no_grad()
+def load_weights(
+    parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, torch.Tensor]
+) -> None:
+    """The inverse of `weights_of`; other names in `weights` are left alone."""
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])

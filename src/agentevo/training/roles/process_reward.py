@@ -1,0 +1,98 @@
+"""PRIME's process reward, learnt online from outcomes alone (Cui et al., arXiv 2502.01456).
+
+A second model phi starts as the policy; beside a policy with adapters it is another set of adapters
+on the same base. Its reward for a token is r(y_t) = beta (log phi(y_t) - log ref(y_t)) (eq. 3);
+summed over an attempt it is the logit of success, and phi learns by the cross-entropy of that with
+what really came of the attempt (eq. 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.batching.passes import backward_through_sums, device_of, micro_batches
+from agentevo.training.optimization import Optimization
+from agentevo.training.roles.model_copy import (
+    copy_policy,
+    load_weights,
+    trained_parameters,
+    weights_of,
+)
+from agentevo.types import Sample
+
+
+class ImplicitProcessReward:
+    """See the module."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        section: ProcessRewardSection,
+        trainer: TrainerSection,
+        memory: MemorySection | None = None,
+    ) -> None:
+        self.section, self.trainer = section, trainer
+        self.model = copy_policy(policy)
+        self.weights = trained_parameters(self.model)
+        self.optimization = Optimization(
+            self.model.parameters(),
+            trainer,
+            memory=memory,
+            learning_rate=section.learning_rate,
+            key="process_reward",
+        )
+
+    def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
+        """[M] of each token, given the reference's log-probs [M]."""
+        return self.section.beta * (batch.forward(self.model)[0] - reference)
+
+    def update(
+        self,
+        samples: Sequence[Sample],
+        owners: Sequence[int],
+        reference: torch.Tensor,
+        successes: Sequence[bool],
+    ) -> dict[str, float]:
+        """One optimizer step: owners [S] number the attempts, reference [S, T] log-probs (0 where
+        untrained), successes one per attempt."""
+        outcome = torch.tensor([float(success) for success in successes])
+        offset = torch.zeros(len(outcome)).index_add(0, torch.tensor(owners), reference.sum(1))
+
+        def loss_of(sums: torch.Tensor) -> torch.Tensor:
+            logits = self.section.beta * (sums - offset.to(sums.device))
+            return torch.nn.functional.binary_cross_entropy_with_logits(
+                logits, outcome.to(sums.device)
+            )
+
+        lr = self.optimization.begin()
+        batches = micro_batches(
+            samples,
+            self.trainer.micro_batch_tokens,
+            device_of(self.model),
+            merge=self.trainer.prefix_merging,
+        )
+        loss, sums = backward_through_sums(
+            self.model, batches, owners, loss_of, self.optimization.backward
+        )
+        norm = self.optimization.finish()
+        right = ((sums.cpu() > offset) == (outcome > 0.5)).float().mean()
+        return {
+            "process_reward/loss": float(loss),
+            "process_reward/accuracy": float(right),
+            "process_reward/grad_norm": norm,
+            "process_reward/lr": lr,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": weights_of(self.weights), "optimization": self.optimization.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        load_weights(self.weights, state["weights"])
+        self.optimization.load_state_dict(state["optimization"])

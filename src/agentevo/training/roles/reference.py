@@ -1,0 +1,65 @@
+"""The reference policy: what the policy is kept near to."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.config import AlgorithmSection
+from agentevo.errors import TrainingError
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.roles.model_copy import (
+    copy_policy,
+    load_weights,
+    trained_parameters,
+    weights_of,
+)
+
+
+class Reference:
+    """The policy as it is now, that stays or follows it, or the base under its adapters; see
+    `AlgorithmSection.reference`. Of a policy with adapters (PEFT) only these are copied: the base
+    is the same one."""
+
+    def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
+        """Raises TrainingError for reference=base and a policy without adapters."""
+        self.section, self.of_base = section, section.reference == "base"
+        if self.of_base and not hasattr(policy, "disable_adapter"):
+            raise TrainingError(
+                "algorithm.reference=base is the policy with its adapters off, but it has none: "
+                "set reference=frozen"
+            )
+        self.model = policy if self.of_base else copy_policy(policy)
+        self.weights = {} if self.of_base else trained_parameters(self.model)
+        for parameter in self.weights.values():
+            parameter.requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """[M]"""
+        model: Any = self.model
+        with model.disable_adapter() if self.of_base else nullcontext():
+            return batch.forward(self.model)[0]
+
+    @torch.no_grad()
+    def follow(self, policy: PreTrainedModel, step: int) -> None:
+        """After RL step `step`, counted from 1."""
+        if self.section.reference in ("frozen", "base"):
+            return
+        share = 1.0 - self.section.reference_decay
+        if self.section.reference == "synced":
+            share = float(step % self.section.reference_every == 0)
+        if share:
+            theirs = trained_parameters(policy)
+            for name, ours in self.weights.items():
+                ours.lerp_(theirs[name], share)
+
+    def state_dict(self) -> dict[str, Any]:
+        return weights_of(self.weights)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of state_dict."""
+        load_weights(self.weights, state)

@@ -1,0 +1,34 @@
+"""Rewards for single tokens from a reward model: a Hugging Face token-classification model with one
+output."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.config import RewardModelSection
+from agentevo.training.batching.packing import PackedBatch
+
+
+class TokenRewardModel:
+    """Scores every trained token in its context, or each answer at its last token. Never
+    trained."""
+
+    def __init__(self, model: PreTrainedModel, section: RewardModelSection) -> None:
+        self.model, self.section = model.requires_grad_(False), section
+
+    @torch.no_grad()
+    def rewards(self, batch: PackedBatch) -> torch.Tensor:
+        """[M] float32: coef times the model's output at the token itself; with at=last 0 before a
+        sample's last trained token."""
+        scores = self.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            plan=batch.plan,
+        ).logits
+        found = self.section.coef * scores[0, batch.nodes, 0].float()
+        if self.section.at == "all":
+            return found
+        last = batch.mask.sum(1)[batch.samples] - 1 == batch.places
+        return torch.where(last, found, 0.0)

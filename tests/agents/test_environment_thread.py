@@ -1,0 +1,233 @@
+"""Worlds on threads: quick ones keep the order of events, slow ones play at the same time, hung
+ones are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from agentevo.agents import EnvironmentAgent, environment_thread
+from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.config import AgentSection
+from agentevo.errors import EnvironmentFailure
+from agentevo.types import Message, Task
+
+
+def num_worlds() -> int:
+    return sum(thread.name == "environment" for thread in threading.enumerate())
+
+
+def test_nothing_else_happens_while_a_quick_environment_answers():
+    told: list[str] = []
+
+    async def play(name: str) -> None:
+        thread = EnvironmentThread(Pace())
+        for number in range(3):
+            told.append(f"{name} asks")
+            told.append(await thread.call(lambda number=number: f"{name} has {number}"))
+        await thread.end(lambda: None)
+
+    async def work() -> None:
+        await asyncio.gather(play("a"), play("b"))
+
+    asyncio.run(work())
+    assert told == [
+        line
+        for name in "ab"
+        for number in range(3)
+        for line in (f"{name} asks", f"{name} has {number}")
+    ]
+
+
+def test_slow_environments_of_a_kind_play_at_the_same_time():
+    pace = Pace()
+
+    async def play() -> None:
+        thread = EnvironmentThread(pace)
+        for _ in range(3):
+            await thread.call(lambda: time.sleep(0.1))
+        await thread.end(lambda: None)
+
+    async def work() -> float:
+        started = time.monotonic()
+        await asyncio.gather(*(play() for _ in range(16)))
+        return time.monotonic() - started
+
+    assert asyncio.run(work()) < 2.4, "one after the other they take 4.8 s"
+    assert pace.grace_s == 0.0
+    for _ in range(100):
+        pace.took(0.001)
+    assert pace.grace_s == environment_thread.GRACE_S
+
+
+def test_a_few_slow_calls_among_quick_ones_do_not_make_a_kind_slow():
+    pace = Pace()
+    for number in range(1000):
+        pace.took(1.0 if number % 50 == 0 else 0.001)
+        assert pace.grace_s > 0.0
+
+
+def agent_of(make) -> EnvironmentAgent:
+    return EnvironmentAgent(make, AgentSection(format="plain"))
+
+
+def test_an_environment_that_can_not_be_made_leaves_no_thread():
+    def broken():
+        raise EnvironmentFailure("no map")
+
+    before = num_worlds()
+    for _ in range(5):
+        with pytest.raises(EnvironmentFailure, match="no map"):
+            asyncio.run(agent_of(broken).run(Task(id="t"), None))
+    ends = time.monotonic() + 5.0
+    while num_worlds() > before and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert num_worlds() <= before, "another test's may have ended meanwhile"
+
+
+def test_an_environment_whose_making_was_given_up_is_closed_when_it_is_made():
+    go, closed = threading.Event(), threading.Event()
+
+    class Late:
+        def __init__(self) -> None:
+            go.wait(10.0)
+
+        def close(self) -> None:
+            closed.set()
+
+    async def work() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(agent_of(Late).run(Task(id="t"), None), 0.3)
+
+    asyncio.run(work())
+    assert not closed.is_set()
+    go.set()
+    assert closed.wait(5.0)
+
+
+def test_a_process_bears_so_many_hung_environments_and_no_more(monkeypatch):
+    monkeypatch.setattr(environment_thread, "MAX_HUNG", 2)
+    go = threading.Event()
+
+    async def hang() -> None:
+        thread = EnvironmentThread(Pace())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(thread.call(lambda: go.wait(10.0)), 0.05)
+        await thread.end(lambda: None)
+
+    async def work() -> None:
+        await hang()
+        await hang()
+        with pytest.raises(EnvironmentFailure, match="2 environments of this process hang"):
+            EnvironmentThread(Pace())
+        go.set()
+        async with asyncio.timeout(5.0):
+            while environment_thread._hung:
+                await asyncio.sleep(0.01)
+        thread = EnvironmentThread(Pace())
+        assert await thread.call(lambda: 3) == 3
+        await thread.end(lambda: None)
+
+    asyncio.run(work())
+
+
+def test_an_environment_that_wants_to_end_the_process_fails_its_call():
+    async def work() -> None:
+        thread = EnvironmentThread(Pace())
+        with pytest.raises(
+            EnvironmentFailure, match=r"SystemExit\(3\): an environment can't end the process"
+        ):
+            await asyncio.create_task(thread.call(lambda: sys.exit(3)))
+        assert await thread.call(lambda: 4) == 4
+        await thread.end(lambda: None)
+
+    asyncio.run(work())
+
+
+class Stuck:
+    """One move and it is won; but it can't be closed before `go`."""
+
+    instructions = "Move."
+
+    def __init__(self, go: threading.Event) -> None:
+        self._go = go
+
+    def reset(self, *, seed):
+        return "here", {}
+
+    def step(self, action):
+        return "there", 1.0, True, False, {"valid": True, "effective": True, "success": True}
+
+    def close(self) -> None:
+        self._go.wait(30.0)
+
+
+class Mover:
+    async def generate(self, messages):
+        return SimpleNamespace(turn=0, text="Up", message=Message("assistant", "Up"))
+
+
+def test_an_environment_that_hangs_when_it_is_closed_is_counted_and_what_was_played_stays(
+    monkeypatch,
+):
+    monkeypatch.setattr(environment_thread, "MAX_HUNG", 2)
+    monkeypatch.setattr(environment_thread, "CLOSE_S", 0.3)
+    go = threading.Event()
+
+    async def work() -> None:
+        agent = agent_of(lambda: Stuck(go))
+        for hung in (1, 2):
+            outcome = await asyncio.wait_for(agent.run(Task(id="t"), Mover()), 10.0)
+            assert (outcome.reward, outcome.success) == (1.0, True)
+            assert len(environment_thread._hung) == hung
+        with pytest.raises(EnvironmentFailure, match="2 environments of this process hang"):
+            await agent.run(Task(id="t"), Mover())
+        go.set()
+        async with asyncio.timeout(5.0):
+            while environment_thread._hung:
+                await asyncio.sleep(0.01)
+        assert (await agent.run(Task(id="t"), Mover())).success
+
+    asyncio.run(work())
+
+
+def test_an_environment_that_hangs_in_its_close_when_its_attempt_is_broken_off_is_counted(
+    monkeypatch,
+):
+    go, closing = threading.Event(), threading.Event()
+
+    def close() -> None:
+        closing.set()
+        go.wait(30.0)
+
+    async def work() -> None:
+        thread = EnvironmentThread(Pace())
+        ending = asyncio.create_task(thread.end(close))
+        await asyncio.to_thread(closing.wait, 5.0)
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        assert environment_thread._hung == {thread}
+        go.set()
+        async with asyncio.timeout(5.0):
+            while environment_thread._hung:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+
+
+def test_an_environment_that_fails_to_close_fails_its_attempt():
+    def close() -> None:
+        raise EnvironmentFailure("the door is jammed")
+
+    async def work() -> None:
+        with pytest.raises(EnvironmentFailure, match="jammed"):
+            await EnvironmentThread(Pace()).end(close)
+
+    asyncio.run(work())
+    assert not environment_thread._hung

@@ -1,0 +1,220 @@
+"""What the doctor measures: honest attempts pass, and each kind of falsehood shows."""
+
+import asyncio
+import math
+
+import msgspec
+import pytest
+import torch
+
+from agentevo.agents import Policy
+from agentevo.config import ModelSection, TinyModel, build_config
+from agentevo.doctor import group_checks as checks
+from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.attention import prepare
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import load_model
+from agentevo.types import Message, SamplingParams, Trajectory
+
+SAMPLING = SamplingParams(temperature=1.3, max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    section = ModelSection(
+        name="tiny",
+        tiny=TinyModel(
+            hidden_size=32, num_layers=2, num_heads=2, context_length=256, tokenizer="byte"
+        ),
+    )
+    found = load_model(section, seed=1)
+    prepare(found.model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def group(loaded):
+    """Three attempts of three turns, and the engine that watched."""
+    chat = ChatFormat(loaded.tokenizer)
+    engine = checks.WatchedEngine(TorchEngine(loaded.model, loaded.tokenizer))
+
+    async def attempt(number: int) -> Trajectory:
+        policy = Policy(
+            engine, chat, SAMPLING, name=f"a{number}", seed=number, context_length=256, timeout_s=60
+        )
+        messages = [Message("user", "left or right?")]
+        for _ in range(3):
+            reply = await policy.generate(messages)
+            messages = [*messages, reply.message, Message("user", "and now?")]
+        return Trajectory(
+            id=f"a{number}", task_id="t", group_id="t", attempt=number, turns=policy.turns
+        )
+
+    async def play() -> list[Trajectory]:
+        return list(await asyncio.gather(*(attempt(number) for number in range(3))))
+
+    return asyncio.run(play()), engine.requests
+
+
+def change_turn(trajectory: Trajectory, index: int, **fields) -> Trajectory:
+    turns = list(trajectory.turns)
+    turns[index] = msgspec.structs.replace(turns[index], **fields)
+    return msgspec.structs.replace(trajectory, turns=turns)
+
+
+def test_honest_attempts_pass(loaded, group):
+    trajectories, requests = group
+    assert sum(requests.values()) == 9
+    assert checks.count_other_contexts(trajectories, requests) == 0
+    num_tokens, difference = checks.max_logprob_difference(loaded.model, trajectories, SAMPLING)
+    assert num_tokens == sum(trajectory.num_completion_tokens() for trajectory in trajectories)
+    assert difference < 1e-4
+
+
+def test_the_model_serves_the_engine_again_after_the_check(loaded, group):
+    trajectories, _ = group
+    checks.max_logprob_difference(loaded.model, trajectories[:1], SAMPLING)
+    engine = TorchEngine(loaded.model, loaded.tokenizer)
+    completion = asyncio.run(engine.generate([5, 6, 7], SAMPLING, deadline_s=60))
+    assert len(completion.ids) == len(completion.logprobs) > 0
+
+
+def test_a_wrong_logprob_shows(loaded, group):
+    trajectories, _ = group
+    logprobs = trajectories[1].turns[2].logprobs
+    wrong = change_turn(trajectories[1], 2, logprobs=[logprobs[0] + 0.25, *logprobs[1:]])
+    assert checks.max_logprob_difference(loaded.model, [trajectories[0], wrong], SAMPLING)[
+        1
+    ] == pytest.approx(0.25, abs=1e-3)
+    broken = change_turn(
+        trajectories[1], 0, logprobs=[math.nan, *trajectories[1].turns[0].logprobs[1:]]
+    )
+    assert math.isnan(
+        checks.max_logprob_difference(loaded.model, [broken, trajectories[0]], SAMPLING)[1]
+    )
+
+
+def test_every_turn_of_a_branched_attempt_is_compared_once(loaded, group):
+    trajectory = group[0][0]
+    branched = change_turn(
+        trajectory, 2, parent=0, logprobs=[value - 5.0 for value in trajectory.turns[2].logprobs]
+    )
+    num_tokens, difference = checks.max_logprob_difference(loaded.model, [branched], SAMPLING)
+    assert num_tokens == branched.num_completion_tokens()
+    assert difference > 1.0
+
+
+def test_an_edited_prompt_shows_in_every_turn_after_it(group):
+    trajectories, requests = group
+    prompt = trajectories[0].turns[1].prompt_ids
+    edited = change_turn(trajectories[0], 1, prompt_ids=[prompt[0] + 1, *prompt[1:]])
+    assert checks.count_other_contexts([edited, *trajectories[1:]], requests) == 2
+
+
+def test_one_request_does_not_answer_for_two_turns(group):
+    trajectories, requests = group
+    assert checks.count_other_contexts([*trajectories, trajectories[0]], requests) == 3
+
+
+def test_reencoding_is_noticed_where_text_does_not_give_the_ids_back(loaded, group):
+    trajectories, _ = group
+    whole = change_turn(
+        trajectories[0], 0, completion_ids=loaded.tokenizer.encode("left", add_special_tokens=False)
+    )
+    whole = msgspec.structs.replace(whole, turns=whole.turns[:1])
+    half_a_character = loaded.tokenizer.encode("é", add_special_tokens=False)[:1]
+    assert checks.count_reencoded_differently([whole], loaded.tokenizer) == 0
+    assert (
+        checks.count_reencoded_differently(
+            [change_turn(whole, 0, completion_ids=half_a_character)], loaded.tokenizer
+        )
+        == 1
+    )
+
+
+def test_paths_of_a_tree_are_its_leaves(group):
+    trajectory = group[0][0]
+    branched = change_turn(trajectory, 2, parent=0)
+    assert [len(checks.whole_paths(one)) for one in (trajectory, branched)] == [1, 2]
+    turns = trajectory.turns
+    assert [turn.index for turn in checks.leaves(branched)] == [1, 2]
+    assert len(checks.whole_paths(trajectory)[0]) == sum(
+        len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns
+    )
+
+
+def test_worst_case_is_every_turn_at_its_limits(group):
+    trajectories, _ = group
+    first = len(trajectories[0].turns[0].prompt_ids)
+    added = max(len(turn.prompt_ids) for one in trajectories for turn in one.turns[1:])
+    assert checks.worst_case_tokens(trajectories, 5, 100) == first + 500 + 4 * added
+
+
+def test_memory_follows_the_shape_of_the_model(loaded):
+    config = build_config(
+        {"model": {"name": "tiny"}, "trainer": {"micro_batch_tokens": 64}}, needs_environment=False
+    )
+    parts = checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
+    weights = sum(
+        parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters()
+    )
+    assert parts["optimizer"] == 2 * weights
+    assert parts["key-value cache"] == 500 * 2 * 2 * 32 * 4
+    assert "reference copy" not in parts
+    more = checks.memory_parts(
+        loaded.model,
+        build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False),
+        step_tokens=1000,
+        cached_tokens=500,
+    )
+    assert more["reference copy"] == weights
+    for name, kept in (("dpo", True), ("rft", False)):
+        preferred = build_config({"algorithm": {"name": name}}, needs_environment=False)
+        assert (
+            "reference copy"
+            in checks.memory_parts(loaded.model, preferred, step_tokens=1000, cached_tokens=500)
+        ) == kept
+    assert more["activations"] == pytest.approx(parts["activations"] * 1000 / 64)
+    assert next(loaded.model.parameters()).dtype == torch.float32
+
+
+def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
+    def parts(*overrides: str) -> dict[str, float]:
+        config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
+        return checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
+
+    plain, whole = parts(), parts("algorithm.name=ppo")
+    assert whole["critic"] == 2 * plain["optimizer"], "weights, gradients and two moments"
+    assert parts("algorithm.name=ppo", "critic.trunk=shared").keys() == plain.keys()
+    assert parts("algorithm.name=prime").keys() - plain.keys() == {
+        "reference copy",
+        "process reward",
+    }
+
+
+def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config, tmp_path):
+    config = small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096")
+
+    def needed(one) -> float:
+        return sum(
+            checks.memory_parts(loaded.model, one, step_tokens=20000, cached_tokens=500).values()
+        )
+
+    found = checks.knobs(config, on_cpu=True)
+    assert next(iter(found)) == "trainer.micro_batch_tokens=2048"
+    assert {change.partition("=")[0] for change in found} >= {
+        "memory.checkpointing",
+        "memory.optimizer",
+        "critic.trunk",
+    }
+    for change, other in found.items():
+        assert (
+            small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096", change)
+            == other
+        )
+        assert needed(other) <= needed(config), change
+    on_gpu = checks.knobs(config, on_cpu=False)
+    assert on_gpu.keys() - found.keys() == {
+        "memory.offload_optimizer=true",
+        "memory.offload_activations=true",
+    }

@@ -1,0 +1,122 @@
+"""Predicted memory against the measured peak of real training steps, each in a process of its
+own."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from agentevo.config import LoraSection, MemorySection
+from agentevo.doctor.memory_estimate import (
+    Load,
+    layer_bytes,
+    shape_of,
+    total,
+    trained_of,
+    training_bytes,
+)
+from agentevo.models.adapters import add_adapter
+
+SIZES = {"hidden": 256, "layers": 4, "vocabulary": 8192, "length": 1024}
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "training_memory.py"
+    spec = importlib.util.spec_from_file_location("training_memory", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"samples": 4},
+        {"samples": 4, "checkpointing": "selective"},
+        {"samples": 8, "length": 512, "checkpointing": "full"},
+        {"samples": 6, "parts": 3},
+        {"samples": 4, "rank": 8},
+        {"samples": 3, "kind": "sft"},
+    ],
+    ids=lambda case: " ".join(f"{key}={value}" for key, value in case.items()),
+)
+def test_the_prediction_is_right_within_15_percent(case, benchmark):
+    predicted, measured = benchmark.measure(**SIZES | case)
+    assert predicted == pytest.approx(measured, rel=0.15), (
+        f"{predicted / 2**20:.0f} MiB predicted, {measured / 2**20:.0f} measured"
+    )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_long_context_takes_memory_in_proportion_to_its_length(benchmark):
+    """One sequence of 8K and one of 16K tokens: neither attention nor the output layer makes
+    anything that grows with the square."""
+    sizes = {"hidden": 128, "layers": 2, "vocabulary": 4096, "samples": 1, "checkpointing": "full"}
+    (_, short), (predicted, long) = (
+        benchmark.measure(**sizes, length=length) for length in (8192, 16384)
+    )
+    assert 1.7 < long / short < 2.2
+    assert predicted == pytest.approx(long, rel=0.15)
+
+
+def test_activations_by_hand(random_model):
+    """A Llama layer of width 32 (query 32, key 16, 4 heads) with 48 inner units, in float32: what
+    its backward pass needs."""
+    model = random_model("llama").alone
+    shape, trained = shape_of(model), trained_of(model)
+    assert (shape.query, shape.key, shape.head_norms, shape.tied) == (32, 16, False, True)
+    norms, attention, mlp = 2 * 3 * 32, 2 * 32 + 2 * 16 + 4, 4 * 48
+    assert layer_bytes(shape, trained, "none") == 4 * (norms + attention + mlp)
+    assert layer_bytes(shape, trained, "full") == 4 * 32
+    assert (
+        layer_bytes(shape, trained, "full")
+        < layer_bytes(shape, trained, "selective")
+        < layer_bytes(shape, trained, "none")
+    )
+    assert shape_of(random_model("qwen3").alone).head_norms
+
+
+def test_what_is_trained_decides(random_model):
+    plain = copy.deepcopy(random_model("qwen2").alone)
+    load, memory = Load(tokens=1000, rows=500, single=True, on_cpu=False), MemorySection()
+    whole = training_bytes(plain, load, memory)
+    numbers = sum(p.numel() for p in plain.parameters())
+    assert whole["optimizer"] == 8 * numbers
+    assert "float32 weights" not in whole
+    few = training_bytes(
+        add_adapter(copy.deepcopy(plain), LoraSection(rank=2, targets=("q_proj",)), seed=0),
+        load,
+        memory,
+    )
+    assert few["optimizer"] < whole["optimizer"] / 10
+    assert few["activations"] < whole["activations"]
+    eight = training_bytes(plain, load, MemorySection(optimizer="adamw_8bit"))
+    assert 0.25 <= eight["optimizer"] / whole["optimizer"] < 0.26
+    away = training_bytes(plain, load, MemorySection(offload_optimizer=True))
+    assert "optimizer" not in away
+    half = training_bytes(plain.bfloat16(), load, memory)
+    assert half["float32 weights"] == 4 * numbers
+    assert half["optimizer"] == 8 * numbers
+
+
+def test_memory_grows_linearly_with_tokens(random_model):
+    model = random_model("llama").alone
+    for mode in ("none", "selective", "full"):
+        sizes = [
+            total(
+                training_bytes(
+                    model, Load(n, n, True, on_cpu=False), MemorySection(checkpointing=mode)
+                )
+            )
+            for n in (1e5, 2e5, 4e5)
+        ]
+        assert sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]), rel=0.2)

@@ -1,0 +1,120 @@
+"""Several processes that mean the same run, and one that does not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from agentevo.config import load_config
+from agentevo.errors import ConfigError, StoreUnavailableError
+from agentevo.runs import identity as run_identity
+from agentevo.runs.creation import write_config
+from agentevo.runs.identity import ensure_run_folder
+
+
+def test_the_first_process_makes_the_folder_and_the_others_find_it(small_config, tmp_path):
+    folder = tmp_path / "run"
+    config, started = small_config(folder), Barrier(8)
+
+    def start(_: int) -> None:
+        started.wait()
+        ensure_run_folder(config)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(start, range(8)))
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    again = load_config(folder / "config.yaml")
+    assert again == config
+    written = (folder / "config.yaml").stat()
+    ensure_run_folder(again)
+    assert (folder / "config.yaml").stat() == written
+
+
+def test_another_run_is_refused_and_its_keys_are_named(small_config, tmp_path):
+    ensure_run_folder(small_config(tmp_path))
+    held = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(
+        ConfigError,
+        match=r"run.seed=5 and not 6, trainer.group_size=4 and not 8: .*config\.yaml as the recipe",
+    ):
+        ensure_run_folder(small_config(tmp_path, "trainer.group_size=8", "run.seed=6"))
+    assert (tmp_path / "config.yaml").read_text() == held
+
+
+def test_a_run_that_was_moved_or_renamed_is_the_same(small_config, tmp_path):
+    ensure_run_folder(small_config(tmp_path / "here", "run.name=one"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    ensure_run_folder(small_config(tmp_path / "there", "run.name=two"))
+
+
+def test_what_is_no_run_is_refused(small_config, tmp_path):
+    (tmp_path / "thesis.tex").write_text("not a run")
+    with pytest.raises(ConfigError, match="is not empty and not a run"):
+        ensure_run_folder(small_config(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(small_config, tmp_path):
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"run is a file: give another run\.dir"):
+        ensure_run_folder(small_config(tmp_path / "run"))
+
+
+def test_an_empty_store_outside_of_the_folder_is_this_run_s(small_config, tmp_path):
+    config = small_config(tmp_path / "run", f"store.url=sqlite:///{tmp_path / 'shared.sqlite'}")
+    assert ensure_run_folder(config)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_a_quicker_process_has_put_into_the_store(same, small_config, tmp_path, monkeypatch):
+    """Between the look for config.yaml and the one into the store another process has made both: of
+    this run, or of one that lies here."""
+    url = f"store.url=sqlite:///{tmp_path / 'shared.sqlite'}"
+    config, quicker = (
+        small_config(tmp_path / "run", url, *keys) for keys in ((), () if same else ("run.seed=6",))
+    )
+
+    async def content(store):
+        write_config(quicker)
+        return "3 tasks"
+
+    monkeypatch.setattr(run_identity, "content_of", content)
+    if same:
+        assert ensure_run_folder(config)
+    else:
+        with pytest.raises(ConfigError, match=r"run\.seed=6 and not 5"):
+            ensure_run_folder(config)
+
+
+@pytest.fixture
+def away(small_config, tmp_path):
+    """A run whose database does not answer."""
+    pytest.importorskip("asyncpg")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        yield small_config(
+            tmp_path / "run",
+            f"store.url=postgresql://me:hush@127.0.0.1:{found.getsockname()[1]}/runs",
+        )
+
+
+def test_a_database_that_is_away_is_waited_for(away):
+    told = []
+    with pytest.raises(StoreUnavailableError, match="given up after 1 s"):
+        ensure_run_folder(away, within_s=1.0, note=told.append)
+    assert len(told) == 1 and "waiting until" in told[0] and "hush" not in told[0]
+    assert not away.run_dir.exists()
+
+
+def test_who_waits_for_a_database_can_be_stopped(away):
+    begun = time.monotonic()
+    assert not ensure_run_folder(
+        away, within_s=600.0, stop=lambda: time.monotonic() > begun + 0.3, note=lambda line: None
+    )
+    assert time.monotonic() < begun + 30.0
+    assert not away.run_dir.exists()

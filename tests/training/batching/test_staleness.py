@@ -1,0 +1,534 @@
+"""Ages of tokens and the bound on them: nothing older reaches the loss, everything else is as it
+would be without."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentevo.algorithms.importance import effective_sample_size
+from agentevo.config import AlgorithmSection, CriticSection, TrainerSection
+from agentevo.errors import TrainingError
+from agentevo.training.batching.staleness import (
+    age_sums,
+    effective_sizes,
+    leave_out_stale,
+    mask_stale,
+)
+from agentevo.training.preference import PreferenceTrainer
+from agentevo.training.trainer import Trainer
+from agentevo.types import Sample, Trajectory, Turn
+
+STILL = TrainerSection(learning_rate=1e-12, warmup_steps=0, max_grad_norm=1e9)
+NOW = 7
+"""Version of the trainer."""
+
+
+def attempts(seed: int = 4, newest: int = NOW, oldest: int = NOW - 3) -> list[Trajectory]:
+    """Two groups of three conversations of two turns; within each the versions only grow, as
+    engines' do."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(6):
+        group, turns = number // 3, []
+        sizes = [rng.randrange(1, 5), rng.randrange(1, 5)]
+        versions = sorted(rng.randrange(oldest, newest + 1) for _ in range(sum(sizes)))
+        for index, size in enumerate(sizes):
+            said = [rng.randrange(2, 97) for _ in range(size)]
+            turns.append(
+                Turn(
+                    index=index,
+                    parent=index - 1 if index else None,
+                    prompt_ids=[5 + group, *range(20, 27)] if index == 0 else [3, 4],
+                    completion_ids=said,
+                    logprobs=[rng.uniform(-6, -3) for _ in said],
+                    versions=versions[:size] if index == 0 else versions[-size:],
+                    finish_reason="stop",
+                )
+            )
+        reward = rng.choice([0.0, 0.5, 1.0]) + (number == 0)
+        found.append(
+            Trajectory(
+                id=f"t{number}",
+                task_id=f"q{group}",
+                group_id=f"g{group}",
+                reward=reward,
+                success=reward > 0.5,
+                turns=turns,
+            )
+        )
+    return found
+
+
+def places(sample: Sample) -> list[int]:
+    return [place for place, trained in enumerate(sample.loss_mask) if trained]
+
+
+def of_places(sample: Sample) -> dict[int, tuple]:
+    """Of each trained place its token and all that goes with it, columns included but for the
+    age."""
+    columns = {name: values for name, values in sample.columns.items() if name != "age"}
+    return {
+        place: (
+            sample.ids[place],
+            sample.logprobs[place],
+            sample.versions[place],
+            sample.advantages[place],
+            tuple((name, values[count]) for name, values in sorted(columns.items())),
+        )
+        for count, place in enumerate(places(sample))
+    }
+
+
+@st.composite
+def aged_samples(draw) -> list[Sample]:
+    found = []
+    for number in range(draw(st.integers(1, 5))):
+        mask = [False, *draw(st.lists(st.booleans(), min_size=1, max_size=8))]
+        numbers = [draw(st.floats(-9, -0.1)) if m else 0.0 for m in mask]
+        found.append(
+            Sample(
+                trajectory_id=f"t{draw(st.integers(0, number))}",
+                group_id="g",
+                ids=list(range(len(mask))),
+                loss_mask=mask,
+                logprobs=numbers,
+                versions=[draw(st.integers(0, NOW)) if m else -1 for m in mask],
+                advantages=[-x for x in numbers],
+                columns={"values": [float(k) for k in range(sum(mask))]},
+            )
+        )
+    return found
+
+
+@given(aged_samples(), st.none() | st.integers(0, NOW))
+def test_what_is_too_old_goes_and_nothing_else(samples, bound):
+    kept, metrics = mask_stale(samples, trainer_version=NOW, bound=bound)
+    oldest = 0 if bound is None else NOW - bound
+    expected = []
+    for sample in samples:
+        left = {
+            place: content for place, content in of_places(sample).items() if content[2] >= oldest
+        }
+        if left:
+            expected.append((sample.trajectory_id, sample.ids, left))
+    assert [(one.trajectory_id, one.ids, of_places(one)) for one in kept] == expected
+    for one in kept:
+        assert one.columns["age"] == [NOW - one.versions[place] for place in places(one)]
+        for name, blank in (("logprobs", 0.0), ("versions", -1), ("advantages", 0.0)):
+            assert {x for x, m in zip(getattr(one, name), one.loss_mask, strict=True) if not m} <= {
+                blank
+            }, name
+
+    versions = [
+        v for sample in samples for v, m in zip(sample.versions, sample.loss_mask, strict=True) if m
+    ]
+    if not versions:
+        assert metrics == {}
+        return
+    ages = [NOW - v for v in versions]
+    trained = [age for age in ages if bound is None or age <= bound]
+    shares = Counter(trained)
+    last = max(trained) if bound is None else bound
+    assert {key: value for key, value in metrics.items() if "/age_" in key} == pytest.approx(
+        {f"staleness/age_{age}": shares[age] / len(ages) for age in range(last + 1)}
+    )
+    assert metrics["staleness/masked"] == pytest.approx(1 - len(trained) / len(ages))
+    assert metrics["staleness/masked_tokens"] == len(ages) - len(trained)
+    assert ("staleness/max" in metrics) == bool(trained)
+    if trained:
+        assert metrics["staleness/max"] == max(trained)
+        assert metrics["staleness/mean"] == pytest.approx(sum(trained) / len(trained))
+    of_trajectory: dict[str, list[int]] = {}
+    for sample in samples:
+        of_trajectory.setdefault(sample.trajectory_id, []).extend(
+            v for v in sample.versions if v >= 0
+        )
+    with_tokens = [found for found in of_trajectory.values() if found]
+    assert metrics["staleness/trajectory_spread"] == pytest.approx(
+        sum(max(v) - min(v) for v in with_tokens) / len(with_tokens)
+    )
+    assert metrics["staleness/masked_trajectories"] == sum(max(v) < oldest for v in with_tokens)
+
+
+def test_samples_are_left_as_they_were(samples_of):
+    samples = samples_of([[1, 2, 3, 4, 5], [1, 2, 3]])
+    before = msgspec.json.encode(samples)
+    mask_stale(samples, trainer_version=3, bound=2)
+    assert msgspec.json.encode(samples) == before
+
+
+def with_versions(versions: list[int]) -> Sample:
+    mask = [False, *[True] * len(versions)]
+    blank = [0.0] * len(mask)
+    return Sample(
+        trajectory_id="t",
+        group_id="g",
+        ids=[2] * len(mask),
+        loss_mask=mask,
+        logprobs=blank,
+        versions=[-1, *versions],
+        advantages=blank,
+    )
+
+
+def test_what_is_newer_than_the_trainer_is_refused():
+    with pytest.raises(
+        TrainingError,
+        match="trajectory t has a token of version 9, and the trainer is at 7: these weights "
+        "were never",
+    ):
+        mask_stale([with_versions([7, 9])], trainer_version=7, bound=2)
+
+
+def test_a_token_without_a_version_is_refused():
+    with pytest.raises(TrainingError, match="without a version"):
+        mask_stale([with_versions([3, -1])], trainer_version=3)
+
+
+@pytest.mark.parametrize("given_", [{"trainer_version": -1}, {"trainer_version": 3, "bound": -1}])
+def test_numbers_that_make_no_sense(given_):
+    with pytest.raises(ValueError, match="give"):
+        mask_stale([], **given_)
+
+
+PRESETS = {
+    "grpo": {"name": "grpo"},
+    "gae": {"name": "ppo"},
+    "reward kl": {"name": "reinforce_pp", "kl_coef": 0.3, "kl_in": "reward"},
+    "recomputed": {"name": "grpo", "old_logprobs": "recomputed", "importance": "token_tis"},
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_advantages_are_those_of_all_tokens(preset, random_model):
+    model = random_model("llama").model
+    found = []
+    for arguments in ({}, {"version": NOW, "bound": 1}):
+        torch.manual_seed(0)
+        trainer = Trainer(
+            copy.deepcopy(model),
+            STILL,
+            AlgorithmSection(**PRESETS[preset]),
+            critic=CriticSection(pretrain_steps=0),
+        )
+        trainer.begin()
+        found.append(trainer.prepare(attempts(), **arguments))
+    everything, fresh = found
+    of_trajectory = {sample.trajectory_id: of_places(sample) for sample in everything.samples}
+    expected = {
+        name: {p: c for p, c in content.items() if c[2] >= NOW - 1}
+        for name, content in of_trajectory.items()
+    }
+    assert {sample.trajectory_id: of_places(sample) for sample in fresh.samples} == {
+        k: v for k, v in expected.items() if v
+    }
+    assert sum(map(len, expected.values())) < sum(map(len, of_trajectory.values())), (
+        "else nothing was masked"
+    )
+    assert fresh.dropped == {}, "what is wholly stale is in its group's baseline"
+    assert {
+        key: value for key, value in fresh.metrics.items() if not key.startswith("staleness/")
+    } == everything.metrics
+
+
+def hand_built_loss(
+    model, trajectories, advantages, oldest: int, weight, aggregation: str
+) -> torch.Tensor:
+    """-A w log pi over those tokens alone whose version is at least `oldest`, one conversation at a
+    time through transformers' own attention; at a ratio of 1 it has the gradient of every clipped
+    loss. weight: log pi, log mu -> w."""
+    losses = []
+    for trajectory in trajectories:
+        ids = [*trajectory.context_ids(1), *trajectory.turns[1].completion_ids]
+        rows = torch.log_softmax(
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], -1
+        )
+        place, own = 0, []
+        for turn in trajectory.turns:
+            place += len(turn.prompt_ids)
+            for token, behaviour, version in zip(
+                turn.completion_ids, turn.logprobs, turn.versions, strict=True
+            ):
+                if version >= oldest:
+                    logp = rows[place - 1, token]
+                    own.append(
+                        -advantages[trajectory.id] * weight(float(logp.detach()), behaviour) * logp
+                    )
+                place += 1
+        if own:
+            losses.append(torch.stack(own))
+    if aggregation == "token-mean":
+        return torch.cat(losses).mean()
+    return torch.stack([own.mean() for own in losses]).mean()
+
+
+def grpo_advantages(trajectories) -> dict[str, float]:
+    """Of all attempts of a group, stale ones included."""
+    found = {}
+    for trajectory in trajectories:
+        rewards = torch.tensor(
+            [t.reward for t in trajectories if t.group_id == trajectory.group_id],
+            dtype=torch.float64,
+        )
+        found[trajectory.id] = float((trajectory.reward - rewards.mean()) / (rewards.std() + 1e-6))
+    return found
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("policy", ["mask", "correct"])
+@pytest.mark.parametrize(("seed", "bound"), [(4, 0), (5, 1), (6, 2), (7, 3)])
+def test_the_gradient_is_that_of_the_remaining_tokens(
+    seed, bound, policy, aggregation, random_model, gradient
+):
+    one = random_model("llama")
+    trajectories = attempts(seed)
+    section = AlgorithmSection(old_logprobs="recomputed", aggregation=aggregation)
+    cap = 1.2
+    if policy == "correct":
+        section = section.model_copy(update={"importance": "token_tis", "importance_cap": cap})
+    alone = copy.deepcopy(one.alone)
+    weights = []
+
+    def weight(logp: float, behaviour: float) -> float:
+        weights.append(
+            min(torch.tensor(logp - behaviour).exp().item(), cap) if policy == "correct" else 1.0
+        )
+        return weights[-1]
+
+    hand_built_loss(
+        alone, trajectories, grpo_advantages(trajectories), NOW - bound, weight, aggregation
+    ).backward()
+    if policy == "correct" and bound == 3:
+        assert 0 < sum(w == cap for w in weights) < len(weights), (
+            "the cap binds for some and not for others"
+        )
+    expected = gradient(alone)
+    for micro_batch_tokens in (16384, 64):
+        trainer = Trainer(
+            copy.deepcopy(one.model),
+            STILL.model_copy(update={"micro_batch_tokens": micro_batch_tokens}),
+            section,
+        )
+        trainer.begin()
+        metrics = trainer.step(trainer.prepare(trajectories, version=NOW, bound=bound).samples)
+        assert metrics["trainer/trained_tokens"] == len(weights)
+        assert float((gradient(trainer.model) - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_other_tokens_of_old_versions_could_be_anything(random_model, gradient):
+    """Log-probs of tokens that are too old have no influence; those of one that is not do."""
+    found = []
+    for changed in (0, 1, 2):
+        trajectories = attempts()
+        stale = [v < NOW - 1 for t in trajectories for turn in t.turns for v in turn.versions]
+        assert any(stale) and not all(stale)
+        for number, trajectory in enumerate(trajectories):
+            turns = [
+                msgspec.structs.replace(
+                    turn,
+                    logprobs=[
+                        x
+                        - (changed == 1) * 2.0 * (v < NOW - 1)
+                        - (changed == 2) * 2.0 * (v == NOW - 1)
+                        for x, v in zip(turn.logprobs, turn.versions, strict=True)
+                    ],
+                )
+                for turn in trajectory.turns
+            ]
+            trajectories[number] = msgspec.structs.replace(trajectory, turns=turns)
+        trainer = Trainer(
+            copy.deepcopy(random_model("llama").model),
+            STILL,
+            AlgorithmSection(clip_low=1.0, clip_high=1e9),
+        )
+        metrics = trainer.step(trainer.prepare(trajectories, version=NOW, bound=1).samples)
+        found.append((gradient(trainer.model), metrics))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert not torch.allclose(found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_without_stale_tokens_nothing_changes(preset, random_model, gradient):
+    fresh = attempts(newest=NOW, oldest=NOW)
+    found = []
+    for arguments in ({}, {"version": NOW, "bound": 0}):
+        torch.manual_seed(0)
+        trainer = Trainer(
+            copy.deepcopy(random_model("llama").model),
+            STILL,
+            AlgorithmSection(**PRESETS[preset]),
+            critic=CriticSection(pretrain_steps=0),
+        )
+        trainer.begin()
+        made = trainer.prepare(fresh, **arguments)
+        metrics = made.metrics | trainer.step(made.samples)
+        extra = {
+            key: metrics.pop(key)
+            for key in list(metrics)
+            if key.startswith(("staleness/", "actor/ess_age_"))
+        }
+        found.append((gradient(trainer.model), metrics, extra))
+    (before, metrics, none), (after, same, extra) = found
+    assert torch.equal(before, after)
+    assert metrics == same
+    assert none == {}
+    assert (extra["staleness/age_0"], extra["staleness/masked"], extra["staleness/max"]) == (
+        1.0,
+        0.0,
+        0.0,
+    )
+    assert set(extra) >= {"actor/ess_age_0"}
+
+
+def test_a_step_of_which_nothing_is_left(random_model):
+    trainer = Trainer(copy.deepcopy(random_model("llama").model), STILL, AlgorithmSection())
+    made = trainer.prepare(attempts(), version=NOW + 9, bound=2)
+    assert (made.samples, made.dropped) == ([], {})
+    assert made.metrics["staleness/masked"] == 1.0
+    assert made.metrics["staleness/masked_trajectories"] == 6
+    assert made.metrics["staleness/age_2"] == 0.0
+    assert "staleness/max" not in made.metrics
+    with pytest.raises(ValueError, match="give version="):
+        trainer.prepare(attempts(), bound=2)
+
+
+def expected_sizes(samples, weigh) -> dict[str, float]:
+    """ESS by age, over all trained tokens of these samples. weigh: sample, its how-manieth trained
+    token, behaviour log-prob -> weight."""
+    of_age: dict[int, list[float]] = {}
+    for sample in samples:
+        for count, place in enumerate(places(sample)):
+            of_age.setdefault(NOW - sample.versions[place], []).append(
+                weigh(sample, count, sample.logprobs[place])
+            )
+    found = {}
+    for age, weights in of_age.items():
+        table = torch.tensor([weights], dtype=torch.float64)
+        found[f"actor/ess_age_{age}"] = float(
+            effective_sample_size(table, torch.ones_like(table, dtype=torch.bool))
+        )
+    return found
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [16384, 64])
+@pytest.mark.parametrize("importance", ["none", "token_tis", "token_mis"])
+def test_effective_sample_sizes_by_age(importance, micro_batch_tokens, random_model):
+    """The weights of the loss where it has some, else the ratios; the trainer's log-probs are those
+    of the recomputation."""
+    section = AlgorithmSection(old_logprobs="recomputed", importance=importance, importance_cap=1.3)
+    trainer = Trainer(
+        copy.deepcopy(random_model("llama").model),
+        STILL.model_copy(update={"micro_batch_tokens": micro_batch_tokens}),
+        section,
+    )
+    samples = trainer.prepare(attempts(), version=NOW, bound=2).samples
+
+    def weigh(sample: Sample, count: int, behaviour: float) -> float:
+        ratio = (
+            torch.tensor(sample.columns["old_logp"][count] - behaviour, dtype=torch.float64)
+            .exp()
+            .item()
+        )
+        if importance == "none":
+            return ratio
+        return min(ratio, 1.3) if importance == "token_tis" else ratio * (ratio <= 1.3)
+
+    expected = expected_sizes(samples, weigh)
+    metrics = trainer.step(samples)
+    assert {key: value for key, value in metrics.items() if "ess_age" in key} == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert set(expected) == {"actor/ess_age_0", "actor/ess_age_1", "actor/ess_age_2"}
+    assert len({round(value, 3) for value in expected.values()}) > 1, "else ages could be mixed up"
+
+
+@pytest.mark.parametrize("name", ["grpo", "decoupled"])
+def test_later_optimizer_steps_do_not_blur_them(name, random_model):
+    """The policy moves by itself between a step's optimizer steps; only the first one knows how
+    off-policy the tokens were."""
+    section = {
+        "grpo": AlgorithmSection(),
+        "decoupled": AlgorithmSection(policy_loss="decoupled_ppo"),
+    }[name]
+    fast = TrainerSection(learning_rate=0.05, warmup_steps=0, minibatches=2, epochs=2)
+    trainer = Trainer(copy.deepcopy(random_model("llama").model), fast, section)
+    made = trainer.prepare(attempts(), version=NOW, bound=3)
+    first = [sample for sample in made.samples if sample.group_id == "g0"]
+    alone = Trainer(copy.deepcopy(random_model("llama").model), STILL, section)
+    alone.begin()
+    expected = {key: value for key, value in alone.step(first).items() if "ess_age" in key}
+    assert {
+        key: value for key, value in trainer.step(made.samples).items() if "ess_age" in key
+    } == pytest.approx(expected, rel=1e-5)
+    assert expected
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.just(0.0) | st.floats(1e-9, 20)), min_size=1, max_size=30
+    ),
+    st.integers(0, 30),
+)
+def test_sums_by_age_add_up_over_parts(tokens, cut):
+    ages, weights = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)
+    )
+    parts = [age_sums(weights[part], ages[part]) for part in (slice(0, cut), slice(cut, None))]
+    sums = {"other": 1.0}
+    for part in parts:
+        for key, value in part.items():
+            sums[key] = sums.get(key, 0.0) + value
+    found = effective_sizes(sums)
+    assert sums == {"other": 1.0}
+    expected = {}
+    for age in {int(a) for a in ages}:
+        of_age = weights[ages == age][None]
+        expected[f"actor/ess_age_{age}"] = float(
+            effective_sample_size(of_age, torch.ones_like(of_age, dtype=torch.bool))
+        )
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_answers_are_compared_whole_or_not_at_all(random_model):
+    """DPO: an attempt with one token that is too old is in no pair; the others' pairs are as if it
+    had not been sampled."""
+    section = AlgorithmSection(name="dpo")
+    trajectories = attempts(oldest=NOW - 2)
+    old = {"t1", "t5"}
+    for number in (1, 5):
+        first = trajectories[number].turns[0]
+        first = msgspec.structs.replace(first, versions=[NOW - 3, *first.versions[1:]])
+        trajectories[number] = msgspec.structs.replace(
+            trajectories[number], turns=[first, *trajectories[number].turns[1:]]
+        )
+    trainer = PreferenceTrainer(copy.deepcopy(random_model("llama").model), STILL, section)
+    trainer.begin()
+    made = trainer.prepare(trajectories, version=NOW, bound=2)
+    assert {name for name, reason in made.dropped.items() if reason == "stale"} == old
+    without = trainer.prepare([t for t in trajectories if t.id not in old])
+
+    def names(prepared):
+        return [(pair.chosen.name, pair.rejected.name) for pair in prepared.samples]
+
+    assert names(made) == names(without) != []
+    assert made.metrics["staleness/masked_trajectories"] == len(old)
+    assert made.metrics["staleness/max"] <= 2
+    assert set(without.metrics) == {"preference/num_pairs"}
+    with pytest.raises(ValueError, match="give version="):
+        trainer.prepare(trajectories, bound=2)
+    with pytest.raises(TrainingError, match="the trainer is at 3"):
+        trainer.prepare(trajectories, version=3, bound=2)
+
+
+def test_of_whole_answers_nothing_is_dropped_without_a_bound():
+    kept, dropped, metrics = leave_out_stale(attempts(), trainer_version=NOW)
+    assert (kept, dropped, metrics["staleness/masked"]) == (attempts(), {}, 0.0)

@@ -1,0 +1,91 @@
+"""FlexAttention's block mask from the tree: exactly the pairs that see one another, and no block
+too many where it matters.
+
+Its kernels need a GPU; here PyTorch's own slow form of it runs, on the same mask.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agentevo.training.batching.tree import build_tree
+from agentevo.training.kernels import flex_tree
+from agentevo.training.kernels.flex_tree import FlexTree
+from agentevo.training.kernels.tree_attention import TreeAttention
+
+CPU = torch.device("cpu")
+PROMPT = list(range(150))
+GROUP = [PROMPT + [1000 + n] * (90 * n + 1) for n in range(5)] + [[7] * 300]
+sequences_of_few_letters = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=9
+)
+
+
+def pairs(tree, window):
+    """[N, N] bool, query by key, from the paths."""
+    seen = np.zeros((tree.num_nodes, tree.num_nodes), dtype=bool)
+    for path in tree.paths:
+        distance = np.arange(len(path))[:, None] - np.arange(len(path))[None, :]
+        seen[path[:, None], path[None, :]] |= (distance >= 0) & (distance < (window or len(path)))
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 5, 40, 200])
+def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
+    monkeypatch.setattr(flex_tree, "BLOCK", 4)
+
+    @settings(max_examples=20, deadline=None)
+    @given(sequences_of_few_letters)
+    @example(GROUP)
+    def any_tree(sequences):
+        tree = build_tree(sequences)
+        flex = FlexTree(tree, CPU)
+        some, every = flex._blocks(window)
+        expected = pairs(tree, window)
+        padded = np.zeros((len(flex.ends), len(flex.ends)), dtype=bool)
+        padded[: tree.num_nodes, : tree.num_nodes] = expected
+        blocks = padded.reshape(len(some), 4, len(some), 4)
+        assert not (blocks.any((1, 3)) & ~some).any(), (
+            "a pair that sees one another lies in a block that is left out"
+        )
+        assert (blocks.all((1, 3)) | ~every).all(), "a block counts as full and is not"
+        query, key = (
+            x.reshape(-1)
+            for x in torch.meshgrid(*[torch.arange(tree.num_nodes)] * 2, indexing="ij")
+        )
+        found = flex.block_mask(window).mask_mod(None, None, query, key).view(tree.num_nodes, -1)
+        assert np.array_equal(found.numpy(), expected)
+
+    any_tree()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (60, None), (None, 2.0)])
+def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
+    tree = build_tree(GROUP)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tree.num_nodes, heads, 16, generator=generator) for heads in (4, 2, 2))
+    found = FlexTree(tree, CPU).attend(q, k, v, 0.25, window, softcap)
+    torch.testing.assert_close(
+        found,
+        TreeAttention(tree, CPU).attend(0, q, k, v, 0.25, window, softcap),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_a_shared_prompt_leaves_out_the_other_members_blocks():
+    prompt, members = list(range(1024)), 8
+    flex = FlexTree(build_tree([[*prompt, *[2000 + n] * 256] for n in range(members)]), CPU)
+    some, every = flex._blocks(None)
+    assert some.sum() == 8 * 9 // 2 + members * (8 * 2 + 3)
+    assert every.sum() == some.sum() - len(some), "only the diagonal needs the mask"
+
+
+def test_a_mask_for_128k_nodes_takes_no_memory_for_all_pairs():
+    tree = build_tree([list(range(131072))])
+    mask = FlexTree(tree, CPU).block_mask(None)
+    assert mask.kv_num_blocks.sum() == 1024 and mask.full_kv_num_blocks.sum() == 1024 * 1023 // 2
