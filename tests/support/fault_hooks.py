@@ -21,10 +21,10 @@ HOUR_S = 3600.0
 
 def short_store_deadline(birth: Birth) -> None:
     """Calls of the store are late after half a second."""
-    from agentevo.orchestration import components
+    from agentevo.runs import store_opening
     from agentevo.store.store import open_store
 
-    components.open_store = partial(open_store, timeout_s=SHORT_S)  # type: ignore[attr-defined]
+    store_opening.open_store = partial(open_store, timeout_s=SHORT_S)  # type: ignore[attr-defined]
 
 
 def wall_clock_jumps(birth: Birth) -> None:
