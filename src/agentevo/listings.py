@@ -52,17 +52,12 @@ def models() -> list[Row]:
 def recipes() -> list[Row]:
     """Packaged recipes; the line is the first comment of each file, and how many runs it is if it
     is a sweep."""
-    from agentevo.config.sources import PACKAGED_RECIPES, recipe_names
+    from agentevo.config.sources import packaged_recipes
     from agentevo.config.sweep import load_sweep
 
     rows = []
-    for name in recipe_names():
-        first = (
-            (PACKAGED_RECIPES / f"{name}.yaml")
-            .read_text(encoding="utf-8")
-            .lstrip()
-            .splitlines()[:1]
-        )
+    for name, path in packaged_recipes().items():
+        first = path.read_text(encoding="utf-8").lstrip().splitlines()[:1]
         about = first[0].lstrip("# ") if first and first[0].startswith("#") else ""
         sweep = load_sweep(name)
         rows.append(

@@ -19,13 +19,23 @@ from omegaconf.errors import OmegaConfBaseException
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
 
-PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
 
+def packaged_recipes() -> dict[str, Path]:
+    """The file of every packaged recipe, by its name, in the order of the names.
+
+    A wheel carries the folder `recipes/` inside the package; in a checkout it lies beside `src/`.
+    """
+    package = Path(__file__).parent.parent
+    inside, beside = package / "recipes", package.parent.parent / "recipes"
+    paths = list(inside.glob("*/*.yaml")) or list(beside.glob("*/*.yaml"))
+    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
+
+
 def recipe_names() -> list[str]:
-    """Names of the recipes shipped in the package."""
-    return sorted(path.stem for path in PACKAGED_RECIPES.glob("*.yaml"))
+    """Names of the packaged recipes, sorted."""
+    return list(packaged_recipes())
 
 
 def find_recipe(recipe: str) -> Path:
@@ -35,8 +45,8 @@ def find_recipe(recipe: str) -> Path:
         if path.is_file():
             return path
         raise ConfigError(f"recipe {recipe}: no such file (packaged recipes: {known})")
-    packaged = PACKAGED_RECIPES / f"{recipe}.yaml"
-    if packaged.is_file() and packaged.parent == PACKAGED_RECIPES:
+    packaged = packaged_recipes().get(recipe)
+    if packaged is not None:
         return packaged
     if path.exists():
         inside = next(iter(sorted(path.glob("*.yaml"))), None) if path.is_dir() else None

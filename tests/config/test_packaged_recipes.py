@@ -1,0 +1,46 @@
+"""Recipes lie beside their README in `recipes/`, and whoever installs the package gets them too."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from agentevo.config.sources import packaged_recipes
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_recipe_lies_beside_a_readme_that_names_its_command():
+    recipes = packaged_recipes()
+    assert {"coins", "frozen_lake", "frozen_lake_sft", "sokoban", "zoo"} <= set(recipes)
+    for name, path in recipes.items():
+        readme = (path.parent / "README.md").read_text(encoding="utf-8")
+        assert path.is_relative_to(ROOT / "recipes")
+        assert f"agentevo train {name}" in readme or f"agentevo sft {name}" in readme, name
+
+
+def test_no_two_recipes_share_a_name():
+    files = list((ROOT / "recipes").glob("*/*.yaml"))
+    assert len(files) == len(packaged_recipes())
+
+
+def test_the_wheel_carries_every_recipe_inside_the_package(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    finder = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from agentevo.config.sources import packaged_recipes\n"
+        "print(*[path for path in packaged_recipes().values()], sep='\\n')"
+    )
+    listed = subprocess.run(
+        [sys.executable, "-c", finder, str(tmp_path / "installed")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout.split()
+    assert [Path(line).stem for line in listed] == list(packaged_recipes())
+    assert all(Path(line).is_relative_to(tmp_path / "installed") for line in listed)
