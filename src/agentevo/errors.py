@@ -29,6 +29,10 @@ class ModelError(AgentEvoError):
     """A model or tokenizer can't be found, loaded or used."""
 
 
+class BadRequestError(AgentEvoError):
+    """What an agent asked of the policy is no request: its messages, tools or sampling."""
+
+
 class EngineError(AgentEvoError):
     """The engine can't serve a request."""
 

@@ -11,7 +11,7 @@ is ever re-encoded from text.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -56,6 +56,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Of this request alone: the same seed, prompt and weights give the same tokens in any
     batch."""
+
+
+class SamplingOverrides(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What one call changes of the sampling; None keeps the recipe's."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    stop_strings: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from agentevo.environments.environment import EnvironmentConfig
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.errors import EnvironmentFailure
+from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.types import Baselines, SamplingParams, Task
 
@@ -172,13 +173,15 @@ def play(chat, scripted_engine):
     ):
         engine = scripted_engine(chat.tokenizer, chat.end_of_turn_id, says)
         policy = Policy(
-            engine,
-            chat,
-            SamplingParams(),
-            name="a",
-            seed=0,
-            context_length=context_length,
-            timeout_s=120,
+            Conversation(
+                engine,
+                chat,
+                SamplingParams(),
+                name="a",
+                seed=0,
+                context_length=context_length,
+                timeout_s=120,
+            )
         )
         agent = EnvironmentAgent(lambda: Corridor(CorridorConfig(max_actions=max_actions)), section)
         return asyncio.run(agent.run(Task(id="t", seed=seed), policy)), policy
@@ -288,7 +291,7 @@ def test_the_conversation_that_the_policy_sees(play, chat):
         ],
         seed=1,
     )
-    trajectory_text = chat.tokenizer.decode([*policy._contexts[-1]])
+    trajectory_text = chat.tokenizer.decode([*policy.conversation._contexts[-1]])
     told = "Think first, then answer with your action: <think>...</think><answer>...</answer>"
     assert trajectory_text == (
         f"<|system|>Be brief.<|end|><|user|>Walk Right to the end.\n{told}\nat 1<|end|>"

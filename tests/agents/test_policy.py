@@ -14,6 +14,7 @@ from agentevo.errors import (
     EngineUnavailableError,
     RequestTooLongError,
 )
+from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Message, SamplingParams, Trajectory
@@ -30,9 +31,8 @@ def scripted(loaded, chat, scripted_engine):
     def make(says, **options):
         engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
         settings = {"name": "a", "seed": 5, "context_length": 256, "timeout_s": 120.0} | options
-        return engine, Policy(
-            engine, chat, SamplingParams(max_new_tokens=20, temperature=0.7), **settings
-        )
+        sampling = SamplingParams(max_new_tokens=20, temperature=0.7)
+        return engine, Policy(Conversation(engine, chat, sampling, **settings))
 
     return make
 
@@ -88,14 +88,9 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
         return completion
 
     engine.generate = watched  # type: ignore[method-assign]
+    sampling = SamplingParams(max_new_tokens=7, stop_token_ids=chat.end_ids)
     policy = Policy(
-        engine,
-        chat,
-        SamplingParams(max_new_tokens=7, stop_token_ids=chat.end_ids),
-        name="a",
-        seed=1,
-        context_length=256,
-        timeout_s=120,
+        Conversation(engine, chat, sampling, name="a", seed=1, context_length=256, timeout_s=120)
     )
 
     async def talk():
@@ -269,7 +264,7 @@ def test_seeds_follow_the_attempt(scripted):
 
 def test_closing_frees_the_engines_memory_of_the_attempt(scripted):
     engine, policy = scripted([])
-    run(policy.close())
+    run(policy.conversation.close())
     assert engine.released == ["a"]
 
 
@@ -283,10 +278,10 @@ def test_the_engines_failure_is_remembered_whatever_the_agent_does(scripted):
     )
     for expected in (None, None, "late", "late"):
         run(swallow(policy))
-        assert (str(policy.broken) if policy.broken else None) == expected
+        assert (str(policy.conversation.broken) if policy.conversation.broken else None) == expected
     _, small = scripted([], context_length=4)
     run(swallow(small))
-    assert small.broken is None, "a full context is the agent's own"
+    assert small.conversation.broken is None, "a full context is the agent's own"
 
 
 def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failure(scripted):
@@ -298,7 +293,7 @@ def test_a_request_that_is_broken_off_while_no_engine_lives_is_the_engines_failu
         engine.version, engine.generate = version, hang
         with pytest.raises(TimeoutError):
             run(asyncio.wait_for(policy.generate([USER]), 0.02))
-        assert isinstance(policy.broken, EngineUnavailableError) == broken
+        assert isinstance(policy.conversation.broken, EngineUnavailableError) == broken
 
 
 def test_the_oldest_version_counts_requests_under_way(scripted):
@@ -312,17 +307,17 @@ def test_the_oldest_version_counts_requests_under_way(scripted):
 
     async def talk():
         engine.generate, engine.version = slow, 5
-        assert policy.oldest_version is None
+        assert policy.conversation.oldest_version is None
         asked = asyncio.create_task(policy.generate([USER]))
         await asyncio.sleep(0)
         engine.version = 8
-        assert policy.oldest_version == 5, "its first tokens may be drawn already"
+        assert policy.conversation.oldest_version == 5, "its first tokens may be drawn already"
         go.set()
         await asked
-        assert policy.oldest_version == 8, "they were not"
+        assert policy.conversation.oldest_version == 8, "they were not"
         engine.version = 9
         await policy.generate([OTHER])
-        assert policy.oldest_version == 8
+        assert policy.conversation.oldest_version == 8
 
     run(talk())
 
@@ -343,17 +338,17 @@ def test_a_request_made_while_no_engine_was_known_has_no_version(scripted):
         asked = asyncio.create_task(policy.generate([OTHER]))
         await asyncio.sleep(0)
         engine.version = 6
-        assert policy.oldest_version == 5, "of the tokens that there are"
+        assert policy.conversation.oldest_version == 5, "of the tokens that there are"
         go.set()
         await asked
-        assert policy.oldest_version == 5
+        assert policy.conversation.oldest_version == 5
 
     run(talk())
 
 
 def test_a_closed_policy_answers_no_more(scripted):
     engine, policy = scripted(["left"])
-    run(policy.close())
+    run(policy.conversation.close())
     with pytest.raises(EngineError, match="the attempt a is over"):
         run(policy.generate([USER]))
-    assert engine.requests == [] and policy.broken is None
+    assert engine.requests == [] and policy.conversation.broken is None

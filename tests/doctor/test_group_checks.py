@@ -10,6 +10,7 @@ import torch
 from agentevo.agents import Policy
 from agentevo.config import ModelSection, TinyModel, build_config
 from agentevo.doctor import group_checks as checks
+from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
@@ -39,9 +40,10 @@ def group(loaded):
     engine = checks.WatchedEngine(TorchEngine(loaded.model, loaded.tokenizer))
 
     async def attempt(number: int) -> Trajectory:
-        policy = Policy(
+        conversation = Conversation(
             engine, chat, SAMPLING, name=f"a{number}", seed=number, context_length=256, timeout_s=60
         )
+        policy = Policy(conversation)
         messages = [Message("user", "left or right?")]
         for _ in range(3):
             reply = await policy.generate(messages)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from agentevo.agents import Outcome, Policy
+from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.rollout.group import Attempt
 from agentevo.types import Message, SamplingParams, Task
@@ -36,10 +37,10 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat):
 
     def attempt(name: str, tool_s: float) -> Attempt:
         sampling = SamplingParams(max_new_tokens=3)
-        policy = Policy(
+        conversation = Conversation(
             engine, chat, sampling, name=name, seed=1, context_length=256, timeout_s=LIMIT_S
         )
-        return Attempt(Asks(tool_s), Task(id="t"), policy, name=name, limit_s=LIMIT_S)
+        return Attempt(Asks(tool_s), Task(id="t"), Policy(conversation), name=name, limit_s=LIMIT_S)
 
     async def work():
         attempts = [attempt("quick", 0.1), attempt("hangs", 3600.0)]

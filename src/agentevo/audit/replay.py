@@ -28,6 +28,7 @@ from agentevo.audit.resampling import Difference, resample
 from agentevo.audit.stored_weights import PolicyAt, Source, StoredVersions, WeightsOf
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, EngineError, StoreError
+from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import AgentFunction, FunctionAgent, make_environment
 from agentevo.rollout.group import Attempt, InfrastructureFailure
@@ -345,7 +346,7 @@ async def _play(
         stop_token_ids=chat.end_ids,
         stop_strings=section.stop,
     )
-    policy = Policy(
+    conversation = Conversation(
         engine,
         chat,
         sampling,
@@ -354,7 +355,9 @@ async def _play(
         context_length=context,
         timeout_s=config.engine.timeout_s,
     )
-    attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
+    attempt = Attempt(
+        player, task, Policy(conversation), name=trajectory.id, limit_s=config.agent.timeout_s
+    )
     played = None
     with suppress(
         InfrastructureFailure

@@ -66,8 +66,8 @@ class Attempt:
         finally:
             await self._let_go(self._playing)
         outcome, status, error = self._ended(self._playing, late)
-        if self.policy.broken is not None and status != "cancelled":
-            broken = self.policy.broken
+        if self.policy.conversation.broken is not None and status != "cancelled":
+            broken = self.policy.conversation.broken
             raise InfrastructureFailure(
                 f"{self.name}: {type(broken).__name__}: {broken}"
             ) from broken
@@ -105,10 +105,10 @@ class Attempt:
     async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
         """Until the agent has ended, or has taken `limit_s` without what the engine slept
         meanwhile."""
-        ends, slept_s = time.monotonic() + self._limit_s, self.policy.slept_s
+        ends, slept_s = time.monotonic() + self._limit_s, self.policy.conversation.slept_s
         while (
             not playing.done()
-            and (left := ends + (self.policy.slept_s - slept_s) - time.monotonic()) > 0
+            and (left := ends + (self.policy.conversation.slept_s - slept_s) - time.monotonic()) > 0
         ):
             await asyncio.wait([playing], timeout=max(left, LOOK_S))
 
@@ -119,7 +119,7 @@ class Attempt:
                 playing.cancel()
                 await asyncio.wait([playing], timeout=LETTING_GO_S)
         finally:
-            await self.policy.close()
+            await self.policy.conversation.close()
 
     def _ended(
         self, playing: asyncio.Task[Outcome], late: bool

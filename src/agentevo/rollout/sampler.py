@@ -20,6 +20,7 @@ from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Policy
 from agentevo.config import RunConfig
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
+from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.retry import STORE_RETRY_S, with_retries
@@ -157,13 +158,15 @@ class Sampler:
 
     def _policy(self, name: str, sampling: SamplingParams) -> Policy:
         return Policy(
-            self._engine,
-            self._chat,
-            sampling,
-            name=name,
-            seed=derive_seed(self._config.run.seed, name),
-            context_length=self._context_length,
-            timeout_s=self._config.engine.timeout_s,
+            Conversation(
+                self._engine,
+                self._chat,
+                sampling,
+                name=name,
+                seed=derive_seed(self._config.run.seed, name),
+                context_length=self._context_length,
+                timeout_s=self._config.engine.timeout_s,
+            )
         )
 
     async def _played(self, task: Task, **arguments: Any) -> list[Trajectory]:

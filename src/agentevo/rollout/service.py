@@ -233,7 +233,7 @@ class SamplerService:
         for attempt in (
             a for work in self._works if work.group is not None for a in work.group.members
         ):
-            oldest = attempt.policy.oldest_version
+            oldest = attempt.policy.conversation.oldest_version
             if oldest is not None and oldest < version - bound:
                 attempt.cut(
                     f"cancelled: token of version {oldest}, trainer at {version}, "

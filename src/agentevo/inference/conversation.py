@@ -1,0 +1,276 @@
+"""One conversation with the policy, recorded token for token as a tree of turns. The agent's handle
+(agents/policy.py) wraps it, and so can any other door to the same engine.
+
+`complete(messages)` takes the whole history, as a chat API does. The longest recorded history that
+it begins with is found, and only the messages after it are encoded, so what the model said is never
+encoded again. A history that was edited matches less, and its turn starts a new branch or root
+(types.Turn.parent). Token ids in place of messages are matched against the recorded ids.
+
+Every request gets a seed of its own, made from the conversation's seed and the number of the
+request. Calls may overlap: turns are numbered in the order in which they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from agentevo.errors import (
+    BadRequestError,
+    EngineError,
+    EngineUnavailableError,
+    RequestTooLongError,
+)
+from agentevo.inference.engine import Engine, SleepingEngine
+from agentevo.models.chat import ChatFormat
+from agentevo.seeds import derive_seed
+from agentevo.types import Completion, Message, SamplingOverrides, SamplingParams, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(slots=True)
+class _History:
+    """A history of messages; its children are the same history with one message more."""
+
+    children: dict[Message, _History] = field(default_factory=dict)
+    turn: int | None = None
+    """The turn whose answer the history ends with."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What a call asks, and how it joins what is recorded."""
+
+    parent: int | None
+    added: list[int]
+    """Ids after the parent's completion; the whole prompt for a root."""
+    ids: list[int]
+    """The whole prompt."""
+    new_messages: list[Message]
+    history: list[Message] | None
+    """All messages; None where token ids were given."""
+
+
+class Conversation:
+    """See the module. `sampling` is the base for every call; `timeout_s` is each request's
+    deadline."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatFormat,
+        sampling: SamplingParams,
+        *,
+        name: str,
+        seed: int,
+        context_length: int,
+        timeout_s: float,
+    ) -> None:
+        self._engine, self._chat, self._sampling = engine, chat, sampling
+        self._name, self._seed = name, seed
+        self._context_length, self._timeout_s = context_length, timeout_s
+        self._num_requests = 0
+        self._turns: list[Turn] = []
+        self._contexts: list[list[int]] = []
+        """For each turn every id up to and including its completion."""
+        self._recorded = _History()
+        self._pending: Counter[int] = Counter()
+        """Version when a call was made -> calls without an answer."""
+        self._closed = False
+        self.broken: BaseException | None = None
+        """The engine's first failure, whatever the agent made of it. A request that is too long is
+        the agent's own."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name for this conversation; of an attempt, the id of its trajectory."""
+        return self._name
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns recorded so far; their rewards are not filled in."""
+        return list(self._turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version of the weights behind any token so far, or behind the call that has
+        waited longest; None before the first. A call that was made while no engine was known has
+        no version."""
+        versions = [min(turn.versions) for turn in self._turns if turn.versions]
+        pending = (version for version, count in self._pending.items() if count and version >= 0)
+        return min([*versions, *pending], default=None)
+
+    @property
+    def slept_s(self) -> float:
+        """Seconds that the engine has slept so far: nobody's fault."""
+        return self._engine.slept_s if isinstance(self._engine, SleepingEngine) else 0.0
+
+    async def complete(
+        self,
+        prompt: Sequence[Message] | Sequence[int],
+        *,
+        overrides: SamplingOverrides | None = None,
+        n: int = 1,
+    ) -> list[Turn]:
+        """`n` answers of the policy to a history that ends with someone else's message, or to
+        token ids: recorded turns with one parent. All of them are recorded, or none.
+
+        Raises BadRequestError for what can't be asked, RequestTooLongError when the context is
+        full, DeadlineExceededError when the engine is late.
+        """
+        if n < 1:
+            raise BadRequestError(f"n is {n}: ask for at least one completion")
+        joined = self._join(prompt)
+        room = self._context_length - len(joined.ids)
+        if room < 1:
+            raise RequestTooLongError(
+                f"the conversation has {len(joined.ids)} tokens, the model's context is "
+                f"{self._context_length}: allow fewer turns"
+            )
+        requests = [self._request(overrides, number, room) for number in range(n)]
+        with self._waiting():
+            completions = await self._all_completed(joined.ids, requests)
+            return [
+                self._record(joined, sampling, completion)
+                for sampling, completion in zip(requests, completions, strict=True)
+            ]
+
+    async def close(self) -> None:
+        """Frees the engine's memory of the conversation, which takes no further call."""
+        self._closed = True
+        await self._engine.release(self._name)
+
+    def _join(self, prompt: Sequence[Message] | Sequence[int]) -> _Prompt:
+        if prompt and isinstance(prompt[0], int):
+            return self._join_ids(cast("Sequence[int]", prompt))
+        messages = cast("Sequence[Message]", prompt)
+        parent, known = self._longest_recorded(messages)
+        new = list(messages[known:])
+        if parent is None:
+            added = self._chat.first_prompt(new)
+        else:
+            ended = self._turns[parent].completion_ids[-1] in self._chat.end_ids
+            added = self._chat.continuation(new, ended_with_stop=ended)
+        before = [] if parent is None else self._contexts[parent]
+        return _Prompt(parent, added, before + added, new, list(messages))
+
+    def _join_ids(self, prompt: Sequence[int]) -> _Prompt:
+        """The parent is the turn with the longest context that the ids begin with, the newest of
+        several."""
+        ids, size = list(prompt), len(self._chat.tokenizer)
+        for place, token in enumerate(ids):
+            if not isinstance(token, int) or not 0 <= token < size:
+                raise BadRequestError(
+                    f"token {place} of the prompt is {token!r}: ids of this model are whole "
+                    f"numbers from 0 to {size - 1}"
+                )
+        parent, known = None, 0
+        for index, context in enumerate(self._contexts):
+            if known <= len(context) < len(ids) and ids[: len(context)] == context:
+                parent, known = index, len(context)
+        return _Prompt(parent, ids[known:], ids, [], None)
+
+    def _longest_recorded(self, messages: Sequence[Message]) -> tuple[int | None, int]:
+        """The recorded turn whose history is the longest proper beginning of `messages`, and that
+        beginning's length."""
+        turn, known = None, 0
+        history = self._recorded
+        for size, message in enumerate(messages[:-1], start=1):
+            following = history.children.get(message)
+            if following is None:
+                break
+            history = following
+            if history.turn is not None:
+                turn, known = history.turn, size
+        return turn, known
+
+    def _request(
+        self, overrides: SamplingOverrides | None, number: int, room: int
+    ) -> SamplingParams:
+        """Sampling of the `number`th completion of a call. A seed that the call gives is the first
+        completion's; the others' are made from it."""
+        given = {} if overrides is None else overrides.given()
+        longest = min(given.pop("max_new_tokens", self._sampling.max_new_tokens), room)
+        seed = derive_seed(self._seed, "turn", self._num_requests)
+        if "seed" in given:
+            first = given.pop("seed")
+            seed = derive_seed(first, "completion", number) if number else first
+        self._num_requests += 1
+        return msgspec.structs.replace(self._sampling, **given, seed=seed, max_new_tokens=longest)
+
+    def _record(self, joined: _Prompt, sampling: SamplingParams, completion: Completion) -> Turn:
+        said = Message("assistant", self._chat.text(completion.ids))
+        turn = Turn(
+            index=len(self._turns),
+            parent=joined.parent,
+            prompt_ids=joined.added,
+            completion_ids=completion.ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            messages=[*joined.new_messages, said],
+        )
+        self._turns.append(turn)
+        self._contexts.append(joined.ids + completion.ids)
+        if joined.history is not None:
+            history = self._recorded
+            for message in [*joined.history, said]:
+                history = history.children.setdefault(message, _History())
+            history.turn = turn.index
+        return turn
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts a call as pending under the version that it was made at."""
+        if self._closed:
+            raise EngineError(
+                f"the attempt {self._name} is over: its agent was broken off and can't ask for more"
+            )
+        version = self._engine.version
+        self._pending[version] += 1
+        try:
+            yield
+        finally:
+            self._pending[version] -= 1
+
+    async def _all_completed(
+        self, ids: list[int], requests: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """One completion per request; the first failure ends the others."""
+        if len(requests) == 1:
+            return [await self._completed(ids, requests[0])]
+        running = [asyncio.create_task(self._completed(ids, sampling)) for sampling in requests]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _completed(self, ids: list[int], sampling: SamplingParams) -> Completion:
+        """The engine's answer; `broken` remembers what it fails with."""
+        try:
+            return await self._engine.generate(
+                ids, sampling, session=self._name, deadline_s=self._timeout_s
+            )
+        except RequestTooLongError:
+            raise
+        except asyncio.CancelledError:
+            if self._engine.version < 0:
+                self.broken = self.broken or EngineUnavailableError(
+                    "no engine answered until the attempt was broken off"
+                )
+            raise
+        except Exception as error:
+            self.broken = self.broken or error
+            raise
