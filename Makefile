@@ -1,4 +1,4 @@
-# make quickstart | test | soak | bench | lint | venv
+# make quickstart | test | test-all | soak | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -14,15 +14,21 @@ TORCH_INDEX_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test soak bench lint venv
+.PHONY: quickstart test test-all soak bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
 	$(BIN)/agentevo train coins run.dir=runs/quickstart run.overwrite=true
 
+# Minutes: all but what is marked `slow`.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# Everything, as CI runs it: whole runs, killed processes, measured memory.
+test-all: $(VENV)/.dev
+	$(PYTEST)
 
 # Hours: 500 kills of each part, then twenty minutes of everything with kills of anything (docs/faults.md).
 soak: $(VENV)/.dev

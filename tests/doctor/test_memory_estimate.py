@@ -36,6 +36,7 @@ def benchmark() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
     "case",
@@ -56,6 +57,7 @@ def test_the_prediction_is_right_within_15_percent(case, benchmark):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_long_context_takes_memory_in_proportion_to_its_length(benchmark):
     """One sequence of 8K and one of 16K tokens: neither attention nor the output layer makes

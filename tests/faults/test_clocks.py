@@ -14,6 +14,8 @@ from fault_lives import Component, Death, finish
 
 from agentevo.config import RunConfig
 
+pytestmark = pytest.mark.slow
+
 Small = Callable[..., RunConfig]
 Members = Callable[..., list[Component]]
 APART = ("serve", "sample", "learn")

@@ -20,6 +20,8 @@ from agentevo.config import RunConfig
 from agentevo.runs.identity import ensure_run_folder
 from agentevo.training.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 Small = Callable[..., RunConfig]
 Members = Callable[..., list[Component]]
 

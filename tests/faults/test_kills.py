@@ -15,6 +15,8 @@ from servers import unused_name
 
 from agentevo.config import RunConfig
 
+pytestmark = pytest.mark.slow
+
 Small = Callable[..., RunConfig]
 Members = Callable[..., list[Component]]
 

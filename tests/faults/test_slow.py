@@ -17,6 +17,8 @@ from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView
 from agentevo.types import Message, Task
 
+pytestmark = pytest.mark.slow
+
 Small = Callable[..., RunConfig]
 Members = Callable[..., list[Component]]
 

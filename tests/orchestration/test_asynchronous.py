@@ -37,9 +37,14 @@ def trained_on(folder):
 
 @pytest.mark.parametrize(
     ("policy", "sharing", "in_flight"),
-    [("wait", "turns", "continue"), ("wait", "overlap", "finish"), ("mask", "turns", "continue"), ("cancel", "overlap", "continue"),
-     ("correct", "turns", "finish")],
-)  # fmt: skip
+    [
+        ("wait", "overlap", "finish"),
+        pytest.param("wait", "turns", "continue", marks=pytest.mark.slow),
+        pytest.param("mask", "turns", "continue", marks=pytest.mark.slow),
+        pytest.param("cancel", "overlap", "continue", marks=pytest.mark.slow),
+        pytest.param("correct", "turns", "finish", marks=pytest.mark.slow),
+    ],
+)
 def test_every_policy_keeps_the_bound(
     policy, sharing, in_flight, tmp_path, small_config, quiet_view
 ):
@@ -77,6 +82,7 @@ def test_every_policy_keeps_the_bound(
         assert of_its_own == {True}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
     keys = (*PLAIN, "rollout.staleness=2", "checkpoint.every=3")
     with pytest.raises(KeyboardInterrupt):
@@ -164,6 +170,7 @@ def test_a_trainer_does_not_wait_for_ever_for_attempts_that_all_fail(
         train(config, agent=broken, tasks=tasks, view=quiet_view())
 
 
+@pytest.mark.slow
 def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
     tmp_path, small_config, quiet_view, monkeypatch
 ):

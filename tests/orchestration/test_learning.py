@@ -3,11 +3,14 @@ to its first steps."""
 
 from __future__ import annotations
 
+import pytest
+
 from agentevo.api.run import train
 from agentevo.config import load_config
 from agentevo.observability import read_metrics
 
 
+@pytest.mark.slow
 def test_success_rises(tmp_path, quiet_view):
     """FrozenLake after a cold start that teaches little more than the form of an answer."""
     overrides = [

@@ -359,6 +359,7 @@ def environment() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_three_times(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -384,6 +385,7 @@ def test_a_run_that_is_killed_three_times(
     ] == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_command(whole, tmp_path, small_config, quiet_view, outcome_of, assert_same):
     """A signal from outside: the step in progress ends, a checkpoint is written, the exit code is a
     shell's for Ctrl-C."""

@@ -148,6 +148,7 @@ def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path)
         assert [path.name for path in (run.folder / "engines").iterdir()] == ["secret"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda number: number.name
 )
@@ -263,6 +264,7 @@ def test_new_weights_come_while_it_works(in_flight, small_config, tmp_path):
                 )
 
 
+@pytest.mark.slow
 def test_a_client_that_dies_or_gives_up_leaves_nothing_behind_and_sleep_goes_over_http(
     run, engines
 ):

@@ -30,6 +30,7 @@ async def all_ready(url, services, count, meanwhile=None):
         return await store.counts(), [one.trajectory async for one in store.trajectories()]
 
 
+@pytest.mark.slow
 def test_several_services_never_sample_a_group_twice(any_store, make_service, moving_engine):
     async def scenario():
         engines = [moving_engine(version=5, seed=seed, pause_s=0.01) for seed in range(3)]
@@ -52,6 +53,7 @@ def test_several_services_never_sample_a_group_twice(any_store, make_service, mo
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_and_comes_back(own_postgresql, make_service, moving_engine):
     url = own_postgresql.url(unused_name())
 

@@ -98,6 +98,7 @@ async def check_whole(store: Store, num_tasks: int) -> None:
     assert all(len(leases) == 1 for leases in seen.values()) and len(seen) == num_tasks
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kills_lose_nothing_and_double_nothing(
     new_url: Callable[[], str], start_script: Start
@@ -147,6 +148,7 @@ def test_kills_lose_nothing_and_double_nothing(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_many_processes_lease_different_tasks(
     new_url: Callable[[], str], start_script: Start
 ) -> None:
@@ -176,6 +178,7 @@ asyncio.run(main(sys.argv[1]))
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_a_postgresql_server_that_restarts_is_waited_for(
     own_postgresql: PostgreSQL, mode: str
@@ -211,6 +214,7 @@ def test_a_postgresql_server_that_restarts_is_waited_for(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_postgresql_server_that_stays_away_is_called_unavailable(
     own_postgresql: PostgreSQL,
 ) -> None:
@@ -262,6 +266,7 @@ def test_a_mongodb_server_without_transactions_is_refused(tmp_path: Path) -> Non
         asyncio.run(scenario(server))
 
 
+@pytest.mark.slow
 def test_a_mongodb_server_that_goes_away_is_called_unavailable(tmp_path: Path) -> None:
     if "AGENTEVO_TEST_MONGODB" in os.environ:
         pytest.skip("a server that was given is not ours to stop")

@@ -35,6 +35,7 @@ def of_ranks(tmp_path_factory):
     return [torch.load(out) for out in outs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_two_ranks_equal_one(name, of_ranks):
     with torch.random.fork_rng(devices=[]):
