@@ -40,7 +40,8 @@ from agentevo.observability.metrics import read_metrics
 from agentevo.orchestration.components import make_environment
 from agentevo.rollout.tasks import environment_tasks
 from agentevo.types import Message, Task
-from figures import Figure, NotComparableError, machine, write_results
+from figures import Figure, NotComparableError, write_results
+from machine import describe_machine
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -227,7 +228,9 @@ def main() -> int:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/DATE-HOST-asynchronous.json"
+        "--save",
+        action="store_true",
+        help="write benchmarks/results/DATE-MACHINE-asynchronous.json",
     )
     given = parser.parse_args()
     seeds = [int(one) for one in given.seeds.split(",")]
@@ -236,7 +239,7 @@ def main() -> int:
         for eta in given.staleness.split(",")
         for policy in given.policies.split(",")
     ]
-    before, figures, failures = machine(), [], {}
+    before, figures, failures = describe_machine(), [], {}
     for latency in given.latency.split(","):
         with tempfile.TemporaryDirectory(prefix="agentevo-async-") as scratch:
             try:

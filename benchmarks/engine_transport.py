@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
@@ -42,7 +41,8 @@ from agentevo.models.load import LoadedModel
 from agentevo.orchestration.components import load_policy
 from agentevo.runs.identity import ensure_run_folder
 from agentevo.types import Completion, SamplingParams
-from figures import Figure, NotComparableError, machine, write_results
+from figures import Figure, NotComparableError, write_results
+from machine import describe_machine
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -177,10 +177,10 @@ def main() -> int:
         "--repeats", type=int, default=3, help="timed rounds, after one that warms up"
     )
     parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/DATE-HOST-transport.json"
+        "--save", action="store_true", help="write benchmarks/results/DATE-MACHINE-transport.json"
     )
     given = parser.parse_args()
-    before = machine()
+    before = describe_machine()
     try:
         figures = transport([int(one) for one in given.at_once.split(",")], given.repeats)
     except NotComparableError as error:
@@ -188,11 +188,7 @@ def main() -> int:
         return 1
     for figure in figures:
         print(figure.line(), flush=True)
-        print(
-            f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} {figure.raw['unit']}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(figure.details(), file=sys.stderr, flush=True)
     if given.save:
         print(
             f"raw numbers: {write_results(figures, {}, {}, before, 'transport')}", file=sys.stderr

@@ -7,15 +7,15 @@ import dataclasses
 import datetime
 import json
 import os
-import platform
+import re
 import shlex
-import socket
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import agentevo
+from machine import Rate, measured_limits, short_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -49,6 +49,8 @@ class Figure:
     value: float
     meaning: str
     raw: dict[str, Any]
+    rate: Rate | None = None
+    """What our side asked of the machine per second, where that is known by arithmetic."""
 
     @property
     def text(self) -> str:
@@ -58,26 +60,38 @@ class Figure:
     def line(self) -> str:
         return f"ratio {self.name} {self.text}"
 
+    def shares(self) -> dict[str, float]:
+        """How much of the machine's measured limits our side reached."""
+        return {} if self.rate is None else self.rate.shares(measured_limits())
 
-def machine() -> dict[str, Any]:
-    """The machine, and the load from others at this moment."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.partition(":")[2].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if cpuinfo.exists()
-        else []
-    )
-    return {
-        "host": socket.gethostname(),
-        "cpu": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
-        "load_average": os.getloadavg(),
-    }
+    def details(self) -> str:
+        """For people who watch: medians, and how much of the machine they are."""
+        shares = [f"{share:.0%} {name.replace('_', ' ')}" for name, share in self.shares().items()]
+        medians = f"{json.dumps(self.raw['medians'])} {self.raw['unit']}"
+        return f"    {self.meaning}: {', '.join([medians, *shares])}"
+
+    def json(self) -> dict[str, Any]:
+        content = {"name": self.name, "value": self.value, "meaning": self.meaning, "raw": self.raw}
+        if self.rate is not None:
+            content |= {"rate": self.rate._asdict(), "share_of_limits": self.shares()}
+        return content
+
+
+PATHS = re.compile(
+    r"""(?:(?:(?<=[\s'"=:,;(\[])|^)(?:~|[A-Za-z]:)?[/\\](?![/\\])|(?<=://)/)[^\s'":,;)\]]+"""
+)
+"""Absolute paths within a text, those of file and database addresses too."""
+
+
+def without_paths(value: Any) -> Any:
+    """The value with every absolute path in its texts, keys included, cut down to its last part."""
+    if isinstance(value, str):
+        return PATHS.sub(lambda path: re.split(r"[/\\]", path.group().rstrip("/\\"))[-1], value)
+    if isinstance(value, dict):
+        return {without_paths(key): without_paths(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(part) for part in value]
+    return value
 
 
 def write_results(
@@ -87,11 +101,11 @@ def write_results(
     before: dict[str, Any],
     part: str = "",
 ) -> Path:
-    """Writes results/<date>-<host>.json, or -<part>.json of a run of some figures, and returns its
-    path."""
+    """Writes results/<date>-<cores>x-<vectors>.json, or -<part>.json of a run of some figures, and
+    returns its path. `before`: `describe_machine()` when the run began."""
     now = datetime.datetime.now(datetime.UTC)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{now:%Y-%m-%d}-{socket.gethostname()}{part and '-' + part}.json"
+    path = RESULTS / f"{now:%Y-%m-%d}-{short_name(before)}{part and '-' + part}.json"
     content = {
         "time": now.isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
@@ -103,7 +117,7 @@ def write_results(
         "peers": peers,
         "ratios": {figure.name: float(f"{figure.value:.5g}") for figure in figures},
         "failures": failures,
-        "figures": [dataclasses.asdict(figure) for figure in figures],
+        "figures": [figure.json() for figure in figures],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(without_paths(content), indent=1) + "\n")
     return path

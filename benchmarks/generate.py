@@ -12,8 +12,12 @@ import random
 from collections.abc import Callable
 from statistics import median
 
+from transformers import PreTrainedModel
+
 from agentevo.inference.torch_engine import TorchEngine
+from agentevo.models.flops import Work, model_flops
 from figures import Figure
+from machine import Rate
 from ours import time_generate
 from peers import Peer
 
@@ -45,19 +49,40 @@ def compare(
     for repeat in range(repeats + 1):
         prompts = make_prompts(repeat)
         seconds, tokens = time_generate(engine, prompts, NEW_TOKENS, TEMPERATURE, seed=repeat)
-        found = {"agentevo": tokens / seconds}
+        of_round = {"agentevo": tokens / seconds}
         for peer in peers:
             answer = peer.ask(
                 {"prompts": prompts, "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
             )
-            found[peer.name] = answer["tokens"] / answer["seconds"]
+            of_round[peer.name] = answer["tokens"] / answer["seconds"]
         if repeat:
-            for name, speed in found.items():
+            for name, speed in of_round.items():
                 speeds[name].append(speed)
     return speeds
 
 
-def figures(case: str, against: str, speeds: Speeds, meaning: str) -> list[Figure]:
+def generation_flops(model: PreTrainedModel, prompts: list[int], completions: list[int]) -> float:
+    """Operations of completing prompts of these lengths, each computed once for all completions of
+    it: as many for every prompt, in the same order."""
+    flops, share = model_flops(model), len(completions) // len(prompts)
+    ends = [prompts[index // share] + length for index, length in enumerate(completions)]
+    repeated = (share - 1) * sum(length * (length + 1) // 2 for length in prompts)
+    pairs = sum(end * (end + 1) // 2 for end in ends) - repeated
+    tokens = sum(prompts) + sum(completions)
+    return flops.forward(Work(tokens, sum(completions), dict.fromkeys(flops.windows, pairs)))
+
+
+def rate(model: PreTrainedModel, num_prompts: int, length: int, count: int, speed: float) -> Rate:
+    """What `speed` tokens per second ask of the machine, where `count` requests share `num_prompts`
+    prompts: all operations, and the weights that are read once for each step of all requests."""
+    flops = generation_flops(model, [length] * num_prompts, [NEW_TOKENS] * count)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Rate(flops * speed / (count * NEW_TOKENS), weights * speed / count)
+
+
+def figures(
+    case: str, against: str, speeds: Speeds, meaning: str, rate_of: Callable[[float], Rate]
+) -> list[Figure]:
     """`CASE_vs_AGAINST`: ours over the best peer as it installs; `CASE_vs_vllm_tuned`: ours over
     vLLM with its manual's tuning."""
     medians = {contender: median(values) for contender, values in speeds.items()}
@@ -70,7 +95,13 @@ def figures(case: str, against: str, speeds: Speeds, meaning: str) -> list[Figur
     )
     raw = {"unit": "tokens/s", "medians": medians, "repeats": speeds}
     return [
-        Figure(name, medians["agentevo"] / medians[peer], meaning, raw | {"peer": peer})
+        Figure(
+            name,
+            medians["agentevo"] / medians[peer],
+            meaning,
+            raw | {"peer": peer},
+            rate_of(medians["agentevo"]),
+        )
         for name, peer in rivals.items()
     ]
 
@@ -87,7 +118,13 @@ def concurrent(engine: TorchEngine, peers: list[Peer], count: int, repeats: int)
         f"{count} concurrent requests, prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new "
         "tokens each"
     )
-    return figures(f"generate_{count}", "best", speeds, meaning)
+    return figures(
+        f"generate_{count}",
+        "best",
+        speeds,
+        meaning,
+        lambda speed: rate(engine.model, count, PROMPT_TOKENS, count, speed),
+    )
 
 
 def shared_prefix(engine: TorchEngine, vllm: list[Peer], repeats: int) -> list[Figure]:
@@ -99,4 +136,10 @@ def shared_prefix(engine: TorchEngine, vllm: list[Peer], repeats: int) -> list[F
         f"64 concurrent requests sharing a prompt of {PREFIX_TOKENS} tokens, {NEW_TOKENS} "
         "new tokens each; vLLM's prefix cache is on"
     )
-    return figures("prefix500_64", "vllm", speeds, meaning)
+    return figures(
+        "prefix500_64",
+        "vllm",
+        speeds,
+        meaning,
+        lambda speed: rate(engine.model, 1, PREFIX_TOKENS, 64, speed),
+    )

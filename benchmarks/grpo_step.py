@@ -17,8 +17,11 @@ from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
 from agentevo.training.batching.selection import select
 from agentevo.training.trainer import Trainer
+from agentevo.training.workload import DISTINCT
 from agentevo.types import SamplingParams, Trajectory, Turn
 from figures import Figure
+from generate import generation_flops
+from machine import Rate
 from ours import DEADLINE_S
 from peers import Peer
 
@@ -66,6 +69,8 @@ class GrpoStep:
         )
         self.trainer = Trainer(loaded.model, section, AlgorithmSection())
         self.num_steps = 0
+        self.flops_per_s: list[float] = []
+        """Of each step: operations of generation and update over its wall seconds."""
 
     def step(self) -> tuple[float, int]:
         """Wall seconds of one step, and how many completion tokens it trained on."""
@@ -73,10 +78,15 @@ class GrpoStep:
         trajectories = asyncio.run(self._sample())
         kept, _ = select(trajectories, self.trainer.algorithm)
         samples = self.trainer.prepare(kept).samples
-        self.trainer.step(samples)
+        metrics = self.trainer.step(samples)
         self.num_steps += 1
         asyncio.run(self.engine.publish(self.num_steps))
-        return time.perf_counter() - started, sum(t.num_completion_tokens() for t in trajectories)
+        seconds = time.perf_counter() - started
+        completions = [trajectory.num_completion_tokens() for trajectory in trajectories]
+        prompts = [len(ids) for ids in self.prompts]
+        flops = generation_flops(self.loaded.model, prompts, completions) + metrics[DISTINCT]
+        self.flops_per_s.append(flops / seconds)
+        return seconds, sum(completions)
 
     async def _sample(self) -> list[Trajectory]:
         members = [
@@ -130,6 +140,7 @@ def against_trl(ours: GrpoStep, trl: Peer, repeats: int) -> Figure:
         f"completions of up to {NEW_TOKENS} tokens"
     )
     prompt_tokens = [len(ids) for ids in ours.prompts]
+    rate = Rate(flops_per_s=median(ours.flops_per_s[1:]))
     raw = {
         "unit": "s",
         "medians": medians,
@@ -137,4 +148,4 @@ def against_trl(ours: GrpoStep, trl: Peer, repeats: int) -> Figure:
         "completion_tokens": tokens,
         "prompt_tokens": prompt_tokens,
     }
-    return Figure("grpo_step_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw)
+    return Figure("grpo_step_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw, rate)

@@ -9,6 +9,7 @@ model do; in GB/s the weights that are read, and for comparison what a sum over 
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ def seconds_each(calls: Sequence[Callable[[], object]]) -> float:
 
 @torch.inference_mode()
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     if not available():
         raise SystemExit(
             "oneDNN's linear operator is not in this build of PyTorch, or this is no x86 CPU: "
@@ -61,11 +63,11 @@ def main() -> None:
                 "oneDNN": [partial(product, x, weight) for weight in weights],
                 "packed": [partial(matrix.product, x) for matrix in packed],
             }
-            found = {name: seconds_each(calls) for name, calls in ways.items()}
+            seconds = {name: seconds_each(calls) for name, calls in ways.items()}
             texts = [
                 f"{name} {2e-9 * rows * inputs * outputs / s:4.0f} GFLOP/s "
                 f"({size / s / 1e9:3.0f} GB/s)"
-                for name, s in found.items()
+                for name, s in seconds.items()
             ]
             print(f"{rows:6d} rows: {', '.join(texts)}", flush=True)
 

@@ -77,10 +77,11 @@ class Peer:
         args: list[str],
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`environment`: see `interpreter`; None runs the script in ours."""
+        """`environment`: see `interpreter`; None runs the script in ours. `variables`: settings of
+        the peer that it takes from its process environment."""
         self.name = name
-        python = sys.executable if environment is None else str(interpreter(environment))
-        self.command = [python, str(HERE / script), *args]
+        self.script, self.args = script, args
+        self.python = Path(sys.executable) if environment is None else interpreter(environment)
         self.variables = dict(variables or {})
         self.log = (
             Path(os.environ.get("TMPDIR", "/tmp")) / f"agentevo-bench-{name}-{os.getpid()}.log"
@@ -88,15 +89,21 @@ class Peer:
         self.description: dict[str, Any] = {}
         self._answers: queue.Queue[str | None] = queue.Queue()
 
+    def record(self) -> dict[str, Any]:
+        """What it said of itself and how it was started: the settings that we chose, nothing else
+        of its process environment."""
+        command = ["python", self.script, *self.args]
+        return {**self.description, "command": command, "variables": self.variables}
+
     def __enter__(self) -> Peer:
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                self.command,
+                [str(self.python), str(HERE / self.script), *self.args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **self.variables},
+                env=self._environment(),
                 start_new_session=True,
             )
         threading.Thread(target=self._read, daemon=True).start()
@@ -130,6 +137,11 @@ class Peer:
         answer = self._answer(deadline_s)
         self._signal(signal.SIGSTOP)
         return answer
+
+    def _environment(self) -> dict[str, str]:
+        """Ours and its settings; its own tools come first (vLLM's compiler calls its ninja)."""
+        path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PATH": path, **self.variables}
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -173,10 +185,7 @@ def vllm_generate(model: Path, threads: int, *, tuned: bool) -> Peer:
     """vLLM on the CPU, compiled: as it installs, or `tuned`, its threads bound to `threads` cores
     and Intel's OpenMP as its manual asks."""
     python = interpreter("vllm")
-    variables = {
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",  # its compiler calls ninja
-    }
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "4"}
     if tuned:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(
             map(str, sorted(os.sched_getaffinity(0))[:threads])

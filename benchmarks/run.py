@@ -3,7 +3,7 @@ but for shares).
 
     .venv/bin/python benchmarks/run.py [--only turns,train] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A run of everything writes its raw numbers to results/<date>-<host>.json, one of a part with --save.
+A run of everything writes its raw numbers to results/<date>-<machine>.json, one of a part with --save.
 A peer that can't be installed or started costs its own figures only, as does one that computes
 something else than we do: they are named on stderr and the exit code is 1.
 """
@@ -33,10 +33,11 @@ from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.load import LoadedModel
 from algorithms import share_of_forward
 from engine_transport import AT_ONCE, transport
-from figures import Figure, NotComparableError, machine, write_results
+from figures import Figure, NotComparableError, write_results
 from generate import concurrent, shared_prefix
 from grpo_step import GrpoStep, against_trl, chat_prompts
 from logprobs import ROWS, without_logits
+from machine import describe_machine
 from ours import MODEL, load, make_engine, model_folder
 from prefix_merging import TURNS, figures, small_model
 from sft import SupervisedStep, against_transformers, make_adapter, peer_row
@@ -87,19 +88,14 @@ class Bench:
         """Measures and prints the figures of one case; a peer's failure is recorded under
         `name`."""
         try:
-            found = measure()
+            figures = measure()
         except (peers.PeerError, NotComparableError) as error:
             self.fail(name, error)
             return
-        self.figures += found
-        for figure in found:
+        self.figures += figures
+        for figure in figures:
             print(figure.line(), flush=True)
-        figure = found[0]
-        print(
-            f"    {figure.meaning}: {json.dumps(figure.raw['medians'])} {figure.raw['unit']}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(figures[0].details(), file=sys.stderr, flush=True)
 
     def fail(self, name: str, error: Exception) -> None:
         self.failures[name] = str(error)
@@ -116,11 +112,7 @@ class Bench:
                 except peers.PeerError as error:
                     self.fail(make.__name__, error)
                     continue
-                self.peers[peer.name] = {
-                    **peer.description,
-                    "command": peer.command,
-                    "variables": peer.variables,
-                }
+                self.peers[peer.name] = peer.record()
                 running.append(peer)
             yield running
 
@@ -223,6 +215,18 @@ def run_store(bench: Bench) -> None:
                 )  # type: ignore[misc]
 
 
+def run_async(bench: Bench, scratch: Path) -> None:
+    def measure() -> list[Figure]:
+        figures, reasons = asynchronous.compare(
+            scratch, "lognormal", [(2, asynchronous.RECOMMENDED)], range(bench.repeats)
+        )
+        if not figures:
+            raise NotComparableError("; ".join(reasons.values()))
+        return figures
+
+    bench.add("async", measure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Speed against peers, as ratios in one run.")
     parser.add_argument(
@@ -235,7 +239,7 @@ def main() -> int:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write the raw numbers of a part as well, to results/<date>-<host>-<names>.json",
+        help="write the raw numbers of a part as well, to results/<date>-<machine>-<names>.json",
     )
     args = parser.parse_args()
     only = set(args.only.split(","))
@@ -246,7 +250,7 @@ def main() -> int:
     )  # leave through the `with` blocks, which end the peers
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    before = machine()
+    before = describe_machine()
     bench = Bench(args.model, threads, args.repeats)
     if "algorithms" in only:
         bench.add("algorithms_share_of_forward", lambda: share_of_forward(args.repeats))
@@ -286,11 +290,7 @@ def main() -> int:
         if "transport" in only:
             bench.add("transport", lambda: transport(list(AT_ONCE), args.repeats))
         if "async" in only:
-            arms = [(2, asynchronous.RECOMMENDED)]
-            bench.add(
-                "async",
-                lambda: asynchronous.compare(Path(scratch), "lognormal", arms, range(args.repeats)),
-            )
+            run_async(bench, Path(scratch))
         if "grpo" in only:  # last: it changes the weights
             run_grpo(bench, Path(scratch))
     if args.save or only == set(GROUPS):

@@ -32,8 +32,10 @@ from agentevo.models.attention import prepare
 from agentevo.models.load import load_model
 from agentevo.training.assistant_tokens import AssistantTokens
 from agentevo.training.supervised import SupervisedTrainer
+from agentevo.training.workload import DISTINCT
 from agentevo.types import Sample
 from figures import Figure
+from machine import Rate
 from train_step import Step, tried
 
 NUM_ROWS = 16
@@ -169,6 +171,7 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
             "padded_by_default": padded_tokens(ours.samples, DEFAULT_MICRO_BATCH),
         },
     }
+    rate = Rate(flops_per_s=metrics[DISTINCT] / medians["agentevo"])
     meaning = "seconds of a supervised step with LoRA; transformers + PEFT"
     return [
         Figure(
@@ -176,17 +179,20 @@ def against_transformers(ours: SupervisedStep, peer: peers.Peer, repeats: int) -
             medians["best"] / medians["agentevo"],
             f"{meaning}, its best micro-batch",
             raw,
+            rate,
         ),
         Figure(
             "sft_vs_transformers_default",
             medians["default"] / medians["agentevo"],
             f"{meaning}, micro-batch 8 as by default",
             raw,
+            rate,
         ),
         Figure(
             "sft_vs_transformers_grouped",
             medians["grouped"] / medians["agentevo"],
             f"{meaning}, rows grouped by length",
             raw,
+            rate,
         ),
     ]

@@ -36,7 +36,8 @@ from servers import MongoDB, PostgreSQL, unused_name
 import peers
 from agentevo.store import Store, open_store
 from agentevo.types import Task, Trajectory, Turn
-from figures import Figure, machine, write_results
+from figures import Figure, write_results
+from machine import describe_machine
 
 TURNS, TOKENS, GROUP = 8, 4096, 8
 GROUPS = 16
@@ -306,12 +307,12 @@ def main() -> int:
     backends = args.backends.split(",")
     if set(backends) - set(BACKENDS):
         parser.error(f"--backends takes some of {', '.join(BACKENDS)}")
-    before, failures, described = machine(), {}, {}
+    before, failures, described = describe_machine(), {}, {}
     results, figures = over_backends(backends, rows, args.repeats)
     for start in PEERS if "sqlite" in results and not args.no_peers else ():
         try:
             with start() as peer:
-                described[peer.name] = {**peer.description, "command": peer.command}
+                described[peer.name] = peer.record()
                 figures += against(peer, results, args.repeats)
         except peers.PeerError as error:
             failures[start.__name__] = str(error)

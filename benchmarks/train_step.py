@@ -28,8 +28,10 @@ import peers
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.models.load import LoadedModel
 from agentevo.training.trainer import Trainer
+from agentevo.training.workload import DISTINCT
 from figures import Figure, check_equal
 from grpo_rows import Row, long_rows, samples_of, shared_rows, unshared_rows
+from machine import Rate
 from ours import load
 
 LEARNING_RATE = 1e-6
@@ -89,12 +91,12 @@ def tried(
 ) -> dict[str, float]:
     """Seconds of one step with each of the peer's settings, by their text, once each was seen to
     compute what we do."""
-    found = {}
+    seconds = {}
     for setting in settings:
         step = ask(setting)
         check_same(f"{what} {json.dumps(setting)}", ours, step)
-        found[json.dumps(setting)] = step.seconds
-    return found
+        seconds[json.dumps(setting)] = step.seconds
+    return seconds
 
 
 def against_trl(
@@ -120,6 +122,7 @@ def against_trl(
         seconds["trl"].append(ask(best).seconds)
         seconds["trl_compact"].append(ask(compact).seconds)
     medians = {name: median(values) for name, values in seconds.items()}
+    rate = Rate(flops_per_s=metrics[DISTINCT] / medians["agentevo"])
     raw = {
         "unit": "s",
         "medians": medians,
@@ -139,12 +142,13 @@ def against_trl(
     gc.collect()
     meaning = f"seconds of one GRPO training step, {kind} prompts"
     return [
-        Figure(f"train_{kind}_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw),
+        Figure(f"train_{kind}_vs_trl", medians["trl"] / medians["agentevo"], meaning, raw, rate),
         Figure(
             f"train_{kind}_vs_trl_compact",
             medians["trl_compact"] / medians["agentevo"],
             f"{meaning}, TRL's output layer compact",
             raw,
+            rate,
         ),
     ]
 
@@ -170,7 +174,7 @@ def against_trl_in_memory(
             answers[name] = trl.ask({"micro_batch": 1, "compact": compact})
     for name, answer in answers.items():
         check_same(name, first, Step.of(answer))
-    found = []
+    figures = []
     for peer in ("trl", "trl_compact"):
         whole = {name: answer["peak_bytes"] for name, answer in answers.items()}
         without = {
@@ -178,12 +182,12 @@ def against_trl_in_memory(
             for name, size in whole.items()
         }
         meaning = "peak of resident memory of a GRPO step at 4,096 tokens"
-        found.append(_memory_figure(f"train_memory_vs_{peer}", peer, whole, meaning))
+        figures.append(_memory_figure(f"train_memory_vs_{peer}", peer, whole, meaning))
         meaning += " without libraries, weights, gradients and optimizer"
-        found.append(
+        figures.append(
             _memory_figure(f"train_memory_vs_{peer}_without_state", peer, without, meaning)
         )
-    return found
+    return figures
 
 
 def _memory_figure(name: str, peer: str, sizes: Mapping[str, int], meaning: str) -> Figure:
