@@ -1,8 +1,8 @@
 """What the maths costs: advantages and losses of 1,024 sequences x 4,096 tokens, as a share of the
 forward pass of a 0.5B model.
 
-Each advantage and each policy loss (to the gradient in logp) is timed on the whole table through
-the public functions; so is each preset, advantage and loss together. Rows are ragged, with several
+Each advantage is timed on the whole table, and each policy loss (to the gradient in logp) on it in
+micro-batches, as training calls them; so is each preset, advantage and loss together. Rows are ragged, with several
 turns each, in groups of 8.
 
 The forward pass is that of Qwen2.5-0.5B's shape with random weights, plain transformers, on the
@@ -30,10 +30,16 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2Model
 
-from agentevo.algorithms import PRESETS, Algorithm, advantage, policy_loss, resolve_preset
+from agentevo.algorithms.advantage_inputs import AdvantageTables
+from agentevo.algorithms.aggregation import bind_aggregation
+from agentevo.algorithms.blocks import row_blocks
+from agentevo.algorithms.estimators import bind_advantage
+from agentevo.algorithms.loss_inputs import LossTables
+from agentevo.algorithms.losses import bind_policy_loss
 from agentevo.catalogue import find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
+from agentevo.catalogue.presets import PRESETS, Algorithm, resolve_preset
 from figures import Figure
 from memory import peak_bytes
 
@@ -97,22 +103,37 @@ def run_advantage(table: Table, name: str, hyper: Mapping[str, Any]) -> torch.Te
     needs = find("advantage", ADVANTAGES, name).needs
     tensors = {**table.floats, "turn_ids": table.turn_ids, "turn_parents": table.turn_ids - 1}
     given = {key: tensors[key] for key in ("token_rewards", *needs)}
-    return advantage(name, mask=table.mask, group_ids=table.group_ids, **given, **hyper)[0]
+    tables = AdvantageTables(mask=table.mask, group_ids=table.group_ids, **given)
+    return bind_advantage(name, hyper)(tables)[0]
 
 
 def run_loss(
-    table: Table, name: str, hyper: Mapping[str, Any], advantages: torch.Tensor, **aggregation: Any
+    table: Table,
+    name: str,
+    hyper: Mapping[str, Any],
+    advantages: torch.Tensor,
+    aggregation: str,
+    aggregation_hyper: Mapping[str, Any],
 ) -> None:
-    """To the gradient in logp, which is then dropped."""
-    given = {
-        key: table.floats[key]
-        for key in ("old_logp", *find("policy loss", POLICY_LOSSES, name).needs)
+    """To the gradient in logp, which is then dropped: in micro-batches of rows, as in training."""
+    needed = ("old_logp", *find("policy loss", POLICY_LOSSES, name).needs)
+    columns = {
+        "logp": table.floats["logp"],
+        "advantages": advantages,
+        "mask": table.mask,
+        **{key: table.floats[key] for key in needed},
     }
-    logp = table.floats["logp"].detach().requires_grad_()
-    loss, _ = policy_loss(
-        name, logp=logp, advantages=advantages, mask=table.mask, **given, **hyper, **aggregation
-    )
-    loss.backward()
+    loss = bind_policy_loss(name, hyper, aggregation=aggregation)
+    lengths, rows = table.mask.sum(1), range(len(table.mask))
+    weights = bind_aggregation(aggregation, aggregation_hyper)(lengths, rows).float()[:, None]
+    statistics = loss.statistics(LossTables(**columns))
+    gradient = torch.empty_like(columns["logp"])
+    for *parts, of_row, into in row_blocks(*columns.values(), weights, gradient):
+        part = dict(zip(columns, parts, strict=True))
+        logp = part["logp"].detach().requires_grad_()
+        token_losses, _ = loss(LossTables(**{**part, "logp": logp}), statistics)
+        (of_row * part["mask"] * token_losses).sum().backward()
+        into.copy_(logp.grad)
 
 
 def run_loss_alone(table: Table, name: str) -> None:
@@ -127,17 +148,21 @@ def run_loss_alone(table: Table, name: str) -> None:
         name,
         hyper,
         table.floats["advantages"],
-        aggregation=required_aggregation(name, hyper) or "token-mean",
+        required_aggregation(name, hyper) or "token-mean",
+        {},
     )
 
 
 def run_algorithm(table: Table, algorithm: Algorithm) -> None:
     advantages = run_advantage(table, algorithm.advantage, algorithm.advantage_hyper)
-    aggregation = {
-        "aggregation": algorithm.aggregation,
-        "aggregation_hyper": algorithm.aggregation_hyper,
-    }
-    run_loss(table, algorithm.policy_loss, algorithm.loss_hyper, advantages, **aggregation)
+    run_loss(
+        table,
+        algorithm.policy_loss,
+        algorithm.loss_hyper,
+        advantages,
+        algorithm.aggregation,
+        algorithm.aggregation_hyper,
+    )
 
 
 def make_forward(length: int, dtype: torch.dtype) -> Callable[[], object]:

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.training.batching.passes import token_tables
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Sample
 
 FIRST_ID = 32
@@ -73,7 +74,7 @@ def noisy_logprobs(
     rng = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     table = token_tables(
-        samples, PASS_TOKENS, device, lambda batch: {"logp": batch.forward(model)[0]}
+        samples, PASS_TOKENS, device, lambda batch: {"logp": token_logprobs(model, batch)[0]}
     )["logp"]
     table = table + NOISE * torch.randn(table.shape, generator=rng)
     return [table[index, : sum(sample.loss_mask)].tolist() for index, sample in enumerate(samples)]

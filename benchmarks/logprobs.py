@@ -23,6 +23,7 @@ from agentevo.models.load import LoadedModel
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.kernels.linear_logprobs import linear_logprobs
 from agentevo.training.kernels.logprobs import selected_logprobs
+from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.types import Sample
 from figures import Figure
 from memory import peak_bytes
@@ -94,8 +95,12 @@ def update(loaded: LoadedModel, num_rows: int) -> dict[str, Callable[[], None]]:
         model.zero_grad(set_to_none=True)
 
     return {
-        "dense": lambda: backward(batch.chosen(batch.logits(model))),
-        "without logits": lambda: backward(batch.forward(model)),
+        "dense": lambda: backward(
+            selected_logprobs(
+                all_logits(model, batch), batch.rows, batch.targets, batch.temperature
+            )
+        ),
+        "without logits": lambda: backward(token_logprobs(model, batch)),
     }
 
 

@@ -41,7 +41,7 @@ from agentevo.config import AlgorithmSection
 from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.passes import micro_batches
-from agentevo.training.objective import Objective
+from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.types import Sample
 from figures import Figure, check_equal
 from grpo_rows import noisy_logprobs, random_ids
@@ -153,13 +153,13 @@ class Pass:
 def run(
     model: PreTrainedModel, samples: Sequence[Sample], plan: Callable[[Sequence[Sample]], Batches]
 ) -> Pass:
-    objective = Objective(AlgorithmSection())
+    minibatch = MinibatchLoss(AlgorithmSection())
     started = time.perf_counter()
     batches = plan(samples)
     planned = time.perf_counter()
-    weights, total = objective.row_weights(samples), 0.0
+    weights, total = minibatch.row_weights(samples), 0.0
     for indices, batch in batches:
-        loss, _ = objective.loss(
+        loss, _ = minibatch.loss(
             model, batch, weights[indices], kl_coef=0.0, entropy_coef=0.0, statistics={}
         )
         loss.backward()

@@ -77,6 +77,7 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
     from agentevo.models.adapters import add_adapter
     from agentevo.models.attention import prepare
     from agentevo.training.batching.passes import micro_batches
+    from agentevo.training.kernels.output_layer import token_logprobs
     from agentevo.training.supervised import SupervisedTrainer
     from agentevo.training.trainer import Trainer
     from agentevo.types import Sample
@@ -129,9 +130,9 @@ def _child(given: dict[str, Any]) -> tuple[float, float]:
         )
     with torch.no_grad():  # libraries load and buffers of theirs appear at the first pass
         for _, batch in micro_batches(small, 64, torch.device("cpu")):
-            batch.forward(model)
+            token_logprobs(model, batch)
     torch.autograd.backward(
-        micro_batches(small, 64, torch.device("cpu"))[0][1].forward(model)[0].sum()
+        token_logprobs(model, micro_batches(small, 64, torch.device("cpu"))[0][1])[0].sum()
     )
     model.zero_grad(set_to_none=True)
     return total(training_bytes(model, load, memory)), float(

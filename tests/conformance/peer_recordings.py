@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from agentevo.algorithms import advantage, aggregate, kl, policy_loss
+from by_name import advantage, aggregate, kl, policy_loss
 
 FOLDER = Path(__file__).parent / "peers"
 INTEGERS = ("mask", "group_ids", "chosen_lengths", "rejected_lengths")

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from by_name import advantage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advantage
 
 from agentevo.algorithms import blocks
-from agentevo.algorithms.estimators import RECURSIONS, SCORES, advantage
+from agentevo.algorithms.estimators import RECURSIONS, SCORES
 from agentevo.catalogue.advantages import ADVANTAGES
 
 NAMES = list(ADVANTAGES)

@@ -11,18 +11,18 @@ import math
 
 import pytest
 import torch
-from peer_recordings import batch, case, close, our_advantage, our_loss, trl_advantages
-
-from agentevo.algorithms import (
+from by_name import (
     advantage,
     aggregate,
     aggregation_weights,
+    effective_share,
     importance_weights,
     kl,
     preference_loss,
 )
+from peer_recordings import batch, case, close, our_advantage, our_loss, trl_advantages
+
 from agentevo.algorithms.divergence import AdaptiveKL
-from agentevo.algorithms.importance import effective_sample_size
 from agentevo.catalogue import resolve
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 
@@ -375,7 +375,7 @@ def test_trl_means_depend_on_the_micro_batches(name, ours, hyper):
         case("trl", "loss/dapo")["loss"], abs=1e-9
     )
     inputs = batch("loss")
-    weights = aggregation_weights(ours, inputs["mask"], dtype=torch.float64, **hyper)
+    weights = aggregation_weights(ours, inputs["mask"], **hyper)
     split = [
         our_loss(
             "ppo_clip", {key: one[at] for key, one in inputs.items()}, ours, weights=weights[at]
@@ -444,7 +444,7 @@ def test_verl_divides_by_zero_where_every_weight_is_masked(level):
     weights = importance_weights(
         f"{level}_mis", inputs["old_logp"] + 3.0, inputs["old_logp"], inputs["mask"], 2.0, 0.5
     )
-    assert not weights.any() and float(effective_sample_size(weights, inputs["mask"])) == 0.0
+    assert not weights.any() and effective_share(weights, inputs["mask"]) == 0.0
 
 
 def pairs() -> dict[str, torch.Tensor]:

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from by_name import (
+    aggregate,
+    aggregation_weights,
+    effective_share,
+    importance_weights,
+    kl,
+    preference_loss,
+)
 from peer_recordings import batch, case, close, our_advantage, our_loss, recording, trl_advantages
 
-from agentevo.algorithms import aggregate, importance_weights, kl, preference_loss, value_loss
 from agentevo.algorithms.divergence import AdaptiveKL
-from agentevo.algorithms.importance import effective_sample_size
+from agentevo.algorithms.value import value_loss
 
 VERL_ADVANTAGES = [
     ("grpo/groups", "grpo", {}),
@@ -191,7 +198,7 @@ def test_verl_rollout_weights(level, threshold, kind, floor):
         f"{level}_{kind}", inputs["old_logp"], inputs["rollout_logp"], inputs["mask"], 2.0, floor
     )
     assert close(weights, found["weights"])
-    assert float(effective_sample_size(weights, inputs["mask"])) == pytest.approx(
+    assert effective_share(weights, inputs["mask"]) == pytest.approx(
         found["metrics"]["ess"], abs=1e-6
     )
 
@@ -245,10 +252,10 @@ def test_verl_value_loss(clip, aggregation):
     loss, metrics = value_loss(
         values,
         inputs["dense_rewards"],
-        inputs["mask"],
+        inputs["mask"] != 0,
         old_values=old,
         clip=clip,
-        aggregation=aggregation,
+        weights=aggregation_weights(aggregation, inputs["mask"]),
     )
     assert close(loss.detach(), found["loss"])
     assert close(torch.autograd.grad(loss, values)[0], found["gradient"])

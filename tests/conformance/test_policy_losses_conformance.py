@@ -3,25 +3,18 @@ what must not change it."""
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import numpy as np
 import pytest
 import slow_policy_losses as slow
 import torch
+from by_name import aggregation_weights, batch_statistics, policy_loss, policy_terms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.algorithms import blocks
-from agentevo.algorithms.aggregation import aggregation_weights
-from agentevo.algorithms.losses import (
-    LOSSES,
-    STATISTICS,
-    batch_statistics,
-    policy_loss,
-    policy_loss_terms,
-)
+from agentevo.algorithms.losses import LOSSES, STATISTICS
 from agentevo.catalogue import resolve
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, required_aggregation
 
@@ -180,7 +173,7 @@ def test_finite_and_of_the_input_type(
         for key, value in batch(seed, (4, 6), extreme=True).items()
     }
     aggregation = aggregation_of(name, hyper)
-    losses, found = policy_loss_terms(
+    losses, found = policy_terms(
         name,
         **{**inputs, "logp": inputs["logp"].requires_grad_()},
         aggregation=aggregation,
@@ -229,11 +222,9 @@ def test_padding_order_and_split_change_nothing(
     assert wide == pytest.approx(loss, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(wide_gradient[:, : shape[1]], gradient, rtol=1e-12, atol=1e-12)
 
-    weights = aggregation_weights(
-        str(arguments["aggregation"]), inputs["mask"], dtype=torch.float64
-    )
+    weights = aggregation_weights(str(arguments["aggregation"]), inputs["mask"])
     whole = {key: inputs[key] for key in ("logp", "old_logp", "advantages", "mask")}
-    statistics = batch_statistics(name, **whole, **hyper)
+    statistics = batch_statistics(name, **whole, **arguments)
     parts = []
     for row in range(shape[0]):
         part = {key: value[row : row + 1] for key, value in inputs.items()}
@@ -276,10 +267,10 @@ def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
         whole = {key: inputs[key] for key in ("logp", "old_logp", "advantages", "mask")}
         fixed = batch_statistics(name, **whole, **hyper)
         fixed["threshold"] -= 1e-3
-        found = policy_loss_terms(name, **inputs, statistics=fixed, **hyper)[1]["cov_klfrac"]
+        found = policy_terms(name, **inputs, statistics=fixed, **hyper)[1]["cov_klfrac"]
 
         def loss(logp: torch.Tensor) -> torch.Tensor:
-            chosen = policy_loss_terms(name, **{**inputs, "logp": logp}, statistics=fixed, **hyper)
+            chosen = policy_terms(name, **{**inputs, "logp": logp}, statistics=fixed, **hyper)
             assert (chosen[1]["cov_klfrac"] == found).all()
             return chosen[0].sum()
 
@@ -288,47 +279,19 @@ def test_gradcheck_where_nothing_is_stopped(name: str, seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@each_case
-def test_blocks_of_rows_change_nothing(
-    name: str, hyper: dict[str, float | bool], weighted: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", list(STATISTICS))
+def test_statistics_in_blocks_of_rows_are_those_of_the_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    importance = (
-        "sequence_tis" if weighted and name != "decoupled_ppo" else "none"
-    )  # which weighs by itself
-    inputs = batch(11, (7, 5))
-    aggregation = (
-        required_aggregation(name, resolve("policy loss", POLICY_LOSSES, name, hyper))
-        or "seq-mean-token-sum"
-    )
+    whole = {key: batch(11, (7, 5))[key] for key in ("logp", "old_logp", "advantages", "mask")}
     found = []
     for tokens in (blocks.BLOCK_TOKENS, 11):  # all rows at once, then 2, 2, 2 and 1
         monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
-        logp = inputs["logp"].clone().requires_grad_()
-        loss, metrics = policy_loss(
-            name,
-            **{**inputs, "logp": logp},
-            aggregation=aggregation,
-            importance=importance,
-            **hyper,
-        )
-        found.append((loss.detach(), torch.autograd.grad(loss, logp)[0], metrics))
-        assert (
-            policy_loss(name, **inputs, aggregation=aggregation, importance=importance, **hyper)[0]
-            == loss
-        )  # without a gradient
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
-
-
-def test_terms_take_the_keywords_of_the_loss() -> None:
-    whole = dict(inspect.signature(policy_loss).parameters)
-    for aggregating in ("weights", "trajectory_ids", "aggregation_hyper"):
-        del whole[aggregating]
-    assert dict(inspect.signature(policy_loss_terms).parameters) == whole
+        found.append(batch_statistics(name, **whole, **HYPER[name][0]))
+    assert found[0] and found[1] == pytest.approx(found[0], rel=1e-12)
 
 
 def test_metrics_are_means_over_trained_tokens() -> None:
-    ones = torch.ones(2, 3)
     old = torch.zeros(2, 3)
     logp = torch.log(torch.tensor([[1.5, 1.0, 5.0], [1.0, 9.0, 9.0]]))
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
@@ -339,13 +302,11 @@ def test_metrics_are_means_over_trained_tokens() -> None:
         old_logp=old,
         advantages=advantages,
         mask=mask,
-        entropy=2 * ones,
         dual_clip=3.0,
     )
     assert metrics["pg_clipfrac"] == pytest.approx(1 / 4) and metrics[
         "pg_clipfrac_lower"
     ] == pytest.approx(1 / 4)
-    assert metrics["entropy"] == pytest.approx(2.0)
     assert metrics["ppo_kl"] == pytest.approx(-(math.log(1.5) + math.log(5.0)) / 4)
 
 
@@ -376,10 +337,6 @@ def test_minirl_names_the_aggregation_of_its_switches() -> None:
         ("ppo_clip", {"clip": 0.2}, "no hyper-parameter 'clip'"),
         ("ppo_clip", {"mask": torch.ones(2, 4)}, r"mask has shape \[2, 4\]"),
         ("ppo_clip", {"old_logp": torch.ones(3)}, r"old_logp has shape \[3\]"),
-        ("ppo_clip", {"weights": torch.ones(3)}, r"weights have shape \[3\]"),
-        ("ppo_clip", {"statistics": {"threshold": 1.0}}, "batch_statistics"),
-        ("clip_cov", {"statistics": {"threshold": 1.0}}, "batch_statistics"),
-        ("ppo_clip", {"entropy": torch.ones(3)}, r"entropy has shape \[3\]"),
         ("dro", {}, "needs beta"),
         ("decoupled_ppo", {"rollout_logp": None}, "needs rollout_logp|rollout_logp"),
         ("decoupled_ppo", {"proximal_logp": None}, "needs proximal_logp"),
@@ -408,7 +365,7 @@ def test_covariance_ties_are_chosen_together_whatever_their_order() -> None:
         "advantages": torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(),
         "mask": torch.ones(1, 4),
     }
-    found = policy_loss_terms("kl_cov", **inputs, fraction=0.25)[1]["cov_klfrac"]
+    found = policy_terms("kl_cov", **inputs, fraction=0.25)[1]["cov_klfrac"]
     assert found.tolist() == [[1.0, 1.0, 1.0, 1.0]]
 
 

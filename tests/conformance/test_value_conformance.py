@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from by_name import aggregation_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.algorithms.aggregation import aggregation_weights
-from agentevo.algorithms.value import value_loss
+from agentevo.algorithms.value import explained_variance, value_loss
 from agentevo.catalogue.aggregations import AGGREGATIONS
 
 from . import slow_aggregation as slow
@@ -39,9 +39,8 @@ def test_equals_the_loops(batch, clip, aggregation):
     values, returns, old, mask = batch
     hyper = {"norm": 3.0} if aggregation == "seq-mean-token-sum-norm" else {}
     v, target, before, bits = tensors(batch)
-    loss, metrics = value_loss(
-        v, target, bits, old_values=before, clip=clip, aggregation=aggregation, **hyper
-    )
+    weights = aggregation_weights(aggregation, bits, **hyper)
+    loss, metrics = value_loss(v, target, bits, old_values=before, clip=clip, weights=weights)
     losses = slow.value_loss(values, returns, mask, old, clip)
     assert loss.item() == pytest.approx(
         slow.aggregate(aggregation, losses, mask, **hyper), rel=1e-12, abs=1e-14
@@ -51,7 +50,8 @@ def test_equals_the_loops(batch, clip, aggregation):
     assert metrics["vf_clipfrac"].item() == pytest.approx((losses > plain).sum() / trained)
     r, v = returns[mask], values[mask]
     explained = 1 - np.var(r - v) / np.var(r) if len(set(r.tolist())) > 1 else 0.0
-    assert metrics["explained_variance"].item() == pytest.approx(explained, rel=1e-9, abs=1e-9)
+    measured = explained_variance(*tensors(batch)[:2], bits).item()
+    assert measured == pytest.approx(explained, rel=1e-9, abs=1e-9)
     assert all(torch.isfinite(metric) for metric in metrics.values())
 
 
@@ -60,9 +60,12 @@ def test_equals_the_loops(batch, clip, aggregation):
 def test_gradients_equal_finite_differences(batch, clip):
     v, target, before, bits = tensors(batch)
     v = torch.where(bits, v, 0.0).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: value_loss(x, target, bits, old_values=before, clip=clip)[0], (v,), atol=1e-6
-    )
+    weights = aggregation_weights("token-mean", bits)
+
+    def loss(x):
+        return value_loss(x, target, bits, old_values=before, clip=clip, weights=weights)[0]
+
+    assert torch.autograd.gradcheck(loss, (v,), atol=1e-6)
 
 
 @settings(deadline=None)
@@ -70,43 +73,43 @@ def test_gradients_equal_finite_differences(batch, clip):
 def test_micro_batches_padding_order_and_garbage(batch, size):
     v, target, before, bits = tensors(batch)
     whole, parts = v.clone().requires_grad_(), v.clone().requires_grad_()
-    loss, _ = value_loss(whole, target, bits, old_values=before)
+    weights = aggregation_weights("token-mean", bits)
+    loss, _ = value_loss(whole, target, bits, old_values=before, clip=0.2, weights=weights)
     loss.backward()
     assert torch.isfinite(whole.grad).all() and (whole.grad[~bits] == 0).all()
-    weights = aggregation_weights("token-mean", bits, dtype=torch.float64)
     total = 0.0
     for start in range(0, len(v), size):
         part = slice(start, start + size)
-        piece, _ = value_loss(
-            parts[part], target[part], bits[part], old_values=before[part], weights=weights[part]
-        )
+        own = (parts[part], target[part], bits[part])
+        piece, _ = value_loss(*own, old_values=before[part], clip=0.2, weights=weights[part])
         piece.backward()
         total += piece.item()
     assert total == pytest.approx(loss.item(), rel=1e-12)
     torch.testing.assert_close(whole.grad, parts.grad, rtol=0, atol=0)
-    flipped = [torch.nn.functional.pad(t.flip(0), (2, 1)) for t in (v, target, bits, before)]
-    assert value_loss(*flipped[:3], old_values=flipped[3])[0].item() == pytest.approx(
-        loss.item(), rel=1e-12
-    )
+    columns = (v, target, bits, before, weights)
+    *own, old, of_token = [torch.nn.functional.pad(t.flip(0), (2, 1)) for t in columns]
+    flipped, _ = value_loss(*own, old_values=old, clip=0.2, weights=of_token)
+    assert flipped.item() == pytest.approx(loss.item(), rel=1e-12)
 
 
 def test_single_precision_and_equal_returns():
-    v = torch.tensor([[0.5, 1.5]])
-    loss, metrics = value_loss(v, torch.ones(1, 2) * 0.1, torch.ones(1, 2), clip=None)
+    v, target = torch.tensor([[0.5, 1.5]]), torch.full((1, 2), 0.1)
+    mask, half = torch.ones(1, 2, dtype=torch.bool), torch.full((1, 2), 0.5)
+    loss, _ = value_loss(v, target, mask, old_values=None, clip=None, weights=half)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(0.5 * (0.16 + 1.96) / 2)
-    assert metrics["explained_variance"].item() == 0
+    assert explained_variance(v, target, mask).item() == 0
 
 
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({}, "needs old_values"),
-        ({"clip": 0.0, "old_values": torch.ones(1, 2)}, "above 0"),
-        ({"clip": None, "aggregation": "tokens-mean"}, "token-mean"),
-        ({"old_values": torch.ones(2, 2)}, "old_values have shape"),
-        ({"clip": None, "weights": torch.ones(1, 1)}, "weights have shape"),
+        ({"clip": 0.2}, "needs old_values"),
+        ({"old_values": torch.ones(2, 2)}, "old_values: shape"),
+        ({"weights": torch.ones(1, 1)}, "weights: shape"),
     ],
 )
 def test_refusals_say_what_to_do(extra, words):
+    ones = torch.ones(1, 2)
+    given = {"old_values": None, "clip": None, "weights": ones} | extra
     with pytest.raises(ValueError, match=words):
-        value_loss(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2), **extra)
+        value_loss(ones, ones, ones.bool(), **given)

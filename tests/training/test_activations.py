@@ -23,6 +23,7 @@ from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import add_adapter, dropping_out
 from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import pack
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.model_copy import copy_policy
 from agentevo.training.trainer import Trainer
 
@@ -46,7 +47,7 @@ def batch_of(samples_of, length: int = 60):
 
 def run(model, batch, gradient) -> tuple[torch.Tensor, torch.Tensor]:
     model.zero_grad()
-    logp, entropy = batch.forward(model)
+    logp, entropy = token_logprobs(model, batch)
     (logp.square().mean() + 0.1 * entropy.mean()).backward()
     return logp.detach(), gradient(model)
 
@@ -124,7 +125,7 @@ def test_less_is_kept(random_model, samples_of):
         model = keep_activations(copy.deepcopy(plain), MemorySection(checkpointing=kind))
         calls = count_products(model, batch)
         with counted_bytes() as sizes:
-            logp, _ = batch.forward(model)
+            logp, _ = token_logprobs(model, batch)
         kept[kind] = sizes[0], calls
         logp.sum().backward()
     assert kept["full"][0] < kept["none"][0] / 4
@@ -145,7 +146,7 @@ def count_products(model, batch) -> int:
             return func(*args, **(kwargs or {}))
 
     with Counter():
-        logp, _ = batch.forward(model)
+        logp, _ = token_logprobs(model, batch)
         logp.sum().backward()
     model.zero_grad()
     return Counter.count
@@ -158,7 +159,7 @@ def test_passes_without_gradient_stay_fused_and_twins_keep_what_they_were_given(
     model = keep_activations(copy.deepcopy(plain), SECTIONS["full"])
     batch = batch_of(samples_of)
     with torch.no_grad():
-        assert torch.equal(batch.forward(model)[0], batch.forward(plain)[0])
+        assert torch.equal(token_logprobs(model, batch)[0], token_logprobs(plain, batch)[0])
         forward = vars(model.model.layers[0])["forward"]
         packed = getattr(forward.inner, "packed", None)
         forward.drop()

@@ -21,6 +21,7 @@ from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.batching.tree import build_tree
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.reference import Reference
 from agentevo.training.trainer import Trainer
@@ -119,7 +120,11 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
     wanted, logprobs = gradient(alone), alone_logprobs(alone, samples)
     for merge in (True, False):
         tables = token_tables(
-            samples, tokens, CPU, lambda batch: {"logp": batch.forward(model)[0]}, merge=merge
+            samples,
+            tokens,
+            CPU,
+            lambda batch: {"logp": token_logprobs(model, batch)[0]},
+            merge=merge,
         )
         logprobs_agree(tables["logp"], logprobs)
         section = TrainerSection(
@@ -254,7 +259,7 @@ def test_a_token_trained_by_several_branches_has_their_summed_weight(
         model.zero_grad()
         batch = pack([sample] * len(weights), CPU, merge=merge)
         assert batch.num_distinct == len(STEM) * (1 if merge else len(weights))
-        (torch.tensor(weights)[batch.samples] * batch.forward(model)[0]).sum().backward()
+        (torch.tensor(weights)[batch.samples] * token_logprobs(model, batch)[0]).sum().backward()
         return gradient(model)
 
     wanted = differentiated([1.5], True)

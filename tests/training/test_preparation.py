@@ -9,10 +9,10 @@ import random
 import msgspec
 import pytest
 import torch
+from by_name import advantage
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForTokenClassification
 
-from agentevo.algorithms.estimators import advantage
 from agentevo.config import (
     AlgorithmSection,
     ProcessRewardSection,

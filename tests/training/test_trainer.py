@@ -14,6 +14,7 @@ from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.partition import split_by_tokens
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import learning_rate
 from agentevo.training.trainer import Trainer
 
@@ -112,13 +113,18 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely(model, sa
 
     def sums() -> list[float]:
         with torch.no_grad():
-            return [float(pack([s], torch.device("cpu")).forward(model)[0].sum()) for s in samples]
+            return [
+                float(token_logprobs(model, pack([s], torch.device("cpu")))[0].sum())
+                for s in samples
+            ]
 
     before = sums()
     samples = [
         msgspec.structs.replace(
             s,
-            logprobs=_fill(s.loss_mask, pack([s], torch.device("cpu")).forward(model)[0].tolist()),
+            logprobs=_fill(
+                s.loss_mask, token_logprobs(model, pack([s], torch.device("cpu")))[0].tolist()
+            ),
         )
         for s in samples
     ]

@@ -18,23 +18,38 @@ from agentevo.algorithms.group_relative import BOUND, Members
 Ids = Sequence[Hashable] | Tensor
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments of `estimators.advantage`."""
+@dataclass(frozen=True, kw_only=True)
+class AdvantageTables:
+    """What an advantage is made from, as the caller has it: S rows of T tokens. `Advantage.needs`
+    says which of the optional tables an estimator can't do without."""
 
     token_rewards: Tensor
+    """[S, T] floats."""
     mask: Tensor
+    """[S, T] bool or 0/1: trained tokens."""
     group_ids: Ids
-    trajectory_ids: Ids | None
-    values: Tensor | None
-    baseline_rewards: Tensor | None
-    turn_ids: Tensor | None
-    turn_parents: Tensor | None
-    reward_parts: Mapping[str, Tensor] | Tensor | None
-    reward_weights: Mapping[str, float] | Sequence[float] | None
-    logp: Tensor | None
-    sum_pi_squared: Tensor | None
-    process_rewards: Tensor | None
+    """[S]: rows of one task have the same."""
+    trajectory_ids: Ids | None = None
+    """[S]: rows of one attempt have the same. None: each row is an attempt."""
+    values: Tensor | None = None
+    """[S, T]."""
+    baseline_rewards: Tensor | None = None
+    """[S]: the reward of the task's greedy attempt."""
+    turn_ids: Tensor | None = None
+    """[S, T] integers: the turn of each trained token, increasing along the trajectory."""
+    turn_parents: Tensor | None = None
+    """[S, T] integers: the turn that this one goes on from."""
+    reward_parts: Mapping[str, Tensor] | Tensor | None = None
+    """Name -> [S], or [K, S]: the trajectory's score by each reward, repeated at each of its
+    rows."""
+    reward_weights: Mapping[str, float] | Sequence[float] | None = None
+    """Of the parts, by name or in order. None: 1 each."""
+    logp: Tensor | None = None
+    """[S, T]."""
+    sum_pi_squared: Tensor | None = None
+    """[S, T]: the chance that two draws of the token agree."""
+    process_rewards: Tensor | None = None
+    """[S, T]."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ class Inputs:
         return f"the trajectory that begins in row {int((self.trajectory == index).nonzero()[0])}"
 
 
-def checked(given: Given) -> Inputs:
+def checked(given: AdvantageTables) -> Inputs:
     """Raises ValueError for a wrong shape or type, and for NaN or infinity at a trained place."""
     like, shape = given.token_rewards, given.token_rewards.shape
     if len(shape) != 2 or not like.is_floating_point():

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from agentevo.algorithms.aggregation import trained_tokens
 from agentevo.catalogue import Value, find, resolve
 from agentevo.catalogue.kl import KL, KL_CONTROLLERS
 
@@ -51,34 +50,35 @@ def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tenso
     return d.detach().clamp(-bound, bound) + (d - d.detach())
 
 
-def kl(
-    name: str, logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The named estimate of KL(policy || reference) per token, [S, T], of logp's dtype.
+KLEstimate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logp, ref_logp, mask), [S, T] each -> estimate of KL(policy || reference) per token, [S, T] of
+logp's dtype, 0 where the bool mask is False, whatever stands there. No gradient flows into
+ref_logp. Raises ValueError for different shapes."""
 
-    logp, ref_logp [S, T]: log-probs of the sampled tokens; no gradient flows into ref_logp. With
-    `mask` [S, T] the result is 0 where it is 0, whatever stands there; without, garbage stays where
-    it stands, and so may its NaN gradient: give the mask when differentiating. Names and formulas:
-    `KL` in the catalogue; what happens far out: above. Raises ValueError.
-    """
+
+def bind_kl(name: str) -> KLEstimate:
+    """The estimate of that name. Names and formulas: `KL` in the catalogue; what happens far out:
+    see the module. Raises ValueError."""
     find("kl", KL, name)
-    if logp.shape != ref_logp.shape:
-        raise ValueError(
-            f"logp has shape {list(logp.shape)}, ref_logp {list(ref_logp.shape)}: give both for "
-            "the same tokens"
-        )
-    if mask is not None:
-        trained = trained_tokens(mask, logp.shape)
+    value_of = ESTIMATES[name.removesuffix("+")]
+    straight_through = name.endswith("+")
+
+    def estimate(logp: torch.Tensor, ref_logp: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not logp.shape == ref_logp.shape == mask.shape:
+            raise ValueError(
+                f"logp has shape {list(logp.shape)}, ref_logp {list(ref_logp.shape)}, mask "
+                f"{list(mask.shape)}: give all three for the same tokens"
+            )
         zero = logp.new_zeros(())
-        logp, ref_logp = (
-            torch.where(trained, logp, zero),
-            torch.where(trained, ref_logp.to(logp.dtype), zero),
+        d = bounded_log_ratio(
+            torch.where(mask, logp, zero), torch.where(mask, ref_logp.to(logp.dtype), zero)
         )
-    d = bounded_log_ratio(logp, ref_logp)
-    if name in ESTIMATES:
-        return ESTIMATES[name](d)
-    through = _k2(d)
-    return ESTIMATES[name.removesuffix("+")](d).detach() + (through - through.detach())
+        if not straight_through:
+            return value_of(d)
+        gradient_of = _k2(d)
+        return value_of(d).detach() + (gradient_of - gradient_of.detach())
+
+    return estimate
 
 
 class KLController(Protocol):
@@ -145,12 +145,3 @@ def _settings(name: str, given: Mapping[str, Value]) -> dict[str, float]:
         for key, value in resolve("kl", KL_CONTROLLERS, name, given).items()
         if value is not None
     }
-
-
-def kl_controller(name: str, **hyper: Value) -> KLController:
-    """The controller of that name, its missing hyper-parameters by the catalogue
-    (`KL_CONTROLLERS`). Raises ValueError."""
-    settings = _settings(name, hyper)
-    if name == "fixed":
-        return FixedKL(settings["coef"])
-    return AdaptiveKL(settings["coef"], settings["target"], int(settings["horizon"]))

@@ -7,56 +7,60 @@ they don't depend on the micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 import torch
 
-from agentevo.algorithms.loss_inputs import as_mask, bounded_exp, row_mean
-from agentevo.catalogue.policy_losses import check_importance
+from agentevo.algorithms.loss_inputs import bounded_exp, row_mean
 
 
-def importance_weights(
-    name: str,
-    old_logp: torch.Tensor,
-    rollout_logp: torch.Tensor,
-    mask: torch.Tensor,
-    cap: float = 2.0,
-    floor: float = 0.0,
-) -> torch.Tensor:
-    """Weights [S, T], 0 where mask is 0, without a gradient. With d = old_logp - rollout_logp over
-    a row's trained tokens:
+def _of_token(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return gap
+
+
+def _of_sequence(gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return gap.sum(1, keepdim=True)
+
+
+LEVELS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "token": _of_token,
+    "sequence": _of_sequence,
+    "geometric": row_mean,
+}
+"""How the log-ratios of a row's tokens are put together."""
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """See `bind_importance`."""
+
+    log_ratio: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    mode: str
+    """clamp or mask, as in `bound`."""
+    cap: float
+    floor: float
+
+    def __call__(self, gap: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Weights [S, T], 0 where the mask is False, without a gradient. `gap` [S, T] = old_logp -
+        rollout_logp, 0 where the bool mask is False."""
+        ratio = bounded_exp(self.log_ratio(gap.detach(), mask))
+        return torch.where(mask, bound(ratio, self.mode, cap=self.cap, floor=self.floor), 0.0)
+
+
+def bind_importance(name: str, cap: float, floor: float) -> ImportanceWeights | None:
+    """The weights of that name; None for "none". With d = old_logp - rollout_logp over a row's
+    trained tokens:
 
     token_*: w_t = exp(d_t). sequence_*: w = exp(sum d), the same for every token of the row.
     geometric_mis: w = exp(mean d). *_tis (truncated) gives min(w, cap). *_mis (masked) gives w
-    where floor <= w <= cap, else 0. none: 1. Log-ratios are bounded to +-20 before exp. Sources:
-    see `catalogue.policy_losses.IMPORTANCE`.
+    where floor <= w <= cap, else 0. Log-ratios are bounded to +-20 before exp. Which names and
+    numbers go together: `catalogue.policy_losses.check_importance`; sources: IMPORTANCE there.
     """
-    check_importance("of any kind", name, cap, floor)
-    trained = as_mask("importance_weights", mask, old_logp)
-    if rollout_logp.shape != old_logp.shape:
-        raise ValueError(
-            f"importance_weights: rollout_logp has shape {list(rollout_logp.shape)}, old_logp "
-            f"{list(old_logp.shape)}: give the same"
-        )
     if name == "none":
-        return trained.to(old_logp.dtype)
-    wide = torch.promote_types(old_logp.dtype, torch.float32)
-    gap = torch.where(trained, old_logp.detach().to(wide) - rollout_logp.detach().to(wide), 0.0)
-    return correction(name, gap, trained, cap=cap, floor=floor).to(old_logp.dtype)
-
-
-def correction(
-    name: str, gap: torch.Tensor, mask: torch.Tensor, *, cap: float, floor: float
-) -> torch.Tensor:
-    """The weights from checked inputs: `gap` = old_logp - rollout_logp, 0 where the bool mask is
-    False."""
-    if name.startswith("sequence"):
-        gap = gap.sum(1, keepdim=True)
-    elif name.startswith("geometric"):
-        gap = row_mean(gap, mask)
-    return torch.where(
-        mask,
-        bound(bounded_exp(gap), "clamp" if name.endswith("_tis") else "mask", cap=cap, floor=floor),
-        0.0,
-    )
+        return None
+    level, kind = name.split("_")
+    return ImportanceWeights(LEVELS[level], "clamp" if kind == "tis" else "mask", cap, floor)
 
 
 def bound(weights: torch.Tensor, mode: str, *, cap: float, floor: float = 0.0) -> torch.Tensor:
@@ -66,21 +70,7 @@ def bound(weights: torch.Tensor, mode: str, *, cap: float, floor: float = 0.0) -
     return torch.where((weights >= floor) & (weights <= cap), weights, 0.0)
 
 
-def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """1 / mean(w_hat^2), w_hat = w / mean(w), over trained tokens: 1 where all weights are equal,
-    1/N where one of N tokens counts, 0 where none does. A scalar tensor. `weights` must be 0 where
-    mask is False.
-    """
-    wide = weights.to(torch.float64)
-    return effective_share(wide.sum(), wide.square().sum(), mask.sum())
-
-
-def effective_share(
-    total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor
-) -> torch.Tensor:
-    """`effective_sample_size` from the sums of the weights and of their squares, float64, over
-    `count` tokens. Scalar tensors."""
-    spread = squares * count
-    return torch.where(
-        spread > 0, total.square() / spread.clamp(min=torch.finfo(torch.float64).tiny), 0.0
-    )
+def effective_sample_size(total: float, squares: float, count: float) -> float:
+    """total^2 / (count * squares), from the sums of `count` weights and of their squares: 1 where
+    all weights are equal, 1/N where one of N tokens counts, 0 where none does."""
+    return total * total / (count * squares) if squares > 0 else 0.0

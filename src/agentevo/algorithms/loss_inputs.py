@@ -1,9 +1,7 @@
 """What every policy loss reads: checked tensors, free of whatever stood at untrained places.
 
 Invariant: wherever `mask` is False every tensor of `LossInputs` is 0, so NaN or garbage there
-reaches neither a loss nor a gradient. Only `logp` carries a gradient. Rows are independent of one
-another, so a large table is worked on in blocks of rows, whose intermediates fit the processor's
-caches.
+reaches neither a loss nor a gradient. Only `logp` carries a gradient.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import torch
 from agentevo.algorithms.blocks import row_blocks
 
 Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What a loss returns: token losses, and statistics per token whose mean over trained tokens is the
-metric of that name."""
+"""What a loss returns: token losses, and measurements per token whose mean over trained tokens is
+the metric of that name."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are bounded to +- this before exp: no ratio overflows (e^20 = 4.9e8), and beyond it a
@@ -27,20 +25,19 @@ ratio has no gradient."""
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Tensors [S, T], one sequence per row."""
+    """Tensors [S, T], one sequence per row, free of garbage: what a policy loss computes from."""
 
     logp: torch.Tensor
-    """log-prob of each token now; the only one with a gradient."""
+    """Log-prob of each token now; the only tensor with a gradient."""
     old_logp: torch.Tensor
-    """The same before the update."""
+    """Log-prob of each token before the update."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """bool, True where a token is trained."""
     rollout_logp: torch.Tensor | None = None
-    """As sampled by the engine."""
+    """Log-prob under the policy that sampled."""
     proximal_logp: torch.Tensor | None = None
-    """Under the policy that the update must stay near."""
-    entropy: torch.Tensor | None = None
+    """Log-prob under the policy that the update must stay near."""
     statistics: Mapping[str, float] = field(default_factory=dict)
     """What the loss needs to know of the whole minibatch; empty for most losses."""
 
@@ -49,21 +46,19 @@ class LossInputs:
         """logp - old_logp. [S, T]"""
         return self.logp - self.old_logp
 
-    def needed(self, name: str, entry: str) -> torch.Tensor:
-        """An optional tensor that `entry` can't do without. Raises ValueError."""
+    def needed(self, name: str, user: str) -> torch.Tensor:
+        """An optional tensor that `user` can't do without. Raises ValueError."""
         tensor: torch.Tensor | None = getattr(self, name)
         if tensor is None:
-            raise ValueError(f"{entry} needs {name}: give it, [S, T] like logp")
+            raise ValueError(f"{user} needs {name}: give it, [S, T] like logp")
         return tensor
 
 
 @dataclass(frozen=True)
 class LossTables:
-    """What the caller gave: tensors [S, T] with anything at untrained places. Raises ValueError
-    where they don't go together."""
+    """The same tensors [S, T] as the caller has them, with anything at untrained places. Raises
+    ValueError where they don't go together."""
 
-    entry: str
-    """For messages."""
     logp: torch.Tensor
     old_logp: torch.Tensor
     advantages: torch.Tensor
@@ -71,38 +66,24 @@ class LossTables:
     """bool or 0/1."""
     rollout_logp: torch.Tensor | None = None
     proximal_logp: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not self.logp.is_floating_point():
+        if self.logp.dim() != 2 or not self.logp.is_floating_point():
             raise ValueError(
-                f"{self.entry}: logp is {self.logp.dtype}: give a floating-point tensor"
-            )
-        if self.logp.dim() != 2:
-            raise ValueError(
-                f"{self.entry}: logp has shape {list(self.logp.shape)}: give [sequences, tokens]"
+                f"logp is {self.logp.dtype} {list(self.logp.shape)}: give floats of shape "
+                "[sequences, tokens]"
             )
         for name, tensor in self._given().items():
-            _check_shape(self.entry, name, tensor, self.logp)
+            _check_like(name, tensor, self.logp)
 
     def _given(self) -> dict[str, torch.Tensor]:
-        return {
-            name: tensor for name, tensor in vars(self).items() if isinstance(tensor, torch.Tensor)
-        }
-
-    def blocks(self) -> list[LossTables]:
-        """All rows in order, a block at a time."""
-        given = self._given()
-        return [
-            LossTables(self.entry, **dict(zip(given, parts, strict=True)))
-            for parts in row_blocks(*given.values())
-        ]
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def cleaned(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
-        """Untrained places cleaned, all but `logp` detached, numbers narrower than float32 widened
-        to it."""
+        """The inputs of a loss: 0 at untrained places, all but `logp` detached, numbers narrower
+        than float32 widened to it."""
         dtype = torch.promote_types(self.logp.dtype, torch.float32)
-        trained = as_mask(self.entry, self.mask, self.logp)
+        trained = self.mask if self.mask.dtype == torch.bool else self.mask != 0
         clean = {
             name: torch.where(
                 trained, (tensor if name == "logp" else tensor.detach()).to(dtype), 0.0
@@ -113,25 +94,23 @@ class LossTables:
         return LossInputs(mask=trained, statistics=dict(statistics or {}), **clean)
 
     def cleaned_blocks(self) -> Iterator[LossInputs]:
-        """One cleaned block at a time."""
-        return (block.cleaned() for block in self.blocks())
+        """All rows in order, a block at a time, without gradient."""
+        given = {name: tensor.detach() for name, tensor in self._given().items()}
+        return (
+            LossTables(**dict(zip(given, parts, strict=True))).cleaned()
+            for parts in row_blocks(*given.values())
+        )
 
 
-def as_mask(entry: str, mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`mask` as bool. Raises ValueError where its shape or device is another than `like`'s."""
-    _check_shape(entry, "mask", mask, like)
-    return mask if mask.dtype == torch.bool else mask != 0
-
-
-def _check_shape(entry: str, name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     if tensor.shape != like.shape:
         raise ValueError(
-            f"{entry}: {name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: "
-            "give the same, [S, T]"
+            f"{name} has shape {list(tensor.shape)}, the log-probs {list(like.shape)}: give the "
+            "same, [S, T]"
         )
     if tensor.device != like.device:
         raise ValueError(
-            f"{entry}: {name} is on {tensor.device}, the log-probs on {like.device}: move it there"
+            f"{name} is on {tensor.device}, the log-probs on {like.device}: move it there"
         )
 
 

@@ -1,30 +1,27 @@
-"""Policy losses by name: `policy_loss` for a number and its metrics, `policy_loss_terms` for what
-stands per token before aggregation.
+"""Policy losses: `bind_policy_loss` makes one from its name and hyper-parameters, and the result
+gives the loss of every token before aggregation.
 
-    loss = sum over tokens of weight * token_loss,   weight = aggregation_weights(aggregation, mask)
+    loss = sum over tokens of weight * token_loss,   weight = what the aggregation gives the row
 
-Split invariance: with `weights` and `statistics` taken once on a minibatch, the losses and
-gradients of its parts (rows) add up to those of the whole. A row is a sequence; how its tokens are
-spread over padding does not matter. Log-ratios are bounded to +-20 before exp, so finite inputs
-give finite results; where the bound holds, a ratio has no gradient.
+Split invariance: with weights and `statistics` taken once on a minibatch, the losses and gradients
+of its parts (rows) add up to those of the whole. A row is a sequence; how its tokens are spread
+over padding does not matter. Log-ratios are bounded to +-20 before exp, so finite inputs give
+finite results; where the bound holds, a ratio has no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from agentevo.algorithms.aggregation import check_weights, row_weights, weighted_sum
-from agentevo.algorithms.blocks import row_blocks
 from agentevo.algorithms.clipped import decoupled_ppo, gmpo, gspo, gspo_token, ppo_clip, sapo
 from agentevo.algorithms.covariance import clip_cov, clip_cov_statistics, kl_cov, kl_cov_statistics
-from agentevo.algorithms.importance import correction, effective_share
-from agentevo.algorithms.loss_inputs import LossTables, Terms, bounded_gap
+from agentevo.algorithms.importance import ImportanceWeights, bind_importance
+from agentevo.algorithms.loss_inputs import LossInputs, LossTables, Terms, bounded_gap
 from agentevo.algorithms.score_losses import (
     cispo,
     dppo_kl,
@@ -54,233 +51,79 @@ LOSSES: Mapping[str, Callable[..., Terms]] = {
     "minirl": minirl,
     "decoupled_ppo": decoupled_ppo,
 }
+"""Each takes (LossInputs, **hyper)."""
 
 STATISTICS: Mapping[str, Callable[[LossTables, Mapping[str, object]], dict[str, float]]] = {
     "clip_cov": clip_cov_statistics,
     "kl_cov": kl_cov_statistics,
     "minirl": minirl_statistics,
 }
+"""What a loss needs to know of a whole minibatch before it is split: for clip_cov and kl_cov
+mean_advantage, mean_logp and threshold, for minirl with token_level_loss kept_share."""
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """A policy loss with its settings, checked."""
+class PolicyLoss:
+    """A policy loss with its hyper-parameters, checked when it was bound."""
 
     name: str
-    hyper: Mapping[str, Any]
-    importance: tuple[str, float, float]
-    """Name, cap, floor."""
-    statistics: Mapping[str, float]
+    formula: Callable[[LossInputs], Terms]
+    importance: ImportanceWeights | None
+    """Weighs tokens with the old over the rollout policy; None where the recipe has no such
+    weights."""
+    statistics_of: Callable[[LossTables], dict[str, float]] | None
+    """See STATISTICS; None for most losses."""
 
-    def terms(self, tables: LossTables) -> Terms:
-        """Token losses and detached statistics, [S, T], 0 where untrained, float32 or wider."""
-        inputs = tables.cleaned(self.statistics)
-        loss, found = LOSSES[self.name](inputs, **self.hyper)
-        found.setdefault("ppo_kl", -bounded_gap(inputs.log_ratio.detach()))
-        name, cap, floor = self.importance
-        if name != "none":
-            gap = inputs.old_logp - inputs.needed(
-                "rollout_logp", f"{tables.entry} with importance={name}"
-            )
-            is_weights = correction(name, gap, inputs.mask, cap=cap, floor=floor)
-            loss, found["rollout_is_mean"] = loss * is_weights, is_weights
-        if inputs.entropy is not None:
-            found["entropy"] = inputs.entropy
-        spread = {
-            key: torch.where(inputs.mask, values.detach().to(loss.dtype), 0.0)
-            for key, values in found.items()
-        }
-        return torch.where(inputs.mask, loss, 0.0), spread
+    def statistics(self, tables: LossTables) -> dict[str, float]:
+        """What the loss has to know of a whole minibatch, for calls on its parts."""
+        return {} if self.statistics_of is None else self.statistics_of(tables)
 
-    def sums(
-        self, tables: LossTables, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The sum of weighted token losses, and sums of the statistics (of squares of
-        rollout_is_mean as well), float64. Scalars.
+    def __call__(
+        self, tables: LossTables, statistics: Mapping[str, float] = MappingProxyType({})
+    ) -> Terms:
+        """Token losses [S, T] before aggregation, importance weights included, and measurements [S,
+        T] whose means over trained tokens are the metrics: ppo_kl (old_logp - logp; decoupled_ppo:
+        proximal_logp - logp), pg_clipfrac, pg_clipfrac_lower, cov_clipfrac, cov_klfrac and
+        rollout_is_mean, where they apply.
 
-        weights [S, T] or [S, 1].
+        All are 0 where the mask is 0 and of logp's dtype; only the losses carry a gradient. Without
+        `statistics` these rows are taken for the whole minibatch.
         """
-        loss, found = self.terms(tables)
-        sums = {key: values.sum(dtype=torch.float64) for key, values in found.items()}
-        if "rollout_is_mean" in found:
-            sums["squares"] = found["rollout_is_mean"].double().square().sum()
-        return weighted_sum(
-            loss, weights.detach().to(loss.dtype).expand_as(loss), tables.mask
-        ), sums
+        inputs = tables.cleaned(statistics or self.statistics(tables))
+        loss, measured = self.formula(inputs)
+        measured.setdefault("ppo_kl", -bounded_gap(inputs.log_ratio.detach()))
+        if self.importance is not None:
+            rollout_logp = inputs.needed("rollout_logp", f"policy loss {self.name} with importance")
+            weights = self.importance(inputs.old_logp - rollout_logp, inputs.mask)
+            loss, measured["rollout_is_mean"] = loss * weights, weights
+        dtype = tables.logp.dtype
+        spread = {
+            key: torch.where(inputs.mask, values.detach().to(loss.dtype), 0.0).to(dtype)
+            for key, values in measured.items()
+        }
+        return torch.where(inputs.mask, loss, 0.0).to(dtype), spread
 
 
-def policy_loss(
+def bind_policy_loss(
     name: str,
+    hyper: Mapping[str, Value],
     *,
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    rollout_logp: torch.Tensor | None = None,
-    proximal_logp: torch.Tensor | None = None,
-    entropy: torch.Tensor | None = None,
-    aggregation: str = "token-mean",
-    weights: torch.Tensor | None = None,
-    trajectory_ids: Sequence[Hashable] | torch.Tensor | None = None,
-    aggregation_hyper: Mapping[str, Any] | None = None,
-    statistics: Mapping[str, float] | None = None,
-    importance: str = "none",
-    importance_cap: float = 2.0,
-    importance_floor: float = 0.0,
-    **hyper: Value,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss (a scalar of logp's dtype) and its metrics. Tensors are [S, T]; what stands where
-    mask is 0 has no influence.
-
-    `weights` [S, T] take the place of the aggregation (the part of `aggregation_weights` of a whole
-    minibatch that belongs to these rows); `statistics` come from `batch_statistics` on that
-    minibatch and are taken from these rows if left out. `importance` weighs tokens with old over
-    rollout policy, see `importance.importance_weights`. Metrics are means over the trained tokens
-    given here: ppo_kl (old_logp - logp; decoupled_ppo: proximal_logp - logp), pg_clipfrac,
-    pg_clipfrac_lower, cov_clipfrac, cov_klfrac, entropy, rollout_is_mean, where they apply; and ess
-    in (0, 1], the effective share of tokens under importance weights (0 if none counts).
-
-    Large tables are worked on in blocks of rows, which the backward pass computes again: a pass
-    takes the memory of a few tables [S, T].
-    """
-    tables = LossTables(
-        f"policy loss {name}",
-        logp,
-        old_logp,
-        advantages,
-        mask,
-        rollout_logp,
-        proximal_logp,
-        entropy,
-    )
-    chosen = _chosen(
-        tables, name, hyper, aggregation, statistics, (importance, importance_cap, importance_floor)
-    )
-    if weights is None:
-        weights = row_weights(
-            aggregation, mask, trajectory_ids=trajectory_ids, **(aggregation_hyper or {})
-        )
-    else:
-        check_weights(weights, logp.shape)
-    blocks = list(
-        zip(tables.blocks(), (part for _, part in row_blocks(logp, weights)), strict=True)
-    )
-    run = (
-        chosen.sums
-        if len(blocks) == 1
-        else partial(checkpoint, chosen.sums, use_reentrant=False, preserve_rng_state=False)
-    )
-    found = [run(*block) for block in blocks]
-    sums = {key: torch.stack([part[key] for _, part in found]).sum() for key in found[0][1]}
-    return torch.stack([loss for loss, _ in found]).sum().to(logp.dtype), _metrics(
-        sums, mask.count_nonzero()
-    )
-
-
-def policy_loss_terms(
-    name: str,
-    *,
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    rollout_logp: torch.Tensor | None = None,
-    proximal_logp: torch.Tensor | None = None,
-    entropy: torch.Tensor | None = None,
-    aggregation: str = "token-mean",
-    statistics: Mapping[str, float] | None = None,
-    importance: str = "none",
-    importance_cap: float = 2.0,
-    importance_floor: float = 0.0,
-    **hyper: Value,
-) -> Terms:
-    """Token losses [S, T] before aggregation, importance weights included, and statistics [S, T]
-    whose means are the metrics.
-
-    All are 0 where mask is 0 and of logp's dtype; only the losses carry a gradient. Arguments as of
-    `policy_loss`; `aggregation` is only checked against the loss. ess =
-    `importance.effective_sample_size(statistics["rollout_is_mean"], mask)`.
-    """
-    tables = LossTables(
-        f"policy loss {name}",
-        logp,
-        old_logp,
-        advantages,
-        mask,
-        rollout_logp,
-        proximal_logp,
-        entropy,
-    )
-    chosen = _chosen(
-        tables, name, hyper, aggregation, statistics, (importance, importance_cap, importance_floor)
-    )
-    loss, found = chosen.terms(tables)
-    return loss.to(logp.dtype), {key: values.to(logp.dtype) for key, values in found.items()}
-
-
-def batch_statistics(
-    name: str,
-    *,
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    **hyper: Value,
-) -> dict[str, float]:
-    """What the loss needs to know of a whole minibatch before it is split: for clip_cov and kl_cov
-    mean_advantage, mean_logp and threshold, for minirl with token_level_loss kept_share, for all
-    others nothing.
-    """
-    resolved = resolve("policy loss", POLICY_LOSSES, name, hyper)
-    if name not in STATISTICS:
-        return {}
-    return STATISTICS[name](
-        LossTables(f"policy loss {name}", logp.detach(), old_logp, advantages, mask), resolved
-    )
-
-
-def _chosen(
-    tables: LossTables,
-    name: str,
-    given: Mapping[str, Value],
     aggregation: str,
-    statistics: Mapping[str, float] | None,
-    importance: tuple[str, float, float],
-) -> _Chosen:
-    """Raises ValueError where settings are wrong or make no sense together. Statistics that were
-    not given are taken from these rows."""
-    hyper = resolve("policy loss", POLICY_LOSSES, name, given)
-    check_aggregation(name, hyper, aggregation)
-    check_importance(name, *importance)
-    if statistics:
-        _check_statistics(tables.entry, name, hyper, statistics)
-    elif name in STATISTICS:
-        statistics = STATISTICS[name](replace(tables, logp=tables.logp.detach()), hyper)
-    return _Chosen(name, hyper, importance, statistics or {})
-
-
-def _check_statistics(
-    entry: str, name: str, hyper: Mapping[str, Any], statistics: Mapping[str, float]
-) -> None:
-    expected = {
-        "clip_cov": _COVARIANCE,
-        "kl_cov": _COVARIANCE,
-        "minirl": {"kept_share"} if hyper.get("token_level_loss") else set(),
-    }
-    if set(statistics) != expected.get(name, set()):
-        raise ValueError(
-            f"{entry}: statistics has {sorted(statistics)}, it needs "
-            f"{sorted(expected.get(name, set()))}: take them from"
-            f" batch_statistics({name!r}, ...) with the same hyper-parameters"
-        )
-
-
-_COVARIANCE = {"mean_advantage", "mean_logp", "threshold"}
-
-
-def _metrics(sums: Mapping[str, torch.Tensor], count: torch.Tensor) -> dict[str, float]:
-    """Means over `count` tokens; ess where there are sums of squares."""
-    means = {key: total / count.clamp(min=1) for key, total in sums.items() if key != "squares"}
-    if "squares" in sums:
-        means["ess"] = effective_share(sums["rollout_is_mean"], sums["squares"], count)
-    return dict(zip(means, torch.stack(list(means.values())).tolist(), strict=True))
+    importance: str = "none",
+    importance_cap: float = 2.0,
+    importance_floor: float = 0.0,
+) -> PolicyLoss:
+    """The policy loss of that name, for an aggregation by that name. `importance` names the weights
+    of `importance.bind_importance`. Raises ValueError where a setting is wrong or where settings
+    make no sense together."""
+    settings = resolve("policy loss", POLICY_LOSSES, name, hyper)
+    check_aggregation(name, settings, aggregation)
+    check_importance(name, importance, importance_cap, importance_floor)
+    # minirl looks at the whole minibatch only where its denominator is that of all tokens
+    statistics = STATISTICS.get(name) if settings.get("token_level_loss", True) else None
+    return PolicyLoss(
+        name,
+        partial(LOSSES[name], **settings),
+        bind_importance(importance, importance_cap, importance_floor),
+        None if statistics is None else lambda tables: statistics(tables, settings),
+    )

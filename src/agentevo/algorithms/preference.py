@@ -1,15 +1,15 @@
 """Losses on preferred and rejected answers, from log-probs of whole answers.
 
 All tensors are [P], one entry per pair (or per single answer, for kto): the sum over an answer's
-trained tokens, natural logarithms. The loss is sum_p weights_p l_p, with weights 1/P unless given,
-so that micro-batches with the whole batch's weights add up to the same loss and gradient.
-References are constants. Sequence log-ratios are not bounded: each loss is written so that none
-overflows an exponential.
+trained tokens, natural logarithms. The loss is the mean over all of them. References are constants.
+Sequence log-ratios are not bounded: each loss is written so that none overflows an exponential.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -171,115 +171,78 @@ LOSSES: dict[str, Callable[..., PerPair]] = {
     "sppo": sppo,
     "rft": rft,
 }
+WIN_PROBS = ("chosen_win_prob", "rejected_win_prob")
 
 
-def preference_loss(
-    name: str,
-    *,
-    chosen_logp: torch.Tensor | None = None,
-    rejected_logp: torch.Tensor | None = None,
-    ref_chosen_logp: torch.Tensor | None = None,
-    ref_rejected_logp: torch.Tensor | None = None,
-    chosen_lengths: torch.Tensor | None = None,
-    rejected_lengths: torch.Tensor | None = None,
-    chosen_win_prob: torch.Tensor | None = None,
-    rejected_win_prob: torch.Tensor | None = None,
-    logp: torch.Tensor | None = None,
-    ref_logp: torch.Tensor | None = None,
-    desirable: torch.Tensor | None = None,
-    kl_baseline: torch.Tensor | float | None = None,
-    weights: torch.Tensor | None = None,
-    **hyper: Value,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The named loss, a scalar of the log-probs' dtype, and means over the answers of accuracy,
-    rewards and their margin (none with rft).
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A preference loss with its hyper-parameters, checked when it was bound."""
 
-    Which inputs a loss needs: `PREFERENCE_LOSSES` in the catalogue; those it doesn't are left
-    aside. All are [P]: summed log-probs of the policy (`*_logp`, `logp`) and of the reference
-    (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
-    (`*_win_prob`). `kl_baseline` may be one number. `weights` [P]: entries of weight 0 play no
-    part, whatever stands there. Raises ValueError for what is missing, mis-shaped or unknown.
-    """
-    settings = resolve("preference loss", PREFERENCE_LOSSES, name, hyper)
-    given: dict[str, torch.Tensor | float | None] = {
-        "chosen_logp": chosen_logp,
-        "rejected_logp": rejected_logp,
-        "ref_chosen_logp": ref_chosen_logp,
-        "ref_rejected_logp": ref_rejected_logp,
-        "chosen_lengths": chosen_lengths,
-        "rejected_lengths": rejected_lengths,
-        "logp": logp,
-        "ref_logp": ref_logp,
-        "desirable": desirable,
-        "kl_baseline": kl_baseline,
-    }
-    needs = PREFERENCE_LOSSES[name].needs
-    missing = [need for need in needs if given[need] is None]
-    if missing:
-        raise ValueError(
-            f"preference loss {name} needs {', '.join(missing)}: it works on {', '.join(needs)}"
-        )
-    policy = given[needs[0]]
-    if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
-        raise ValueError(
-            f"preference loss {name}: {needs[0]} must be a tensor of shape [pairs], one summed "
-            "log-prob per answer"
-        )
-    used = (
-        torch.ones_like(policy, dtype=torch.bool)
-        if weights is None
-        else _pairs("weights", weights, policy) != 0
-    )
-    inputs = {need: _clean(need, given[need], policy, used) for need in needs}
-    if name == "sppo":
-        chances = {"chosen_win_prob": chosen_win_prob, "rejected_win_prob": rejected_win_prob}
-        inputs |= {
-            key: _clean(key, value, policy, used)
-            for key, value in chances.items()
-            if value is not None
+    name: str
+    formula: Callable[..., PerPair]
+    needs: tuple[str, ...]
+    """Inputs that it can't do without."""
+
+    def __call__(
+        self, **inputs: torch.Tensor | float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean loss over the answers, a scalar of the log-probs' dtype, and means of accuracy,
+        rewards and their margin (none with rft).
+
+        Inputs are [P] each: summed log-probs of the policy (`*_logp`, `logp`) and of the reference
+        (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
+        (`*_win_prob`, which only sppo knows and which it can do without); `kl_baseline` is one
+        number. Those that the loss has no use for are left aside. Raises ValueError for what is
+        missing or mis-shaped.
+        """
+        missing = [need for need in self.needs if need not in inputs]
+        if missing:
+            raise ValueError(
+                f"preference loss {self.name} needs {', '.join(missing)}: it works on "
+                f"{', '.join(self.needs)}"
+            )
+        policy = inputs[self.needs[0]]
+        if not isinstance(policy, torch.Tensor) or policy.dim() != 1:
+            raise ValueError(
+                f"preference loss {self.name}: {self.needs[0]} must be a tensor of shape [pairs], "
+                "one summed log-prob per answer"
+            )
+        optional = WIN_PROBS if self.name == "sppo" else ()
+        used = {
+            name: _like(name, value, policy)
+            for name, value in inputs.items()
+            if name in self.needs or name in optional
+        }
+        losses, reported = self.formula(**used)
+        count = max(len(losses), 1)
+        return (losses * (1.0 / count)).sum(), {
+            key: value.detach().sum() / count for key, value in reported.items()
         }
 
-    losses, reported = LOSSES[name](**inputs, **settings)
-    if weights is None:
-        weights = torch.full_like(losses, 1.0 / max(len(losses), 1))
-    loss = torch.where(used, losses * weights.to(losses.dtype), losses.new_zeros(())).sum()
-    count = used.sum().clamp(min=1)
-    return loss, {
-        key: torch.where(used, value.detach(), 0.0).sum() / count for key, value in reported.items()
-    }
+
+def bind_preference_loss(name: str, hyper: Mapping[str, Value]) -> PreferenceLoss:
+    """The preference loss of that name; hyper-parameters that are not given are the catalogue's.
+    Raises ValueError for an unknown name and for wrong hyper-parameters."""
+    settings = resolve("preference loss", PREFERENCE_LOSSES, name, hyper)
+    return PreferenceLoss(name, partial(LOSSES[name], **settings), PREFERENCE_LOSSES[name].needs)
 
 
-def _pairs(what: str, tensor: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
-    if tensor.shape != policy.shape:
-        raise ValueError(
-            f"{what} has shape {list(tensor.shape)}: give {list(policy.shape)}, one entry per pair"
-        )
-    return tensor
-
-
-def _clean(
-    what: str, value: torch.Tensor | float | None, policy: torch.Tensor, used: torch.Tensor
-) -> torch.Tensor:
-    """The input as a tensor like the policy's log-probs, harmless where unused; constant unless it
-    is the policy's."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        if what != "kl_baseline":
-            raise ValueError(
-                f"{what} must be a tensor of shape {list(policy.shape)}, one entry per pair"
-            )
+def _like(name: str, value: torch.Tensor | float, policy: torch.Tensor) -> torch.Tensor:
+    """An input as a tensor like the policy's log-probs; constant unless it is the policy's."""
+    if name == "kl_baseline":
         return torch.as_tensor(value, dtype=policy.dtype, device=policy.device).expand_as(policy)
-    value = torch.where(used, _pairs(what, value, policy), torch.ones_like(value))
-    if what == "desirable":
-        return value.bool()
-    if what.endswith("lengths") and bool((value < 1).any()):
+    if not isinstance(value, torch.Tensor) or value.shape != policy.shape:
         raise ValueError(
-            f"{what} has a {value.min().item():g}: an answer without tokens has no log-prob; "
+            f"{name} must be a tensor of shape {list(policy.shape)}: give one entry per pair"
+        )
+    if name == "desirable":
+        return value.bool()
+    if name.endswith("lengths") and bool((value < 1).any()):
+        raise ValueError(
+            f"{name} has a {value.min().item():g}: an answer without tokens has no log-prob; "
             "leave its pair out"
         )
-    if what.endswith("win_prob") and not bool(((value >= 0) & (value <= 1)).all()):
-        raise ValueError(f"{what} must lie between 0 and 1")
-    return (
-        value
-        if what in ("chosen_logp", "rejected_logp", "logp")
-        else value.detach().to(policy.dtype)
-    )
+    if name in WIN_PROBS and not bool(((value >= 0) & (value <= 1)).all()):
+        raise ValueError(f"{name} must lie between 0 and 1")
+    constant = name not in ("chosen_logp", "rejected_logp", "logp")
+    return value.detach().to(policy.dtype) if constant else value

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from agentevo.inference.sampling import draw, filter_logits
 from agentevo.models.load import LoadedModel
 from agentevo.training.batching.packing import pack
+from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
 
 PIECE_TOKENS = 512
@@ -157,7 +158,7 @@ def _logits(
         temperature=piece.turn.temperature,
     )
     batch = pack([sample], device)
-    return batch.logits(model)[batch.rows].float()
+    return all_logits(model, batch)[batch.rows].float()
 
 
 def _compare(

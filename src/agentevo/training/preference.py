@@ -19,7 +19,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.algorithms.preference import preference_loss
+from agentevo.algorithms.preference import bind_preference_loss
 from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.seeds import derive_seed
 from agentevo.training.batching.packing import PackedBatch
@@ -30,6 +30,7 @@ from agentevo.training.batching.passes import (
     token_tables,
 )
 from agentevo.training.batching.staleness import leave_out_stale
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
 from agentevo.training.parallel import gathered
@@ -102,6 +103,7 @@ class PreferenceTrainer:
         self.section = trainer
         self.algorithm_section = section
         self.algorithm = algorithm
+        self.loss = bind_preference_loss(algorithm.loss, algorithm.hyper)
         self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
         self.optimization = Optimization(model.parameters(), trainer, memory=memory)
         self.flops = FlopCounter(model)
@@ -185,7 +187,7 @@ class PreferenceTrainer:
             inputs = comparison.inputs(sums, self.algorithm.loss)
             if baseline is not None:
                 inputs["kl_baseline"] = baseline
-            loss, metrics = preference_loss(self.algorithm.loss, **inputs, **self.algorithm.hyper)
+            loss, metrics = self.loss(**inputs)
             found.update(
                 {METRICS[key]: float(value) for key, value in metrics.items() if key in METRICS}
             )
@@ -248,7 +250,7 @@ class PreferenceTrainer:
         rows = [msgspec.structs.replace(row, temperature=self.temperature) for row in others]
 
         def log_ratio(batch: PackedBatch) -> dict[str, torch.Tensor]:
-            return {"ratio": batch.forward(self.model)[0] - reference.logprobs(batch)}
+            return {"ratio": token_logprobs(self.model, batch)[0] - reference.logprobs(batch)}
 
         return float(self._tables(rows, log_ratio)["ratio"].sum()) / num_answers
 

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.algorithms.divergence import kl
+from agentevo.algorithms.divergence import bind_kl
+from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.value import explained_variance
-from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.config import AlgorithmSection
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
 from agentevo.training.batching.samples import Row, Tables, advantages_of, trajectory_rows
+from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
 from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
@@ -54,12 +55,13 @@ class Preparation:
 
     def __init__(self, section: AlgorithmSection, max_tokens: int, *, merge: bool = True) -> None:
         self.section, self.max_tokens, self.merge = section, max_tokens, merge
-        self.algorithm = section.resolved()
-        needs = ADVANTAGES[self.algorithm.advantage].needs
-        self.collision = "sum_pi_squared" in needs
+        algorithm = section.resolved()
+        self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
+        self.kl = bind_kl(section.kl)
+        self.collision = "sum_pi_squared" in self.advantage.needs
         self.recomputed = (
             section.old_logprobs == "recomputed"
-            or "proximal_logp" in POLICY_LOSSES[self.algorithm.policy_loss].needs
+            or "proximal_logp" in POLICY_LOSSES[algorithm.policy_loss].needs
         )
 
     def __call__(
@@ -80,12 +82,11 @@ class Preparation:
         bonus, found = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
             rows,
-            self.algorithm,
+            self.advantage.monte_carlo() if monte_carlo else self.advantage,
             tables,
             bonus=bonus,
             baselines=baselines,
             weights=self.section.reward_weights,
-            monte_carlo=monte_carlo,
         )
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
@@ -101,13 +102,11 @@ class Preparation:
         def compute(batch: PackedBatch) -> dict[str, torch.Tensor]:
             found: dict[str, torch.Tensor] = {}
             if self.recomputed or self.collision:
-                predictions = batch.predictions(roles.policy)
-                asked = (batch.rows, batch.targets, batch.temperature)
                 if self.collision:
-                    found["logp"], squares = predictions.chosen_and_squares(*asked)
+                    found["logp"], squares = token_logprobs_and_squares(roles.policy, batch)
                     found["sum_pi_squared"] = squares[batch.rows]
                 else:
-                    found["logp"] = predictions.chosen(*asked)[0]
+                    found["logp"] = token_logprobs(roles.policy, batch)[0]
                 if self.recomputed:
                     found["old_logp"] = found["logp"]
             if roles.reference is not None:
@@ -131,7 +130,7 @@ class Preparation:
             samples,
             self.max_tokens,
             device,
-            lambda batch: {"phi": batch.forward(process.model)[0]},
+            lambda batch: {"phi": token_logprobs(process.model, batch)[0]},
             merge=self.merge,
         )
         tables["process_rewards"] = process.section.beta * (learnt["phi"] - reference)
@@ -146,8 +145,7 @@ class Preparation:
             bonus = tables["reward_model"]
             metrics["reward_model/mean"] = float(bonus[mask].mean())
         if roles.reference is not None and self.section.kl_in == "reward" and kl_coef > 0:
-            distance = kl(
-                self.section.kl,
+            distance = self.kl(
                 tables["logp"] if self.recomputed else _rollout_logprobs(rows),
                 tables["ref_logp"],
                 mask,
@@ -161,7 +159,7 @@ def _foreseen(samples: Sequence[Sample]) -> float:
     """Share of the returns' variance that the critic explains."""
     returns = torch.tensor([[x for s in samples for x in s.columns["returns"]]])
     values = torch.tensor([[x for s in samples for x in s.columns["values"]]])
-    return float(explained_variance(values, returns, torch.ones_like(values)))
+    return float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool)))
 
 
 def _mask(rows: Sequence[Row]) -> torch.Tensor:

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
 from agentevo.models.chat import ChatFormat
 from agentevo.training.batching.passes import device_of, micro_batches
+from agentevo.training.kernels.logprobs import selected_logprobs
+from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.training.optimization import Optimization, decay
 from agentevo.training.parallel import summed
 from agentevo.training.phases import phase
@@ -96,7 +98,7 @@ class SupervisedTrainer:
         ):
             self.flops.trained([samples[i] for i in indices], batch)
             with phase("forward"):
-                logp, _ = batch.forward(self.model)
+                logp, _ = token_logprobs(self.model, batch)
                 loss = -(logp / trained).sum()
             self.optimization.backward(loss)
             sums["sft/loss"] += float(loss.detach())
@@ -158,8 +160,8 @@ def held_out_metrics(
     are the model's first choice."""
     sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     for _, batch in micro_batches(samples, micro_batch_tokens, device_of(model)):
-        logits = batch.logits(model)
-        logp, _ = batch.chosen(logits)
+        logits = all_logits(model, batch)
+        logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         sums["loss"] -= float(logp.double().sum())
         sums["right"] += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
         sums["count"] += len(batch.targets)

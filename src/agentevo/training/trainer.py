@@ -1,7 +1,7 @@
 """The trainer: trajectories to samples, samples to one policy update and its metrics. It never
 calls an agent or an engine.
 
-What is minimised is `objective.py`; what is computed beforehand is `preparation.py`.
+What is minimised is `policy_loss.py`; what is computed beforehand is `preparation.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agentevo.config import (
 from agentevo.training.batching.passes import device_of, micro_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import Listener
-from agentevo.training.objective import Objective
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.phases import phase
+from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.preparation import Preparation, Prepared, Roles
 from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
@@ -57,7 +57,7 @@ class Trainer:
         self.critic_section = critic or CriticSection()
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
-        self.objective = Objective(algorithm)
+        self.objective = MinibatchLoss(algorithm)
         self.preparation = Preparation(
             algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging
         )

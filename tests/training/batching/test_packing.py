@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.training.batching.packing import pack
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.trainer import Trainer
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "mistral"]
@@ -53,7 +54,7 @@ def test_logprobs_and_entropies(name, temperature, random_model, samples_of):
     batch = pack(samples, torch.device("cpu"))
     assert batch.num_distinct < 0.6 * batch.num_logical
     with torch.no_grad():
-        found, entropy = batch.forward(one.model)
+        found, entropy = token_logprobs(one.model, batch)
     expected, expected_entropy = [], []
     for sample in samples:
         rows = torch.log_softmax(one.logits(sample.ids) / temperature, -1)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentevo.algorithms.estimators import bind_advantage
 from agentevo.config import AlgorithmSection
 from agentevo.training.batching.samples import advantages_of, trajectory_rows
 from agentevo.training.batching.selection import select
@@ -18,9 +19,9 @@ GRPO = AlgorithmSection()
 def made(trajectories: list[Trajectory], section: AlgorithmSection):
     """Samples, and why other trajectories gave none."""
     kept, dropped = select(trajectories, section)
-    return advantages_of(
-        [row for t in kept for row in trajectory_rows(t)], section.resolved()
-    ), dropped
+    algorithm = section.resolved()
+    advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
+    return advantages_of([row for t in kept for row in trajectory_rows(t)], advantage), dropped
 
 
 def turn(index: int, parent: int | None, prompt: list[int], completion: list[int]) -> Turn:

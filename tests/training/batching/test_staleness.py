@@ -10,10 +10,10 @@ from collections import Counter
 import msgspec
 import pytest
 import torch
+from by_name import effective_share
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.algorithms.importance import effective_sample_size
 from agentevo.config import AlgorithmSection, CriticSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.training.batching.staleness import (
@@ -413,9 +413,7 @@ def expected_sizes(samples, weigh) -> dict[str, float]:
     found = {}
     for age, weights in of_age.items():
         table = torch.tensor([weights], dtype=torch.float64)
-        found[f"actor/ess_age_{age}"] = float(
-            effective_sample_size(table, torch.ones_like(table, dtype=torch.bool))
-        )
+        found[f"actor/ess_age_{age}"] = effective_share(table, torch.ones_like(table))
     return found
 
 
@@ -492,9 +490,7 @@ def test_sums_by_age_add_up_over_parts(tokens, cut):
     expected = {}
     for age in {int(a) for a in ages}:
         of_age = weights[ages == age][None]
-        expected[f"actor/ess_age_{age}"] = float(
-            effective_sample_size(of_age, torch.ones_like(of_age, dtype=torch.bool))
-        )
+        expected[f"actor/ess_age_{age}"] = effective_share(of_age, torch.ones_like(of_age))
     assert found == pytest.approx(expected, rel=1e-9)
 
 

@@ -27,12 +27,16 @@ from transformers import (
 from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels import output_layer
+from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import (
-    DensePredictions,
-    LinearPredictions,
     Listener,
     Tail,
+    all_logits,
+    last_hidden,
+    linear_output,
     tail_of,
+    token_logprobs,
+    token_logprobs_and_squares,
 )
 
 CPU = torch.device("cpu")
@@ -110,6 +114,11 @@ NAMES = [
 ]
 
 
+def through_logits(model, batch):
+    """What `token_logprobs` gives, with all logits computed."""
+    return selected_logprobs(all_logits(model, batch), batch.rows, batch.targets, batch.temperature)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_as_through_logits(name, lora, random_model, batch, gradient):
@@ -120,9 +129,9 @@ def test_the_same_as_through_logits(name, lora, random_model, batch, gradient):
             model = get_peft_model(
                 model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
             )
-    assert isinstance(batch.predictions(model), LinearPredictions)
-    through = with_gradients(model, batch, lambda one: batch.chosen(batch.logits(one)), gradient)
-    without = with_gradients(model, batch, batch.forward, gradient)
+    assert linear_output(model, batch) is not None
+    through = with_gradients(model, batch, lambda one: through_logits(one, batch), gradient)
+    without = with_gradients(model, batch, lambda one: token_logprobs(one, batch), gradient)
     for ours, theirs in zip(without[:2], through[:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert float((without[2] - through[2]).norm() / through[2].norm()) < 1e-5
@@ -141,10 +150,10 @@ def test_no_logits_are_computed(random_model, batch):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(layer), "forward", watched)
-        batch.forward(model)
-        batch.hidden(model)
+        token_logprobs(model, batch)
+        last_hidden(model, batch)
         with torch.no_grad():
-            batch.predictions(model).chosen_and_squares(batch.rows, batch.targets, 1.0)
+            token_logprobs_and_squares(model, batch)
     assert seen == [torch.Size([1, 0, 32])] * 3
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
@@ -154,7 +163,7 @@ def test_a_failing_pass_leaves_no_hook(random_model, batch):
     model = copy.deepcopy(random_model("llama").model)
     batch.input_ids = batch.input_ids + 1000
     with pytest.raises(IndexError):
-        batch.forward(model)
+        token_logprobs(model, batch)
     layer = model.get_output_embeddings()
     assert not layer._forward_hooks
     assert not layer._forward_pre_hooks
@@ -163,39 +172,35 @@ def test_a_failing_pass_leaves_no_hook(random_model, batch):
 def test_hidden_states_and_who_listens_to_them(random_model, batch):
     one = copy.deepcopy(random_model("gemma2"))
     with Listener(one.model) as heard:
-        batch.forward(one.model)
+        token_logprobs(one.model, batch)
     with Listener(one.model) as through:
-        batch.logits(one.model)
+        all_logits(one.model, batch)
     assert heard.hidden.shape == (len(batch.logit_nodes), 32)
     torch.testing.assert_close(heard.hidden, through.hidden)
-    torch.testing.assert_close(batch.hidden(one.model), through.hidden)
+    torch.testing.assert_close(last_hidden(one.model, batch), through.hidden)
     assert heard.hidden.requires_grad
 
 
 def test_squares_of_probabilities(random_model, batch):
     model = random_model("gemma2").model
     with torch.no_grad():
-        found = batch.predictions(model)
-        dense = DensePredictions(batch.logits(model))
-        asked = (batch.rows, batch.targets, batch.temperature)
-        assert isinstance(found, LinearPredictions)
-        for ours, theirs in zip(
-            found.chosen_and_squares(*asked), dense.chosen_and_squares(*asked), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        logp, squares = token_logprobs_and_squares(model, batch)
+        torch.testing.assert_close(logp, through_logits(model, batch)[0], rtol=1e-5, atol=1e-5)
+        probs = torch.softmax(all_logits(model, batch) / batch.temperature, -1)
+        torch.testing.assert_close(squares, probs.square().sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_an_update_is_seen_by_the_next_pass(random_model, batch):
     """The output layer's packed copy of its weight goes with every pass that has gradients."""
     model = copy.deepcopy(random_model("qwen2").model)
     with torch.no_grad():
-        before = batch.logits(model)
-    batch.forward(model)[0].sum().backward()
+        before = all_logits(model, batch)
+    token_logprobs(model, batch)[0].sum().backward()
     torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
     alone = copy.deepcopy(model)
     with torch.no_grad():
-        after = batch.logits(model)
-        torch.testing.assert_close(after, batch.logits(alone))
+        after = all_logits(model, batch)
+        torch.testing.assert_close(after, all_logits(alone, batch))
     assert float((after - before).abs().max()) > 0.1
 
 
@@ -226,10 +231,9 @@ def muted(model):
 @pytest.mark.parametrize("change", [adapted, hooked, muted])
 def test_whatever_is_unusual_goes_through_the_logits(change, random_model, batch):
     model = change(made("qwen2", random_model))
-    found = batch.predictions(model)
-    assert isinstance(found, DensePredictions)
-    torch.testing.assert_close(found.logits, batch.logits(model))
-    assert batch.hidden(model).shape == (len(batch.logit_nodes), 32)
+    assert linear_output(model, batch) is None
+    torch.testing.assert_close(token_logprobs(model, batch), through_logits(model, batch))
+    assert last_hidden(model, batch).shape == (len(batch.logit_nodes), 32)
 
 
 PROBES = [0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30]
@@ -286,15 +290,15 @@ def counting(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere", "granite", "hyperclovax"])
 def test_a_model_is_asked_once(name, random_model, batch, monkeypatch):
     model, asked = copy.deepcopy(made(name, random_model)), counting(monkeypatch)
-    first = batch.forward(model)
+    first = token_logprobs(model, batch)
     with torch.no_grad():
-        again = batch.forward(model)
+        again = token_logprobs(model, batch)
     model.train()
-    batch.forward(model)
+    token_logprobs(model, batch)
     assert len(asked) == 1
     for one, other in zip(first, again, strict=True):
         torch.testing.assert_close(one.detach(), other, rtol=1e-5, atol=1e-5)
-    batch.forward(copy.deepcopy(model))
+    token_logprobs(copy.deepcopy(model), batch)
     assert len(asked) == 2, "a copy may have other settings"
 
 
@@ -306,28 +310,28 @@ def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, bat
         lambda: None,
     ):
         change()
-        ours, theirs = batch.forward(model), batch.chosen(batch.logits(model))
+        ours, theirs = token_logprobs(model, batch), through_logits(model, batch)
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
     handle = model.register_forward_hook(
         lambda module, given, found: setattr(found, "logits", 2 * found.logits) or found
     )
     torch.testing.assert_close(
-        batch.forward(model)[0], batch.chosen(batch.logits(model))[0], rtol=1e-5, atol=1e-5
+        token_logprobs(model, batch)[0], through_logits(model, batch)[0], rtol=1e-5, atol=1e-5
     )
     handle.remove()
-    torch.testing.assert_close(batch.forward(model)[0], ours[0])
+    torch.testing.assert_close(token_logprobs(model, batch)[0], ours[0])
     scaled = made("cohere", random_model)
-    before = batch.forward(scaled)[0]
+    before = token_logprobs(scaled, batch)[0]
     scaled.logit_scale = 0.9
-    assert not torch.allclose(batch.forward(scaled)[0], before)
+    assert not torch.allclose(token_logprobs(scaled, batch)[0], before)
     torch.testing.assert_close(
-        batch.forward(scaled)[0], batch.chosen(batch.logits(scaled))[0], rtol=1e-5, atol=1e-5
+        token_logprobs(scaled, batch)[0], through_logits(scaled, batch)[0], rtol=1e-5, atol=1e-5
     )
 
 
 def test_a_forgotten_model_is_forgotten(random_model, batch):
     model = copy.deepcopy(random_model("llama").model)
-    batch.forward(model)
+    token_logprobs(model, batch)
     gone = weakref.ref(model)
     del model
     gc.collect()

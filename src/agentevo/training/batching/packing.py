@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from agentevo.training.batching.tree import build_tree
-from agentevo.training.kernels.logprobs import selected_logprobs
-from agentevo.training.kernels.output_layer import Predictions, last_hidden, predictions
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.types import Sample
 
@@ -66,30 +63,9 @@ class PackedBatch:
         else the behaviour's."""
         return self.columns.get("old_logp", self.rollout_logprobs)
 
-    def logits(self, model: PreTrainedModel) -> torch.Tensor:
-        """[R, V] of the nodes that predict, differentiable."""
-        found = model(**self._inputs)
-        return found.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
-
-    def hidden(self, model: PreTrainedModel) -> torch.Tensor:
-        """[R, H] what goes into the model's output layer there, differentiable; no logits are
-        computed."""
-        return last_hidden(model, self._inputs)
-
-    def predictions(self, model: PreTrainedModel) -> Predictions:
-        """Of those nodes, without logits where the output layer allows it."""
-        return predictions(model, self._inputs)
-
-    def forward(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [M] of the trained tokens and entropies [R], in nats, differentiable."""
-        return self.predictions(model).chosen(self.rows, self.targets, self.temperature)
-
-    def chosen(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [M] and entropies [R], as `forward`, from logits [R, V]."""
-        return selected_logprobs(logits, self.rows, self.targets, self.temperature)
-
     @property
-    def _inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model for one pass."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,

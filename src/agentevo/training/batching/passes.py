@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
 from agentevo.training.batching.prefixes import token_array
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.parallel import gathered, num_ranks, rank
 from agentevo.training.phases import phase
 from agentevo.types import Sample
@@ -118,7 +119,7 @@ def _sums(
     num: int,
 ) -> torch.Tensor:
     """[N] summed log-probs of each answer's tokens in this micro-batch."""
-    logp, _ = batch.forward(model)
+    logp, _ = token_logprobs(model, batch)
     owner = torch.tensor([owners[i] for i in indices], device=logp.device)[batch.samples]
     return logp.new_zeros(num).index_add(0, owner, logp)
 

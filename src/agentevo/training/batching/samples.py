@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import torch
 
-from agentevo.algorithms.estimators import RECURSIONS, advantage
-from agentevo.catalogue.advantages import ADVANTAGES
-from agentevo.catalogue.presets import Algorithm
+from agentevo.algorithms.advantage_inputs import AdvantageTables
+from agentevo.algorithms.estimators import Advantage
 from agentevo.errors import TrainingError
 from agentevo.types import Sample, Trajectory, Turn
 
@@ -39,28 +38,27 @@ class Row(NamedTuple):
 
 def advantages_of(
     rows: Sequence[Row],
-    algorithm: Algorithm,
+    advantage: Advantage,
     tables: Tables = MappingProxyType({}),
     *,
     bonus: torch.Tensor | None = None,
     baselines: Mapping[str, float] = MappingProxyType({}),
     weights: Mapping[str, float] = MappingProxyType({}),
-    monte_carlo: bool = False,
 ) -> list[Sample]:
     """Samples with their advantages and with the columns that the update needs.
 
     tables: name -> [S, T], what passes over the rows found; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given); monte_carlo: lambda 1, whatever the recipe says. Raises
-    TrainingError for rewards that the advantage can't be made from.
+    parts (1 where none is given). Raises TrainingError for rewards that the advantage can't be made
+    from.
     """
     if not rows:
         return []
-    rewards, turn_ids = _reward_table(rows, per_turn=algorithm.advantage in RECURSIONS)
+    rewards, turn_ids = _reward_table(rows, per_turn=advantage.is_recursion)
     mask = turn_ids >= 0
     if bonus is not None:
         rewards += torch.where(mask, bonus.double(), 0.0)
-    needs = ADVANTAGES[algorithm.advantage].needs
+    needs = advantage.needs
     inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
     if "baseline_rewards" in needs:
         inputs["baseline_rewards"] = torch.tensor(
@@ -74,19 +72,16 @@ def advantages_of(
         }
     if "turn_parents" in needs:
         inputs["turn_parents"] = _parent_table(rows, turn_ids)
-    hyper = dict(algorithm.advantage_hyper)
-    if monte_carlo:
-        hyper |= {key: 1.0 for key in ("lam", "turn_lam") if key in hyper}
     try:
         advantages, returns = advantage(
-            algorithm.advantage,
-            token_rewards=rewards,
-            mask=mask,
-            group_ids=[row.trajectory.group_id for row in rows],
-            trajectory_ids=[row.trajectory.id for row in rows],
-            turn_ids=turn_ids,
-            **inputs,
-            **hyper,
+            AdvantageTables(
+                token_rewards=rewards,
+                mask=mask,
+                group_ids=[row.trajectory.group_id for row in rows],
+                trajectory_ids=[row.trajectory.id for row in rows],
+                turn_ids=turn_ids,
+                **inputs,
+            )
         )
     except ValueError as error:
         raise TrainingError(

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.models.linear import FastLinear, PackedWeights
+from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 
@@ -36,39 +36,50 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Tail | None]] = WeakKeyDictio
 """Model -> its settings then, and what its tail was found to be under them."""
 
 
-class Predictions(Protocol):
-    """Of R nodes."""
-
-    def chosen(
-        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [M] of tokens targets [M] at rows [M], and entropies [R], in nats;
-        differentiable."""
-
-    def chosen_and_squares(
-        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs [M], and sums of squared probabilities [R]; no gradient."""
-
-
-@dataclass(frozen=True, eq=False)
-class DensePredictions:
-    """From logits."""
-
-    logits: torch.Tensor
-    """[R, V]"""
-
-    def chosen(
-        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return selected_logprobs(self.logits, rows, targets, temperature)
-
-    def chosen_and_squares(
-        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return selected_logprobs(self.logits, rows, targets, temperature)[0], sum_of_squares(
-            self.logits, temperature
+def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [M] of the batch's trained tokens, and entropies [R] of the nodes that predict
+    them, in nats; differentiable."""
+    output = linear_output(model, batch)
+    if output is None:
+        return selected_logprobs(
+            all_logits(model, batch), batch.rows, batch.targets, batch.temperature
         )
+    return linear_logprobs(
+        output.hidden,
+        output.layer.weight,
+        output.layer.bias,
+        batch.rows,
+        batch.targets,
+        batch.temperature,
+        *output.tail,
+    )
+
+
+def token_logprobs_and_squares(
+    model: PreTrainedModel, batch: PackedBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [M] as `token_logprobs`, and for each node that predicts the sum over the
+    vocabulary of p^2 [R], the chance that two draws agree; no gradient."""
+    output = linear_output(model, batch)
+    if output is None:
+        logits = all_logits(model, batch)
+        logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
+        return logp, sum_of_squares(logits, batch.temperature)
+    return linear_logprobs_and_squares(
+        output.hidden,
+        output.layer.weight,
+        output.layer.bias,
+        batch.rows,
+        batch.targets,
+        batch.temperature,
+        *output.tail,
+    )
+
+
+def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Logits [R, V] of the nodes that predict, differentiable."""
+    outputs: Any = model(**batch.inputs)
+    return outputs.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
 
 
 class Tail(NamedTuple):
@@ -79,28 +90,13 @@ class Tail(NamedTuple):
     logit_scale: float
 
 
-@dataclass(frozen=True, eq=False)
-class LinearPredictions:
-    """From hidden states."""
+class LinearOutput(NamedTuple):
+    """What logits are one product of."""
 
     hidden: torch.Tensor
     """[R, H]"""
     layer: nn.Linear
     tail: Tail
-
-    def chosen(
-        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_logprobs(
-            self.hidden, self.layer.weight, self.layer.bias, rows, targets, temperature, *self.tail
-        )
-
-    def chosen_and_squares(
-        self, rows: torch.Tensor, targets: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_logprobs_and_squares(
-            self.hidden, self.layer.weight, self.layer.bias, rows, targets, temperature, *self.tail
-        )
 
 
 class Listener:
@@ -150,35 +146,30 @@ class _Interceptor(Listener):
         return (given[0][..., :0, :], *given[1:])
 
 
-def predictions(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Predictions:
-    """Of the nodes that `logits_to_keep` of the model's inputs names; differentiable."""
+def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | None:
+    """The model's pass up to its output layer, differentiable; None where logits are more than that
+    layer's products, scaled and capped."""
     layer = causal_model(model).get_output_embeddings()
     known, tail = _known_tail(model)
-    if _is_one_product(layer) and (tail is not None or not known):
-        answer = _zeros(layer) if known else _probes(layer)
-        hidden, logits = _intercepted(model, layer, inputs, answer)
-        if not known:
-            tail = tail_of(answer, logits)
-            _KNOWN[model] = (_settings(model), tail)
-        if (
-            tail is not None
-            and hidden.dtype == layer.weight.dtype
-            and hidden.device == layer.weight.device
-        ):
-            return LinearPredictions(hidden, layer, tail)
-    found: Any = model(**inputs)
-    return DensePredictions(
-        found.logits.squeeze(0)
-    )  # [0] would make the gradient anew, as large as the logits
+    if not _is_one_product(layer) or (known and tail is None):
+        return None
+    answer = _zeros(layer) if known else _probes(layer)
+    hidden, logits = _intercepted(model, layer, batch.inputs, answer)
+    if not known:
+        tail = tail_of(answer, logits)
+        _KNOWN[model] = (_settings(model), tail)
+    fits = hidden.dtype == layer.weight.dtype and hidden.device == layer.weight.device
+    return None if tail is None or not fits else LinearOutput(hidden, layer, tail)
 
 
-def last_hidden(model: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """[R, H] what goes into the output layer at those nodes, differentiable."""
+def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Hidden states [R, H] that go into the output layer at the nodes that predict, differentiable;
+    no logits are computed where the layer is one product."""
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
-        return _intercepted(model, layer, inputs, _zeros(layer))[0]
+        return _intercepted(model, layer, batch.inputs, _zeros(layer))[0]
     with Listener(model) as heard:
-        model(**inputs)
+        model(**batch.inputs)
     return heard.hidden
 
 

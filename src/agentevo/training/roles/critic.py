@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.value import value_loss
 from agentevo.config import CriticSection, MemorySection, TrainerSection
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.kernels.output_layer import causal_model
+from agentevo.training.kernels.output_layer import all_logits, causal_model, last_hidden
 from agentevo.training.optimization import Optimization
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.phases import phase
@@ -69,8 +69,8 @@ class Critic:
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """[M] float32, by a pass of its own; differentiable."""
         if not self.shared:
-            return batch.logits(self.model).squeeze(-1)[batch.rows].float()
-        return self.values_of(batch.hidden(self.model), batch)
+            return all_logits(self.model, batch).squeeze(-1)[batch.rows].float()
+        return self.values_of(last_hidden(self.model, batch), batch)
 
     def values_of(self, hidden: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """[M] float32 from the policy's last hidden states [R, H] at the nodes that predict."""
@@ -118,7 +118,7 @@ class Critic:
         if not self.shared:
             return self.values(batch)
         with torch.no_grad():
-            hidden = batch.hidden(self.model)
+            hidden = last_hidden(self.model, batch)
         return self.values_of(hidden, batch)
 
     def state_dict(self) -> dict[str, Any]:

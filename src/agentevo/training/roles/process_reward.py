@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from agentevo.config import MemorySection, ProcessRewardSection, TrainerSection
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import backward_through_sums, device_of, micro_batches
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.optimization import Optimization
 from agentevo.training.roles.model_copy import (
     copy_policy,
@@ -50,7 +51,7 @@ class ImplicitProcessReward:
 
     def rewards(self, batch: PackedBatch, reference: torch.Tensor) -> torch.Tensor:
         """[M] of each token, given the reference's log-probs [M]."""
-        return self.section.beta * (batch.forward(self.model)[0] - reference)
+        return self.section.beta * (token_logprobs(self.model, batch)[0] - reference)
 
     def update(
         self,

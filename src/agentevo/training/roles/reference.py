@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from agentevo.config import AlgorithmSection
 from agentevo.errors import TrainingError
 from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.model_copy import (
     copy_policy,
     load_weights,
@@ -42,7 +43,7 @@ class Reference:
         """[M]"""
         model: Any = self.model
         with model.disable_adapter() if self.of_base else nullcontext():
-            return batch.forward(self.model)[0]
+            return token_logprobs(self.model, batch)[0]
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel, step: int) -> None:

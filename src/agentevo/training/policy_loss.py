@@ -1,0 +1,133 @@
+"""What an update minimises, for any algorithm that `catalogue.presets.resolve_preset` can name:
+
+    loss = sum over trained tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy)
+
+Weights come from the aggregation over the whole minibatch, and so do the statistics that some
+losses select tokens by: micro-batches only add up the gradient, however the minibatch is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from agentevo.algorithms.aggregation import bind_aggregation
+from agentevo.algorithms.divergence import bind_kl
+from agentevo.algorithms.loss_inputs import LossTables, bounded_exp
+from agentevo.algorithms.losses import bind_policy_loss
+from agentevo.config import AlgorithmSection
+from agentevo.training.batching.packing import PackedBatch
+from agentevo.training.batching.staleness import AGE, age_sums
+from agentevo.training.kernels.output_layer import token_logprobs
+from agentevo.training.parallel import gathered, num_ranks
+from agentevo.training.phases import phase
+from agentevo.types import Sample
+
+
+class MinibatchLoss:
+    """The loss of a minibatch, a micro-batch at a time. The recipe's names and hyper-parameters are
+    resolved and checked here, once."""
+
+    def __init__(self, section: AlgorithmSection) -> None:
+        algorithm = section.resolved()
+        self.policy_loss = bind_policy_loss(
+            algorithm.policy_loss,
+            algorithm.loss_hyper,
+            aggregation=algorithm.aggregation,
+            importance=section.importance,
+            importance_cap=section.importance_cap,
+            importance_floor=section.importance_floor,
+        )
+        self.aggregation = bind_aggregation(algorithm.aggregation, algorithm.aggregation_hyper)
+        self.kl = bind_kl(section.kl) if section.kl_in == "loss" and section.kl_coef > 0 else None
+
+    def row_weights(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """[S] float32: the weight of each trained token of each sample of a minibatch."""
+        lengths = torch.tensor([sum(s.loss_mask) for s in samples])
+        return self.aggregation(lengths, [s.trajectory_id for s in samples]).float()
+
+    @torch.no_grad()
+    def statistics(
+        self, model: PreTrainedModel, batches: Sequence[PackedBatch]
+    ) -> dict[str, float]:
+        """What the policy loss has to know of the whole minibatch beforehand. Most losses need
+        nothing, and one micro-batch is the whole minibatch: then nothing is computed."""
+        if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
+            return {}
+        own = []
+        for batch in batches:
+            with phase("forward"):
+                logp, _ = token_logprobs(model, batch)
+            columns = (logp, batch.old_logprobs, batch.advantages)
+            own.append([table.cpu() for table in (*map(batch.table, columns), batch.mask)])
+        parts = [part for of_rank in gathered(own) for part in of_rank]
+        width = max(part[0].shape[1] for part in parts)
+        whole = [
+            torch.cat(
+                [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in column]
+            )
+            for column in zip(*parts, strict=True)
+        ]
+        return self.policy_loss.statistics(LossTables(*whole))
+
+    def loss(
+        self,
+        model: PreTrainedModel,
+        batch: PackedBatch,
+        weights: torch.Tensor,
+        *,
+        kl_coef: float,
+        entropy_coef: float,
+        statistics: Mapping[str, float],
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
+        [S] are those of the batch's rows."""
+        flat_logp, row_entropy = token_logprobs(model, batch)
+        flat_entropy = row_entropy[batch.rows]  # [M]
+        logp = batch.table(flat_logp)  # [S, T]
+        old_logp = batch.table(batch.old_logprobs)
+        tables = LossTables(
+            logp,
+            old_logp,
+            batch.table(batch.advantages),
+            batch.mask,
+            rollout_logp=batch.table(batch.rollout_logprobs),
+            proximal_logp=old_logp,
+        )
+        token_losses, measured = self.policy_loss(tables, statistics)
+        token_weights = weights.to(logp.device)[:, None] * batch.mask
+        loss = (token_weights * token_losses).sum()
+        metrics = {f"actor/{name}": float(values.sum()) for name, values in measured.items()}
+        if "rollout_is_mean" in measured:
+            metrics["actor/rollout_is_squares"] = float(measured["rollout_is_mean"].square().sum())
+        metrics |= {
+            "count": float(len(flat_logp)),
+            "actor/pg_loss": float(loss.detach()),
+            "actor/entropy": float(flat_entropy.detach().sum()),
+            "largest_diff": float((flat_logp - batch.old_logprobs).detach().abs().max()),
+            "trainer/distinct_tokens": float(batch.num_distinct),
+            "trainer/logical_tokens": float(batch.num_logical),
+            "trainer/trained_tokens": float(len(flat_logp)),
+        }
+        if AGE in batch.columns:
+            metrics |= age_sums(_off_policy(flat_logp, batch, measured), batch.columns[AGE])
+        if self.kl is not None:
+            distance = self.kl(logp, batch.table(batch.columns["ref_logp"]), batch.mask)
+            loss = loss + kl_coef * (token_weights * distance).sum()
+            metrics["actor/kl_loss"] = float(distance.detach().sum())
+        if entropy_coef > 0:
+            of_token = weights.to(flat_entropy.device)[batch.samples]
+            loss = loss - entropy_coef * (of_token * flat_entropy).sum()
+        return loss, metrics
+
+
+def _off_policy(
+    logp: torch.Tensor, batch: PackedBatch, measured: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """[M]: the weight that the loss gives each token for having been sampled by another policy,
+    caps included; where it gives none, the ratio of the policy to the one that sampled."""
+    if "rollout_is_mean" in measured:
+        return measured["rollout_is_mean"][batch.samples, batch.places]
+    return bounded_exp(logp.detach() - batch.rollout_logprobs)
