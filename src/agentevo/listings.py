@@ -72,9 +72,18 @@ def recipes() -> list[Row]:
 
 
 def engines() -> list[Row]:
+    from agentevo.inference.engine import engines as registry
+
     return [
-        ("torch", "embedded: continuous batching in this process, on the trainer's own weights")
+        (name, _first_line(inspect.getdoc(registry.get(name)) or "")) for name in registry.names()
     ]
+
+
+def transports() -> list[Row]:
+    """How trained weights reach the engines."""
+    from agentevo.inference.transports import transports as registry
+
+    return [(name, registry.get(name).about) for name in registry.names()]
 
 
 def stores() -> list[Row]:
@@ -97,6 +106,7 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "models": models,
     "recipes": recipes,
     "engines": engines,
+    "transports": transports,
     "stores": stores,
 }
 

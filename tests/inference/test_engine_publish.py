@@ -87,14 +87,14 @@ def test_after_a_publish_nothing_old_is_left_in_a_cache(one, complete, differenc
         assert difference(one.logits(PROMPT + found.ids), PROMPT, found, LONG) < 1e-4
 
 
-def test_weights_changed_in_place_are_served_after_forget_cache(one, complete, difference):
+def test_weights_changed_in_place_are_served_after_begin(one, complete, difference):
     engine = TorchEngine(one.model)
     complete(engine, [PROMPT] * 3, [LONG] * 3)
     with torch.no_grad():
         for module in (one.model, one.alone):
             for parameter in module.parameters():
                 parameter.mul_(1.2)
-    engine.forget_cache()
+    asyncio.run(engine.begin(0))
     (found,) = complete(engine, [PROMPT], [LONG])
     assert difference(one.logits(PROMPT + found.ids), PROMPT, found, LONG) < 1e-4
     assert found.versions == [0] * 24
@@ -174,7 +174,7 @@ def test_a_publish_that_can_not_wait_any_longer_leaves_all_as_it_was(one):
 
 def test_a_resumed_engine_counts_on_from_its_checkpoint(one, complete):
     engine = TorchEngine(one.model)
-    engine.set_version(7)
+    asyncio.run(engine.begin(7))
     assert complete(engine, [PROMPT], [LONG])[0].versions == [7] * 24
     asyncio.run(engine.publish(8))
     assert engine.version == 8

@@ -84,8 +84,8 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
         assert after["engine/asleep_s"] - before["engine/asleep_s"] >= 0.05
         assert [one.done() for one in running] == [in_flight == "finish"] * len(running)
         assert not late.done()
-        engine.wake()
-        engine.wake()
+        await engine.wake()
+        await engine.wake()
         assert not engine.asleep
         return await asyncio.gather(*running), await late
 
@@ -114,7 +114,7 @@ def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
         await asyncio.sleep(deadline_s + 0.5)
         assert not running.done() and not late.done()
         assert engine.slept_s > deadline_s
-        engine.wake()
+        await engine.wake()
         return [await running, await late]
 
     found = asyncio.run(work())
@@ -138,7 +138,7 @@ def test_a_deadline_runs_on_when_the_engine_is_awake_again(llama, monkeypatch):
             engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=900), deadline_s=0.3)
         )
         await asyncio.sleep(0.5)
-        engine.wake()
+        await engine.wake()
         woken = time.monotonic()
         with pytest.raises(DeadlineExceededError, match=r"within 0\.3 s \(1 running, 0 waiting\)"):
             await asked
@@ -159,7 +159,7 @@ def test_a_request_that_is_given_up_while_the_engine_sleeps_is_never_computed(ll
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        engine.wake()
+        await engine.wake()
         await engine.generate(PROMPTS[3], SamplingParams(max_new_tokens=2), deadline_s=60)
 
     asyncio.run(work())
@@ -179,7 +179,7 @@ def test_weights_that_come_while_it_sleeps_serve_when_it_wakes(own, difference):
         await engine.sleep(in_flight="continue", deadline_s=60)
         await engine.publish(1, weights)
         assert engine.asleep and engine.version == 1 and not running.done()
-        engine.wake()
+        await engine.wake()
         return await running
 
     found = asyncio.run(work())

@@ -332,7 +332,7 @@ class Watched(TorchEngine):
 
 def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     engine = Watched(copy.deepcopy(run.model))
-    engine.set_version(-1)
+    asyncio.run(engine.begin(-1))
     notes: list[str] = []
     follower = Follower(run.weights, engine, "continue", deadline_s=10, note=notes.append)
 
@@ -357,7 +357,7 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     assert len(notes) == 2, "with the same outcome, of which nothing more is to be said"
     run.write(1)
     assert asyncio.run(look(2)) == [True, False]
-    assert (engine.version, engine.refused_publishes) == (1, 2)
+    assert (engine.version, follower.stats()["engine/refused_publishes"]) == (1, 2)
     assert notes[2:] == ["serving version 1"]
     (run.folder / "weights" / "latest.json").write_text("{")
     assert asyncio.run(look(3)) == [False] * 3
@@ -367,7 +367,7 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
 def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same(run, monkeypatch):
     """What failed may have been the reading: a disk or a network with a bad moment."""
     engine = TorchEngine(copy.deepcopy(run.model))
-    engine.set_version(-1)
+    asyncio.run(engine.begin(-1))
     follower = Follower(run.weights, engine, "continue", deadline_s=10, note=lambda line: None)
     real = WeightsFolder.read
 

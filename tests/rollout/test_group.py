@@ -56,7 +56,7 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat):
             await engine.sleep()
         await asyncio.sleep(LIMIT_S + 0.5)
         assert not any(one.done() for one in running)
-        engine.wake()
+        await engine.wake()
         return await asyncio.wait_for(asyncio.gather(*running), 30)
 
     quick, hangs = asyncio.run(work())

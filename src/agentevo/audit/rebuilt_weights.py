@@ -10,13 +10,13 @@ import torch
 
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError
+from agentevo.models.parameters import trained_weights
 from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import AgentFunction, open_components
 from agentevo.orchestration.resume import replay_step
 from agentevo.orchestration.training_run import make_trainer
 from agentevo.training.checkpoint import Checkpoints
-from agentevo.training.roles.model_copy import trained_parameters, weights_of
 from agentevo.types import Task
 
 
@@ -64,4 +64,4 @@ async def rebuild(
             if version > (start or 0):
                 await replay_step(trainer, parts.store, steps[version - (start or 0) - 1])
             if version in versions:
-                yield weights_of(trained_parameters(parts.model))
+                yield trained_weights(parts.model)

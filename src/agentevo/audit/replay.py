@@ -15,12 +15,11 @@ keys is replayed with the last ones.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
-import torch
 
 from agentevo.agents import Agent, EnvironmentAgent, Policy
 from agentevo.audit.rebuilt_weights import rebuild
@@ -134,12 +133,6 @@ class RecordedEngine:
 
     async def release(self, session: str) -> None:
         """See Engine.release."""
-
-    async def publish(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
-    ) -> None:
-        """Refused."""
-        raise EngineError("a replay serves recorded tokens: nothing can be published to it")
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""

@@ -31,6 +31,11 @@ class RolloutSection(Section):
     """Sampler and trainer in one process: the engine sleeps, its key-value memory given back, while
     the trainer computes (`turns`), or has a copy of the weights and goes on (`overlap`). Tools are
     waited for in both."""
+    transport: str | None = None
+    """How new weights reach the engines: `shared` (the engine computes with the trainer's own),
+    `copy` (it is handed them, in one process), `folder` (files in the run's folder, for engines in
+    other processes), or one that another package registers (docs/engines.md). Default: what the
+    other keys ask for."""
     samplers: int = Field(default=0, ge=0)
     """Sampler processes that `agentevo train` starts. 0: everything is one process."""
     engines: int = Field(default=1, ge=1)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from agentevo.config.lora import LoraSection
 from agentevo.config.section import Section
@@ -276,8 +276,13 @@ class EvaluationSection(Section):
 
 
 class EngineSection(Section):
-    """The embedded inference engine."""
+    """The inference engine."""
 
+    type: str = "torch"
+    """Which one: `torch`, the embedded engine, or one that another package registers (`agentevo
+    list engines`)."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keys of an engine that another package registers."""
     kv_cache_gb: float = Field(default=4.0, gt=0)
     """Key-value memory of all sequences together, in GiB; requests beyond it wait in a queue."""
     kv_cache_tokens: int | None = Field(default=None, ge=128)

@@ -126,7 +126,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
     longest = min(worst, _context_length(parts))
     together = config.trainer.groups_per_step * config.trainer.group_size
-    kv_tokens = parts.engine.scheduler.kv_tokens
+    kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
     on_gpu = parts.model.device.type == "cuda"
     said = (
         sum(len(turn.completion_ids) for one in spoken for turn in one.turns)

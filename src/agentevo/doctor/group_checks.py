@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -67,12 +67,6 @@ class WatchedEngine:
     async def release(self, session: str) -> None:
         """See Engine.release."""
         await self._engine.release(session)
-
-    async def publish(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
-    ) -> None:
-        """See Engine.publish."""
-        await self._engine.publish(version, weights, deadline_s=deadline_s)
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""

@@ -2,29 +2,42 @@
 each token was really drawn from.
 
 An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
-weights that emitted it.
+weights that emitted it. Agents and samplers need an `Engine`; who trains needs an
+`UpdatableEngine`, whose weights can be replaced. What an engine may be able to do besides is a
+protocol of its own that is checked at run time: `SleepingEngine`, `EmbeddedEngine`.
+
+`engine.type` in a recipe names an `EngineFactory`. Other packages add theirs under the entry-point
+group `agentevo.engines` (docs/engines.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-import torch
-
+from agentevo.config import EngineSection
+from agentevo.registry import Registry
 from agentevo.types import Completion, SamplingParams
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Weights = Mapping[str, "torch.Tensor"]
+"""Tensors by the name of the model's parameter."""
 InFlight = Literal["continue", "finish"]
 """What becomes of running requests when an engine gets new weights or goes to sleep: they go on
 afterwards from where they are, or end first."""
+NO_VERSION = -1
+"""The version of an engine that has had no weights of the run yet, or of no engine at all."""
 
 
 class Engine(Protocol):
-    """Anything that generates tokens under weights that can be replaced."""
+    """Anything that generates tokens."""
 
     @property
     def version(self) -> int:
-        """Of the weights that new tokens come from."""
+        """Version of the weights that new tokens come from, or NO_VERSION."""
         ...
 
     async def generate(
@@ -48,18 +61,67 @@ class Engine(Protocol):
         """Forgets a conversation; unknown names are fine."""
         ...
 
-    async def publish(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
-    ) -> None:
-        """Serves new weights from now on; verifies all of them before it changes any. None: they
-        were changed in place. Weights that are not trained (the base under adapters) may be left
-        out."""
-        ...
-
     def stats(self) -> dict[str, float]:
         """Counters since the start: generated and computed tokens, prefix hits, queue lengths,
-        memory."""
+        memory. `engine/kv_capacity_tokens`, where given, is the most tokens whose keys and values
+        are held at once."""
         ...
+
+
+class UpdatableEngine(Engine, Protocol):
+    """An engine whose weights the run replaces; it belongs to one event loop."""
+
+    async def begin(
+        self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
+    ) -> None:
+        """Numbers the weights at the start of a run, fresh or resumed: from now on those that the
+        engine holds are `version`, which may be lower than the one before. `weights` replaces them
+        first; None means that they are right, or were changed in place. Nothing that was cached is
+        used any more. Called while no request is running. Raises EngineError for `weights` that the
+        engine can't take over."""
+        ...
+
+    def verify(self, weights: Weights) -> Weights:
+        """The first phase of `publish`, for any thread, while requests go on: checks everything and
+        changes nothing. Returns the weights in the form in which `publish` takes them over at once.
+        Raises EngineError for weights that the engine can't take over."""
+        ...
+
+    async def publish(
+        self,
+        version: int,
+        weights: Weights | None = None,
+        *,
+        in_flight: InFlight = "finish",
+        deadline_s: float = 60.0,
+    ) -> None:
+        """Serves newer weights from now on; verifies all of them before it changes any, unless they
+        come from `verify`. None: they were changed in place. Weights that are not trained (the base
+        under adapters) may be left out. Whatever fails or is cancelled leaves the old version
+        serving. Raises EngineError, and DeadlineExceededError if requests do not end in time."""
+        ...
+
+    async def forget_cache(self) -> None:
+        """Drops every cached key and value, so that what comes next does not depend on what came
+        before."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineError when all that the engine still does is fail, so that somebody else
+        should have its requests."""
+        ...
+
+    async def close(self) -> None:
+        """Gives back whatever it holds. Nothing is asked of it afterwards."""
+        ...
+
+
+@runtime_checkable
+class EmbeddedEngine(Protocol):
+    """An engine that computes with a model in this process: the trainer's own, or a copy of it."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
 
 
 @runtime_checkable
@@ -76,9 +138,38 @@ class SleepingEngine(Protocol):
         ...
 
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
-        """Computes nothing from now on; see TorchEngine.sleep."""
+        """Computes nothing from now on and gives the key-value memory back, until `wake`.
+        `in_flight`: running requests end first, or are queued again with what they have completed.
+        Requests that come meanwhile wait. Weights may be published. Raises DeadlineExceededError,
+        then awake as before, if requests do not end in time."""
         ...
 
-    def wake(self) -> None:
-        """Goes on."""
+    async def wake(self) -> None:
+        """Goes on; nothing happens to an engine that is awake."""
         ...
+
+
+class EngineFactory(Protocol):
+    """Makes the engine that `engine.type` names."""
+
+    def __call__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
+    ) -> UpdatableEngine:
+        """`model` is what the engine computes with if it is an EmbeddedEngine; to others it says
+        names, shapes and where its files are (`model.name_or_path`), and the weights come by
+        `begin`. Raises ConfigError for keys of `section` that it can't follow. The first line of
+        its docstring is what `agentevo list engines` shows."""
+        ...
+
+
+engines: Registry[EngineFactory] = Registry("engines")
+
+
+@engines.register("torch")
+def torch_engine(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
+) -> UpdatableEngine:
+    """Embedded: continuous batching in this process, on the trainer's own weights."""
+    from agentevo.inference.torch_engine import TorchEngine
+
+    return TorchEngine(model, tokenizer, section)

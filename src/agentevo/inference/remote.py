@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from agentevo.errors import (
     DeadlineExceededError,
@@ -39,16 +38,19 @@ from agentevo.inference.client_connection import (
     RefusedError,
 )
 from agentevo.inference.directory import EngineDirectory
+from agentevo.inference.engine import NO_VERSION
 from agentevo.inference.messages import EngineState, State
 from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
-if TYPE_CHECKING:
-    import torch
-
 LOG = logging.getLogger(__name__)
 
-GAUGES = ("engine/running", "engine/waiting", "engine/kv_tokens")
+GAUGES = (
+    "engine/running",
+    "engine/waiting",
+    "engine/kv_tokens",
+    "engine/kv_capacity_tokens",
+)
 """Statistics that say how things stand; the others count up, and an engine's count stays in the sum
 when the engine is gone."""
 LATE_S = 60.0
@@ -86,7 +88,7 @@ class _Known:
 
     @property
     def version(self) -> int:
-        return self.state.version if self.state is not None else -1
+        return self.state.version if self.state is not None else NO_VERSION
 
     @property
     def asleep(self) -> bool:
@@ -140,7 +142,7 @@ class RemoteEngine:
     @property
     def version(self) -> int:
         """The smallest among the engines that may be asked; -1 when there is none."""
-        return min((one.version for one in self._able()), default=-1)
+        return min((one.version for one in self._able()), default=NO_VERSION)
 
     async def generate(
         self,
@@ -186,15 +188,6 @@ class RemoteEngine:
             engine.homes.discard(session)
             if engine.connection is not None:
                 engine.connection.release(session)
-
-    async def publish(
-        self, version: int, weights: Mapping[str, torch.Tensor] | None, *, deadline_s: float
-    ) -> None:
-        """Not this way: engines in other processes take the weights from the run's folder."""
-        raise EngineError(
-            "weights do not go to other processes through RemoteEngine: write them with "
-            "WeightsFolder, engines follow it"
-        )
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats: sums over the engines, and `engine/engines`, how many of them are
@@ -310,7 +303,7 @@ class RemoteEngine:
     def _able(self) -> list[_Known]:
         """The engines that may be asked: usable, and not behind others for LATE_S."""
         usable = [one for one in self._known.values() if one.usable]
-        newest = max((one.version for one in usable), default=-1)
+        newest = max((one.version for one in usable), default=NO_VERSION)
         found = []
         for one in usable:
             if one.version == newest:

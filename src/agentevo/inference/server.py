@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -64,10 +64,18 @@ CLIENT_GONE = 499
 
 class EngineDoor:
     """The application over one engine. `close` ends the connections of whoever still waits: they go
-    to another engine."""
+    to another engine. `stats`: what it tells of the engine, by default what that counts."""
 
-    def __init__(self, engine: Engine, *, name: str, secret: RunSecret) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        secret: RunSecret,
+        stats: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
         self.engine, self.name = engine, name
+        self._stats = stats if stats is not None else engine.stats
         self._sleeping = engine if isinstance(engine, SleepingEngine) else None
         self._closed = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
@@ -107,7 +115,7 @@ class EngineDoor:
 
     async def wake(self) -> Response:
         async def work() -> EngineState:
-            self._sleeper().wake()
+            await self._sleeper().wake()
             return self._state()
 
         return await _answer(work())
@@ -123,7 +131,7 @@ class EngineDoor:
         return EngineState(
             version=self.engine.version,
             asleep=asleep,
-            stats=self.engine.stats(),
+            stats=self._stats(),
             name=self.name,
             pid=os.getpid(),
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import torch
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
-from agentevo.inference.engine import InFlight
+from agentevo.inference.engine import InFlight, Weights
 from agentevo.inference.sampling import draw
 from agentevo.inference.scheduler import Request, Scheduler, Sequence
 from agentevo.inference.verified import VerifiedWeights, verify_weights
@@ -38,6 +38,8 @@ from agentevo.types import Completion, FinishReason, SamplingParams
 
 LOOK_S = 0.05
 """How often, at most, to look whether an engine that sleeps has been woken."""
+MAX_FAILED_STEPS = 3
+"""So many failed steps in a row are no accident."""
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
@@ -71,13 +73,12 @@ class TorchEngine:
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._version = 0
-        self.refused_publishes = 0
-        """Weights that did not come to serve: torn, unfit, too late. Whoever reads them for this
-        engine adds what it refuses itself."""
         self.failed_steps = 0
-        """In a row, up to now."""
+        """How many steps have failed in a row, up to now."""
         self.failure: EngineError | None = None
-        """What everybody was answered when one failed last."""
+        """The answer that everybody got when a step failed last."""
+        self._refused_publishes = 0
+        """Rejected publishes."""
         self._held = False
         """Nobody is admitted: weights are about to be swapped, or the engine is about to sleep."""
         self._asleep_since: float | None = None
@@ -153,25 +154,33 @@ class TorchEngine:
         """See Engine.release."""
         self.scheduler.release(session)
 
-    def verify(self, weights: Mapping[str, torch.Tensor]) -> VerifiedWeights:
-        """The first phase of `publish` alone, for another thread while requests go on. Raises
-        EngineError, see `verify_weights`."""
+    async def begin(
+        self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
+    ) -> None:
+        """See UpdatableEngine.begin."""
+        if weights is not None:
+            verify_weights(self.model, weights).swap_in()
+        self._version = version
+        self._weights_changed()
+
+    def verify(self, weights: Weights) -> VerifiedWeights:
+        """See UpdatableEngine.verify and `verify_weights`."""
         try:
             return verify_weights(self.model, weights)
         except EngineError:
-            self.refused_publishes += 1
+            self._refused_publishes += 1
             raise
 
     async def publish(
         self,
         version: int,
-        weights: Mapping[str, torch.Tensor] | VerifiedWeights | None = None,
+        weights: Weights | None = None,
         *,
-        deadline_s: float = 60.0,
         in_flight: InFlight = "finish",
+        deadline_s: float = 60.0,
         adapter: str | None = None,
     ) -> None:
-        """See Engine.publish. `in_flight`: "finish" lets running requests end on the old weights
+        """See UpdatableEngine.publish. `in_flight`: "finish" lets running requests end on the old weights
         (new ones wait); "continue" recomputes their context under the new weights and goes on, each
         token stamped with the version that emitted it. `adapter`: which of the model's adapters
         serves from now on."""
@@ -191,12 +200,12 @@ class TorchEngine:
                 if adapter is not None:
                     use_adapter(self.model, adapter)
                 self._version = version
-                self.weights_changed()
+                self._weights_changed()
                 self._publishes += 1
                 self._swap_s += time.perf_counter() - started
                 swapped = True
         finally:
-            self.refused_publishes += not swapped
+            self._refused_publishes += not swapped
 
     def _check_publish(
         self, version: int, weights: VerifiedWeights | None, adapter: str | None
@@ -217,22 +226,19 @@ class TorchEngine:
             )
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
-        """Computes nothing from now on and gives the key-value memory back, until `wake`.
-        `in_flight`: running requests end first, or are queued again with what they have completed
-        ("continue"). Requests that come meanwhile wait, and no deadline runs down: whoever puts it
-        to sleep wakes it. Weights may be published. Raises DeadlineExceededError, then awake as
-        before, if requests do not end in time."""
+        """See SleepingEngine.sleep. No deadline runs down meanwhile: whoever puts the engine to
+        sleep wakes it."""
         if self.asleep:
             return
         async with self._nobody_admitted("sleep", in_flight, deadline_s):
             if self._asleep_since is None:
                 self._asleep_since = time.monotonic()
-            self.weights_changed()
+            self._weights_changed()
             if next(self.model.parameters()).device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def wake(self) -> None:
-        """Goes on after `sleep`; nothing happens to an engine that is awake."""
+    async def wake(self) -> None:
+        """See SleepingEngine.wake."""
         if self._asleep_since is None:
             return
         self._asleep_s += time.monotonic() - self._asleep_since
@@ -240,19 +246,26 @@ class TorchEngine:
         if self.scheduler.waiting:
             self._start_pump()
 
-    def set_version(self, version: int) -> None:
-        """Numbers the weights as they are, for a resumed run; nothing may be running."""
-        self._version = version
-
-    def forget_cache(self) -> None:
-        """Drops every cached key and value, so that what comes next does not depend on what came
-        before."""
+    async def forget_cache(self) -> None:
+        """See UpdatableEngine.forget_cache."""
         self.scheduler.forget_cache()
 
-    def weights_changed(self) -> None:
+    def _weights_changed(self) -> None:
         """The weights were changed in place: nothing made from the old ones is used any more."""
         drop_packed(self.model)
-        self.forget_cache()
+        self.scheduler.forget_cache()
+
+    def check(self) -> None:
+        """See UpdatableEngine.check."""
+        if self.failed_steps >= MAX_FAILED_STEPS:
+            raise EngineError(
+                f"{self.failed_steps} steps have failed one after the other, so this engine "
+                f"ends, and others have its requests; the last time: {self.failure}"
+            ) from self.failure
+
+    async def close(self) -> None:
+        """See UpdatableEngine.close."""
+        self._weights_changed()
 
     def stats(self) -> dict[str, float]:
         """See Engine.stats."""
@@ -267,8 +280,9 @@ class TorchEngine:
             "engine/running": len(scheduler.running),
             "engine/waiting": len(scheduler.waiting),
             "engine/kv_tokens": scheduler.memory_tokens(),
+            "engine/kv_capacity_tokens": scheduler.kv_tokens,
             "engine/publishes": self._publishes,
-            "engine/refused_publishes": self.refused_publishes,
+            "engine/refused_publishes": self._refused_publishes,
             "engine/swap_s": self._swap_s,
             "engine/asleep_s": self.slept_s,
         }

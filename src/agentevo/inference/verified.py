@@ -7,33 +7,42 @@ names, shapes, device and dtype are its own, and every number is finite.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 from transformers import PreTrainedModel
 
 from agentevo.errors import EngineError
+from agentevo.inference.engine import Weights
 
 
-@dataclass(frozen=True, eq=False)
-class VerifiedWeights:
-    """What `verify_weights` found in order."""
+class VerifiedWeights(Mapping[str, torch.Tensor]):
+    """What `verify_weights` found in order: tensors by the name of the parameter, on its device and
+    of its dtype."""
 
-    model: PreTrainedModel
-    """The one that they fit."""
-    tensors: Mapping[str, torch.Tensor]
-    """By name of the parameter, on its device and of its dtype."""
+    def __init__(self, model: PreTrainedModel, tensors: Weights) -> None:
+        self.model = model
+        """The model that they fit."""
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
     @torch.no_grad()
     def swap_in(self) -> None:
         """The second phase: the model computes with them from now on."""
         own = dict(self.model.named_parameters())
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.items():
             own[name].copy_(tensor)
 
 
-def verify_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> VerifiedWeights:
+def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
     """Raises EngineError for weights that the model can't take over: unknown or missing names,
     other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters
     that are not trained may be missing. Changes nothing; any thread may call it."""
@@ -47,14 +56,14 @@ def verify_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) 
             f"weights refused, nothing changed: unknown {unknown[:3]}, missing {missing[:3]}: "
             "publish the model's own parameter names"
         )
-    found: dict[str, torch.Tensor] = {}
+    fitted: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if tensor.shape != own[name].shape:
             raise EngineError(
                 f"weights refused, nothing changed: {name} has shape {tuple(tensor.shape)}, the "
                 f"engine {tuple(own[name].shape)}"
             )
-        found[name] = tensor.detach().to(own[name])
-        if not torch.isfinite(found[name]).all():
+        fitted[name] = tensor.detach().to(own[name])
+        if not torch.isfinite(fitted[name]).all():
             raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
-    return VerifiedWeights(model, found)
+    return VerifiedWeights(model, fitted)

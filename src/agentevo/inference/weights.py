@@ -30,18 +30,12 @@ from safetensors.torch import load, save_file
 
 from agentevo.errors import EngineError
 from agentevo.files import PARTIAL, atomic_folder, sync_to_disk
+from agentevo.inference.weight_transport import Latest
+from agentevo.models.parameters import trained_weights
 
 WEIGHTS_FILE = "weights.safetensors"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest.json"
-
-
-class Latest(msgspec.Struct, frozen=True):
-    """Contents of latest.json."""
-
-    version: int
-    sha256: str
-    """Of that version's weights file."""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -60,6 +54,11 @@ class WeightsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @property
+    def place(self) -> str:
+        """See WeightSource.place."""
+        return str(self.folder)
+
     def path(self, version: int) -> Path:
         """Where that version is, or would be."""
         return self.folder / f"version-{version:06d}"
@@ -70,9 +69,7 @@ class WeightsFolder:
         disk or a kill leaves what was there. Replaces what is there of `version`. Raises OSError.
         """
         trained = {
-            name: p.detach().cpu().contiguous()
-            for name, p in model.named_parameters()
-            if p.requires_grad
+            name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(

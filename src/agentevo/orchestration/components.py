@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from agentevo.config import LoraSection, ModelSection, RunConfig
 from agentevo.config.memory import offload_refusal
 from agentevo.environments import TextEnvironment, make
 from agentevo.errors import ConfigError
-from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.engine import UpdatableEngine, engines
+from agentevo.inference.transports import open_local
+from agentevo.inference.weight_transport import WeightSender
 from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model
+from agentevo.observability.console import to_stderr
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
@@ -42,14 +45,16 @@ CORPUS_EPISODES = 64
 
 @dataclass(eq=False)
 class Components:
-    """See the module. The model is the trainer's, and the engine's at once unless that has its own
-    weights."""
+    """See the module. The model is the trainer's; the engine may compute with it, or have weights of
+    its own."""
 
     config: RunConfig
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    engine: TorchEngine
+    engine: UpdatableEngine
+    weights: WeightSender
+    """How what is trained reaches `engine`."""
     sampler: Sampler
     store: Store
     tasks: TaskSource
@@ -145,23 +150,28 @@ async def open_components(
     checkpoint: Path | None = None,
     store_url: str | None = None,
     loaded: LoadedModel | None = None,
-    own_weights: bool = False,
+    transport: str = "shared",
+    note: Callable[[str], None] = to_stderr,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
-    `checkpoint_section`; `loaded` is what `load_policy` has found already; `own_weights`: the
-    engine serves a copy of what is trained."""
+    `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
+    engine gets what is trained (`local_transport`); `note` is told what somebody should know."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
     chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
-    engine = TorchEngine(
-        copy_policy(model) if own_weights else model, loaded.tokenizer, config.engine
+    engine = engines.get(config.engine.type)(
+        model if transport == "shared" else copy_policy(model), loaded.tokenizer, config.engine
     )
     player: Agent = (
         FunctionAgent(agent)
         if agent is not None
         else EnvironmentAgent(lambda: make_environment(config), config.agent)
     )
-    async with await open_run_store(store_url or config.store_url) as store:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        store = await stack.enter_async_context(await open_run_store(store_url or config.store_url))
+        weights = open_local(transport, model, engine, config, note)
+        await weights.begin(0)
         context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
         yield Components(
             config=config,
@@ -169,6 +179,7 @@ async def open_components(
             tokenizer=loaded.tokenizer,
             chat=chat,
             engine=engine,
+            weights=weights,
             sampler=Sampler(config, engine, chat, player, store, context),
             store=store,
             tasks=TaskSource(config, tasks),

@@ -19,16 +19,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
-from agentevo.errors import AgentEvoError, EngineError
-from agentevo.inference.weights import WeightsFolder
+from agentevo.errors import AgentEvoError, ConfigError, EngineError
+from agentevo.inference.engine import SleepingEngine
+from agentevo.inference.transports import remote_sender
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.lost_attempts import LostAttempts, in_vain
-from agentevo.orchestration.publication import Publication
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE, group_name
 from agentevo.rollout.service import SamplerService
 from agentevo.store.store import StoredTask, StoredTrajectory, TrajectoryFilter
-from agentevo.training.roles.model_copy import load_weights, trained_parameters, weights_of
 from agentevo.types import Task, Trajectory
 
 T = TypeVar("T")
@@ -88,15 +87,15 @@ class SynchronousRollouts:
         self._baseline = "baseline_rewards" in parts.config.algorithm.needs
 
     async def begin(self, step: int) -> None:
-        self._parts.engine.weights_changed()
-        self._parts.engine.set_version(step)
+        await self._parts.weights.begin(step)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         config = self._parts.config
-        self._parts.engine.forget_cache()  # an evaluation before must not change which tokens are computed together
+        # An evaluation before must not change which tokens are computed together.
+        await self._parts.engine.forget_cache()
         found = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
@@ -115,7 +114,7 @@ class SynchronousRollouts:
         return work()  # on this thread, where a profiler looks
 
     async def swap(self, step: int) -> None:
-        await self._parts.engine.publish(step)
+        await self._parts.weights.publish(step)
 
     async def announce(self, step: int) -> None:
         return
@@ -272,6 +271,8 @@ class ColocatedRollouts:
         self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
         self._parts, self._config = parts, parts.config
+        self._sleeper = _sleeper(parts) if parts.config.rollout.sharing == "turns" else None
+        """The engine, where it is to sleep while the trainer computes."""
         self._service = SamplerService(
             parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train"
         )
@@ -283,13 +284,7 @@ class ColocatedRollouts:
 
     async def begin(self, step: int) -> None:
         await self._lost.look()
-        engine = self._parts.engine
-        if engine.model is not self._parts.model:
-            load_weights(
-                trained_parameters(engine.model), weights_of(trained_parameters(self._parts.model))
-            )
-        engine.weights_changed()
-        engine.set_version(step)
+        await self._parts.weights.begin(step)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[ColocatedRollouts]:
@@ -299,7 +294,8 @@ class ColocatedRollouts:
             yield self
         finally:
             self._ended = True
-            self._parts.engine.wake()
+            if self._sleeper is not None:
+                await self._sleeper.wake()
             with suppress(asyncio.CancelledError):
                 await self._task
 
@@ -308,32 +304,24 @@ class ColocatedRollouts:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        if self._config.rollout.sharing == "overlap":
+        if self._sleeper is None:
             yield
             return
         started = time.perf_counter()
-        await self._parts.engine.sleep(
+        await self._sleeper.sleep(
             in_flight=self._config.rollout.in_flight, deadline_s=self._config.engine.timeout_s
         )
         try:
             yield
         finally:
-            self._parts.engine.wake()
+            await self._sleeper.wake()
             self._slept_s += time.perf_counter() - started
 
     async def compute(self, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(work)
 
     async def swap(self, step: int) -> None:
-        rollout, deadline_s = self._config.rollout, self._config.engine.timeout_s
-        copied = (
-            weights_of(trained_parameters(self._parts.model))
-            if rollout.sharing == "overlap"
-            else None
-        )
-        await self._parts.engine.publish(
-            step, copied, in_flight=rollout.in_flight, deadline_s=deadline_s
-        )
+        await self._parts.weights.publish(step)
 
     async def announce(self, step: int) -> None:
         return
@@ -351,6 +339,15 @@ class ColocatedRollouts:
             )
 
 
+def _sleeper(parts: Components) -> SleepingEngine:
+    if not isinstance(parts.engine, SleepingEngine):
+        raise ConfigError(
+            f"rollout.sharing=turns: the engine {parts.config.engine.type!r} can't sleep while the "
+            "trainer computes: set rollout.sharing=overlap"
+        )
+    return parts.engine
+
+
 class DisaggregatedRollouts:
     """See the module."""
 
@@ -362,10 +359,7 @@ class DisaggregatedRollouts:
         note: Callable[[str], None],
     ) -> None:
         self._parts = parts
-        folder = WeightsFolder(parts.config.run_dir / "weights")
-        self._publication = Publication(
-            folder, parts.model, keep=parts.config.rollout.keep_versions, note=note
-        )
+        self._published = remote_sender(parts.model, parts.engine, parts.config, note)
         self._lost = LostAttempts(parts.config, parts.store, note)
         self._stream = Stream(
             parts,
@@ -373,14 +367,13 @@ class DisaggregatedRollouts:
             stop,
             check,
             serves_early=False,
-            look_after=self._publication.look_after,
+            look_after=self._published.look_after,
         )
 
     async def begin(self, step: int) -> None:
-        self._parts.engine.weights_changed()
-        self._parts.engine.set_version(step)
+        await self._parts.weights.begin(step)
         await self._lost.look()
-        await self.announce(step)
+        await self._published.begin(step)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
@@ -395,10 +388,10 @@ class DisaggregatedRollouts:
         return await asyncio.to_thread(work)
 
     async def swap(self, step: int) -> None:
-        await self._parts.engine.publish(step)  # this process's own engine evaluates
+        await self._parts.weights.publish(step)  # this process's own engine evaluates
 
     async def announce(self, step: int) -> None:
-        await self._publication.publish(step)
+        await self._published.publish(step)
 
     def stats(self) -> dict[str, float]:
         return self._lost.stats()

@@ -11,6 +11,8 @@ from typing import Protocol, Self
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
+from agentevo.inference.engine import engines
+from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
 from agentevo.observability import LiveView
@@ -88,15 +90,20 @@ def train(
             )
 
 
-def check_parts(config: RunConfig, tasks: Sequence[Task] | None, resume: bool) -> None:
+def check_parts(
+    config: RunConfig, tasks: Sequence[Task] | None, resume: bool, *, apart: bool = False
+) -> None:
     """Tells before anything is created or deleted what would otherwise fail while the parts are
-    built: a missing package or option of the environment or of child processes, too few tasks, a
-    model that can't be had (a known one is downloaded here)."""
+    built: an unknown engine or transport, a missing package or option of the environment or of
+    child processes, too few tasks, a model that can't be had (a known one is downloaded here).
+    `apart`: samplers and engines are other processes, whoever starts them."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
     if tasks is None:
         make_environment(config).close()
     TaskSource(config, tasks)
+    engines.get(config.engine.type)
+    check_transport(config, apart=apart or config.rollout.samplers > 0)
     check_preference(config)
     check_memory(config)
     if config.model.name != "tiny" and not resume:

@@ -243,8 +243,7 @@ class SupervisedRun:
             )
             self.view.note(f"held-out conversations at step {step}: {told}")
         if self.parts is not None:
-            self.parts.engine.weights_changed()
-            self.parts.engine.set_version(step)
+            await self.parts.weights.begin(step)
             before = self.parts.engine.stats()["engine/generated_tokens"]
             with phase("evaluation"):
                 found, _ = await evaluate(

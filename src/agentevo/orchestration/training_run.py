@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentevo.config import RunConfig
+from agentevo.inference.transports import local_transport
 from agentevo.models.adapters import num_parameters
 from agentevo.models.attention import prepare
 from agentevo.models.load import load_reward_model
@@ -54,11 +55,13 @@ async def run_training(
             if resume
             else ResumePoint()
         )
-        own_weights = (
-            not apart and config.rollout.staleness > 0 and config.rollout.sharing == "overlap"
-        )
         async with open_components(
-            config, agent=agent, tasks=tasks, checkpoint=start.checkpoint, own_weights=own_weights
+            config,
+            agent=agent,
+            tasks=tasks,
+            checkpoint=start.checkpoint,
+            transport=local_transport(config, apart=apart),
+            note=view.note,
         ) as parts:
             trainer = make_trainer(parts)
             if config.model.lora.enabled:

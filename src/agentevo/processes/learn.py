@@ -29,7 +29,7 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
             "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
             "train"
         )
-    check_parts(config, None, resume=False)
+    check_parts(config, None, resume=False, apart=True)
     ensure_run_folder(config)
     view = view if view is not None else LiveView(config.run.name)
     with only_trainer(config.run_dir):

@@ -21,12 +21,11 @@ from typing import Any
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
 from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.engine import InFlight
+from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights, engines
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
-from agentevo.inference.torch_engine import TorchEngine
-from agentevo.inference.verified import VerifiedWeights
-from agentevo.inference.weights import WeightsFolder
+from agentevo.inference.transports import remote_source
+from agentevo.inference.weight_transport import WeightSource
 from agentevo.observability.console import to_stderr
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.retry import STORE_RETRY_S
@@ -37,8 +36,6 @@ STOP_POLL_S = 0.05
 AGAIN_S = 30.0
 """Refused weights are read again after so long though they look the same: what was wrong may have
 been the reading."""
-MAX_FAILED_STEPS = 3
-"""In a row."""
 
 
 def serve(
@@ -58,6 +55,7 @@ def serve(
             f"--name {name!r} becomes the name of a file: use letters, digits, `-`, `_` and `.`"
         )
     check_memory(config)
+    make_engine, source = engines.get(config.engine.type), remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
         loaded = load_policy(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
@@ -65,14 +63,14 @@ def serve(
         directory = EngineDirectory(config.run_dir / "engines")
         RunSecret(directory.folder).value()
         with directory.named(name):
-            engine = TorchEngine(loaded.model, loaded.tokenizer, config.engine)
-            engine.set_version(-1)
-            asyncio.run(_serve(config, engine, listener, name, stop, note))
+            engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
+            asyncio.run(_serve(config, engine, source, listener, name, stop, note))
 
 
 async def _serve(
     config: RunConfig,
-    engine: TorchEngine,
+    engine: UpdatableEngine,
+    source: WeightSource,
     listener: socket.socket,
     name: str,
     stop: Callable[[], bool],
@@ -80,18 +78,19 @@ async def _serve(
 ) -> None:
     """Ends when `stop` says so; then requests under way are answered with
     EngineUnavailableError."""
-    weights = WeightsFolder(config.run_dir / "weights")
+    await engine.begin(NO_VERSION, deadline_s=config.engine.timeout_s)
     follower = Follower(
-        weights, engine, config.rollout.in_flight, deadline_s=config.engine.timeout_s, note=note
+        source, engine, config.rollout.in_flight, deadline_s=config.engine.timeout_s, note=note
     )
     following = asyncio.ensure_future(follower.follow(config.rollout.poll_s))
     try:
-        note(f"{name}: waiting for the first weights in {weights.folder}")
-        await _until(lambda: stop() or engine.version >= 0, following, engine)
+        note(f"{name}: waiting for the first weights in {source.place}")
+        await _until(lambda: stop() or engine.version != NO_VERSION, following, engine)
         if stop():
             return
         directory = EngineDirectory(config.run_dir / "engines")
-        door = EngineDoor(engine, name=name, secret=RunSecret(directory.folder))
+        secret = RunSecret(directory.folder)
+        door = EngineDoor(engine, name=name, secret=secret, stats=follower.stats)
         announcement = Announcement(
             url=url_of(listener), name=name, pid=os.getpid(), started_at=time.time()
         )
@@ -102,32 +101,28 @@ async def _serve(
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+        await engine.close()
 
 
 async def _until(
-    condition: Callable[[], bool], following: asyncio.Future[Any], engine: TorchEngine
+    condition: Callable[[], bool], following: asyncio.Future[Any], engine: UpdatableEngine
 ) -> None:
     """Waits for the condition; raises what has ended the following of the weights, or EngineError
     when the engine only fails."""
     while not condition():
         if following.done():
             following.result()
-        if engine.failed_steps >= MAX_FAILED_STEPS:
-            raise EngineError(
-                f"{engine.failed_steps} steps have failed one after the other, so this engine "
-                "ends, and others have its requests; the last "
-                f"time: {engine.failure}"
-            ) from engine.failure
+        engine.check()
         await asyncio.sleep(STOP_POLL_S)
 
 
 class Follower:
-    """Keeps an engine on the newest weights of a folder."""
+    """Keeps an engine on the newest weights of a source."""
 
     def __init__(
         self,
-        weights: WeightsFolder,
-        engine: TorchEngine,
+        weights: WeightSource,
+        engine: UpdatableEngine,
         in_flight: InFlight,
         *,
         deadline_s: float,
@@ -136,11 +131,20 @@ class Follower:
         self._weights, self._engine, self._in_flight = weights, engine, in_flight
         self._deadline_s, self._note = deadline_s, note
         self._refused: object = None
-        """State of the folder when weights were refused: they are tried again when it changes, or
+        """State of the source when weights were refused: they are tried again when it changes, or
         after AGAIN_S."""
         self._refused_at = 0.0
+        self._num_unreadable = 0
+        """Versions that could not be read as they were written: refused before the engine saw
+        them."""
         self._said = ""
         """The refusal that was told last; it is told once."""
+
+    def stats(self) -> dict[str, float]:
+        """What the engine counts, with the versions that were refused before it saw them."""
+        counts = self._engine.stats()
+        refused = counts.get("engine/refused_publishes", 0.0) + self._num_unreadable
+        return counts | {"engine/refused_publishes": refused}
 
     async def follow(self, every_s: float) -> None:
         """For ever."""
@@ -152,10 +156,10 @@ class Follower:
         """Serves the newest weights if they are newer than what is served; whether it came to
         that."""
         try:
-            found = await asyncio.to_thread(self._newer)
-            if found is None:
+            newer = await asyncio.to_thread(self._newer)
+            if newer is None:
                 return False
-            version, verified = found
+            version, verified = newer
             await self._engine.publish(
                 version, verified, deadline_s=self._deadline_s, in_flight=self._in_flight
             )
@@ -170,7 +174,7 @@ class Follower:
         self._say(f"serving version {version}")
         return True
 
-    def _newer(self) -> tuple[int, VerifiedWeights] | None:
+    def _newer(self) -> tuple[int, Weights] | None:
         """Read and verified, in a thread beside the engine. Raises EngineError once for weights
         that can't be served."""
         state: object = None
@@ -186,11 +190,11 @@ class Follower:
             self._refused, self._refused_at = state, time.monotonic()
             raise
 
-    def _read(self, version: int, sha256: str) -> dict[str, Any]:
+    def _read(self, version: int, sha256: str) -> Weights:
         try:
             return self._weights.read(version, sha256=sha256)
         except EngineError:
-            self._engine.refused_publishes += 1
+            self._num_unreadable += 1
             raise
 
     def _say(self, line: str) -> None:

@@ -16,14 +16,16 @@ from collections.abc import Callable
 import torch
 
 from agentevo.errors import EngineError
-from agentevo.inference.weights import Latest, WeightsFolder
+from agentevo.inference.weight_transport import Latest
+from agentevo.inference.weights import WeightsFolder
 
 VERIFY_S = 60.0
 """How often a version is read again whose files look untouched."""
 
 
 class Publication:
-    """See the module. `note` is told when something had to be mended, or can't be."""
+    """A WeightSender, see the module. `note` is told when something had to be mended, or can't
+    be."""
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class Publication:
         note: Callable[[str], None],
     ) -> None:
         self._folder, self._model, self._keep, self._note = folder, model, keep, note
-        self._step = 0
+        self._version = 0
         """Version of the model's weights."""
         self._latest: Latest | None = None
         """What is published; None if nothing is yet, or it can't be read or written."""
@@ -44,18 +46,22 @@ class Publication:
         self._said = ""
         """The trouble that was told last; it is told once."""
 
-    async def publish(self, step: int) -> None:
-        """The model's weights are version `step`, and engines may have them. What a trainer before
+    async def begin(self, version: int) -> None:
+        """See WeightSender.begin. What engines have of a later version they keep."""
+        await self.publish(version)
+
+    async def publish(self, version: int) -> None:
+        """See WeightSender.publish. What a trainer before
         this one has published of this version or a later one stays, if it is whole. What can't be
         written now, `look_after` writes later."""
-        self._step, self._latest = step, self._announced()
-        if self._latest is not None and self._latest.version < step:
+        self._version, self._latest = version, self._announced()
+        if self._latest is not None and self._latest.version < version:
             self._latest = None
         await self.look_after()
 
     async def look_after(self) -> None:
-        """While the model is what was published: mends that. Cheap as long as the files look
-        untouched, but for once every VERIFY_S."""
+        """See WeightSender.look_after. Cheap as long as the files look untouched, but for once
+        every VERIFY_S."""
         if self._latest is not None:
             late = time.monotonic() - self._verified_at >= VERIFY_S
             state = self._folder.state(self._latest.version)
@@ -76,16 +82,16 @@ class Publication:
         except OSError as error:  # the folder is away, or full: again at the next look
             why = f"{self._folder.folder}: {error.strerror or error}"
             self._say(
-                f"version {self._step} could not be written, and is tried again while attempts "
+                f"version {self._version} could not be written, and is tried again while attempts "
                 f"are waited for: {why}"
             )
 
     async def _write(self) -> None:
         self._latest = self._looked_whole = None
         sha256 = await asyncio.to_thread(
-            self._folder.write, self._step, self._model, keep=self._keep
+            self._folder.write, self._version, self._model, keep=self._keep
         )
-        self._latest, self._said = Latest(self._step, sha256), ""
+        self._latest, self._said = Latest(self._version, sha256), ""
 
     def _announced(self) -> Latest | None:
         try:

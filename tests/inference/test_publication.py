@@ -12,13 +12,15 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from agentevo.inference import publication
 from agentevo.inference import weights as weights_module
+from agentevo.inference.engine import NO_VERSION
+from agentevo.inference.publication import Publication
 from agentevo.inference.torch_engine import TorchEngine
+from agentevo.inference.transports import SharedWeights
 from agentevo.inference.weights import WeightsFolder
-from agentevo.orchestration import publication
 from agentevo.orchestration import rollout_sources as attempts
 from agentevo.orchestration.components import load_policy
-from agentevo.orchestration.publication import Publication
 from agentevo.orchestration.rollout_sources import DisaggregatedRollouts, StopAskedError
 from agentevo.processes.serve import Follower
 from agentevo.rollout.task_source import TaskSource
@@ -191,28 +193,33 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
     config = small_config(tmp_path / "run", "rollout.poll_s=0.02", "rollout.policy=wait")
     model = load_policy(config).model
     notes, log, stopped = [], [], []
-    own = SimpleNamespace(weights_changed=lambda: None, set_version=lambda step: None)
     weights = WeightsFolder(config.run_dir / "weights")
 
-    def engine():
-        made = TorchEngine(copy.deepcopy(model), config=config.engine)
-        made.set_version(-1)
-        return Follower(weights, made, "continue", deadline_s=10, note=log.append)
+    async def follower():
+        engine = TorchEngine(copy.deepcopy(model), config=config.engine)
+        await engine.begin(NO_VERSION)
+        return Follower(weights, engine, "continue", deadline_s=10, note=log.append)
 
-    async def taken(follower):
+    async def taken(following):
         async with asyncio.timeout(60):
-            while not await follower.look():
+            while not await following.look():
                 await asyncio.sleep(0.02)
 
     async def work():
         async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}") as store:
+            own = TorchEngine(model, config=config.engine)
             parts = SimpleNamespace(
-                config=config, model=model, engine=own, store=store, tasks=TaskSource(config, None)
+                config=config,
+                model=model,
+                engine=own,
+                weights=SharedWeights(model, own, config, notes.append),
+                store=store,
+                tasks=TaskSource(config, None),
             )
             apart = DisaggregatedRollouts(parts, lambda: bool(stopped), lambda: None, notes.append)
             await apart.begin(0)
             flip(weights.path(0) / "weights.safetensors")
-            first = engine()
+            first = await follower()
             assert not await first.look(), "refused"
             waiting = asyncio.create_task(apart.round(1, []))
             await taken(first)
@@ -220,7 +227,7 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
                 while len(notes) < 2:  # the first mending may still be about to write it
                     (weights.folder / "latest.json").unlink(missing_ok=True)
                     await asyncio.sleep(0.2)
-            await taken(engine())
+            await taken(await follower())
             stopped.append(True)
             with pytest.raises(StopAskedError):
                 await waiting

@@ -1,0 +1,184 @@
+"""Our own ways for trained weights to reach an engine (shared memory, a copy in this process, the
+run's folder), and the choice among all that are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.inference.engine import EmbeddedEngine, UpdatableEngine
+from agentevo.inference.publication import Publication
+from agentevo.inference.weight_transport import (
+    SenderFactory,
+    SourceFactory,
+    WeightSender,
+    WeightSource,
+    WeightTransport,
+    transports,
+)
+from agentevo.inference.weights import WeightsFolder
+from agentevo.models.parameters import trained_weights
+
+
+class SharedWeights:
+    """The engine computes with the trainer's own model: nothing is copied."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: UpdatableEngine,
+        config: RunConfig,
+        note: Callable[[str], None],
+    ) -> None:
+        if not shares(engine, model):
+            raise ConfigError(
+                f"rollout.transport=shared: the engine {config.engine.type!r} does not compute "
+                "with the trainer's own model: use rollout.transport=copy"
+            )
+        self._engine, self._config = engine, config
+
+    async def begin(self, version: int) -> None:
+        """See WeightSender.begin."""
+        await self._engine.begin(version, deadline_s=self._config.engine.timeout_s)
+
+    async def publish(self, version: int) -> None:
+        """See WeightSender.publish."""
+        await self._engine.publish(
+            version,
+            in_flight=self._config.rollout.in_flight,
+            deadline_s=self._config.engine.timeout_s,
+        )
+
+    async def look_after(self) -> None:
+        """See WeightSender.look_after: nothing can be lost."""
+
+
+class CopiedWeights:
+    """The engine is handed what is trained, tensor by tensor, and goes on while the next step
+    changes the trainer's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: UpdatableEngine,
+        config: RunConfig,
+        note: Callable[[str], None],
+    ) -> None:
+        if shares(engine, model):
+            raise ConfigError(
+                "rollout.transport=copy: the engine computes with the trainer's own model, so a "
+                "copy would change nothing: use rollout.transport=shared"
+            )
+        self._model, self._engine, self._config = model, engine, config
+
+    async def begin(self, version: int) -> None:
+        """See WeightSender.begin."""
+        await self._engine.begin(
+            version, trained_weights(self._model), deadline_s=self._config.engine.timeout_s
+        )
+
+    async def publish(self, version: int) -> None:
+        """See WeightSender.publish."""
+        await self._engine.publish(
+            version,
+            trained_weights(self._model),
+            in_flight=self._config.rollout.in_flight,
+            deadline_s=self._config.engine.timeout_s,
+        )
+
+    async def look_after(self) -> None:
+        """See WeightSender.look_after: nothing can be lost."""
+
+
+def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
+    """Does the engine compute with this very model?"""
+    return isinstance(engine, EmbeddedEngine) and engine.model is model
+
+
+def _publication(
+    model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
+) -> Publication:
+    return Publication(_folder(config), model, keep=config.rollout.keep_versions, note=note)
+
+
+def _folder(config: RunConfig) -> WeightsFolder:
+    return WeightsFolder(config.run_dir / "weights")
+
+
+transports.register("shared")(
+    WeightTransport("the engine computes with the trainer's own weights", SharedWeights)
+)
+transports.register("copy")(
+    WeightTransport("the engine of this process has weights of its own", CopiedWeights)
+)
+transports.register("folder")(
+    WeightTransport("files in RUN/weights, for engines in other processes", _publication, _folder)
+)
+
+
+def local_transport(config: RunConfig, *, apart: bool) -> str:
+    """Name of the transport to this process's engine. `apart`: what is sampled for training comes
+    from engines in other processes, and this one only evaluates."""
+    if apart:
+        return "shared"
+    overlaps = config.rollout.staleness > 0 and config.rollout.sharing == "overlap"
+    return config.rollout.transport or ("copy" if overlaps else "shared")
+
+
+def open_local(
+    name: str,
+    model: nn.Module,
+    engine: UpdatableEngine,
+    config: RunConfig,
+    note: Callable[[str], None],
+) -> WeightSender:
+    """The way of that name to this process's engine. `shared`, unless the recipe asks for it, is
+    `copy` for an engine that does not compute with the trainer's model."""
+    if name == "shared" != config.rollout.transport and not shares(engine, model):
+        name = "copy"
+    return transports.get(name).sender(model, engine, config, note)
+
+
+def remote_source(config: RunConfig) -> WeightSource:
+    """What engines in other processes read. Raises ConfigError, see `_remote`."""
+    return _remote(config)[1](config)
+
+
+def remote_sender(
+    model: nn.Module, engine: UpdatableEngine, config: RunConfig, note: Callable[[str], None]
+) -> WeightSender:
+    """The trainer's side of `remote_source`."""
+    return _remote(config)[0](model, engine, config, note)
+
+
+def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
+    """Raises ConfigError for a transport that does not reach other processes."""
+    name = config.rollout.transport or "folder"
+    transport = transports.get(name)
+    if transport.source is None:
+        raise ConfigError(
+            f"rollout.transport={name} does not reach engines in other processes: leave it out, "
+            "or set rollout.samplers=0 and use agentevo train"
+        )
+    return transport.sender, transport.source
+
+
+def check_transport(config: RunConfig, *, apart: bool) -> None:
+    """Raises ConfigError for a transport that is unknown, or can't do what the run needs."""
+    if apart:
+        _remote(config)
+        return
+    name = local_transport(config, apart=False)
+    if transports.get(name).source is not None:
+        raise ConfigError(
+            f"rollout.transport={name} is for engines in other processes, and this run has none: "
+            "leave it out, or set rollout.samplers"
+        )
+    if name == "shared" and config.rollout.staleness and config.rollout.sharing == "overlap":
+        raise ConfigError(
+            "rollout.sharing=overlap trains while the engine serves, so the engine needs weights "
+            "of its own: leave rollout.transport out, or set rollout.sharing=turns"
+        )

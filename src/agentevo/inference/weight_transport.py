@@ -1,0 +1,106 @@
+"""How what the trainer trains reaches the engines.
+
+The trainer holds a `WeightSender`; an engine in another process reads a `WeightSource`.
+`rollout.transport` in a recipe names a `WeightTransport`, which knows both. Other packages add
+theirs under the entry-point group `agentevo.transports` (docs/engines.md).
+
+Invariant: an engine serves exactly the weights that `begin` or `publish` were called for, under
+that version; a version is served whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.inference.engine import UpdatableEngine, Weights
+from agentevo.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Latest(msgspec.Struct, frozen=True):
+    """What a WeightSource has newest."""
+
+    version: int
+    sha256: str
+    """Checksum of that version's weights."""
+
+
+class WeightSender(Protocol):
+    """The trainer's side. The model's weights do not change while one of its methods runs."""
+
+    async def begin(self, version: int) -> None:
+        """The model's weights as they are now, loaded or taught before the first step, are
+        `version`, which may be lower than one that was sent before."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """The model's weights as they are now are `version`, and engines serve them from now on, or
+        as soon as they can."""
+        ...
+
+    async def look_after(self) -> None:
+        """Mends what was lost of the newest version on its way. Called again and again while the
+        trainer waits, so cheap when nothing was."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The side of an engine in another process. Blocking; called from a thread. All but `place`
+    raise EngineError for what can't be read."""
+
+    @property
+    def place(self) -> str:
+        """Where the weights come from, for messages."""
+        ...
+
+    def announced(self) -> Latest | None:
+        """The version that was published last; None before the first."""
+        ...
+
+    def state(self, version: int) -> object:
+        """Compares unequal whenever the version was written anew: who was refused may try again
+        then."""
+        ...
+
+    def read(self, version: int, *, sha256: str | None = None) -> Weights:
+        """Exactly what was sent, on the CPU. `sha256`: the checksum that it has to have."""
+        ...
+
+
+class SenderFactory(Protocol):
+    """Makes the trainer's side of a transport."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        engine: UpdatableEngine,
+        config: RunConfig,
+        note: Callable[[str], None],
+    ) -> WeightSender:
+        """`model` is what is trained, `engine` this process's engine; `note` is told what somebody
+        should know. Raises ConfigError."""
+        ...
+
+
+SourceFactory = Callable[[RunConfig], WeightSource]
+
+
+@dataclass(frozen=True)
+class WeightTransport:
+    """What `rollout.transport` names."""
+
+    about: str
+    """One line for `agentevo list transports`."""
+    sender: SenderFactory
+    source: SourceFactory | None = None
+    """For engines in other processes. None: the transport serves this process's engine alone."""
+
+
+transports: Registry[WeightTransport] = Registry("transports")

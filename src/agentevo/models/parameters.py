@@ -1,0 +1,10 @@
+"""A model's parameters as what is trained and what is not."""
+
+from __future__ import annotations
+
+import torch
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that require a gradient, by name: views, not copies, without gradient."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
