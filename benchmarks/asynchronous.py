@@ -137,7 +137,7 @@ def one_run(folder: Path, latency: str, seed: int, staleness: int, policy: str) 
     config = configure(folder, seed, staleness, policy)
 
     async def play(task: Task, policy: Any) -> Outcome:
-        agent = EnvironmentAgent(lambda: make_environment(config), config.agent)
+        agent = EnvironmentAgent(config.agent, lambda: make_environment(config))
         training = "/train@" in policy.name
         return await agent.run(
             task, SlowTools(policy, latencies(latency, policy.name)) if training else policy

@@ -15,20 +15,43 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentevo.api import load_run, sft, train
+    from agentevo.config.agents import AgentSection, agent
+    from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
     from agentevo.errors import AgentEvoError, ConfigError
-    from agentevo.types import Task
+    from agentevo.types import Message, Outcome, Task
 
 __version__ = "0.1.0"
-__all__ = ["AgentEvoError", "ConfigError", "Task", "__version__", "load_run", "sft", "train"]
-
 _HOMES = {
     "AgentEvoError": "agentevo.errors",
+    "AgentSection": "agentevo.config.agents",
     "ConfigError": "agentevo.errors",
+    "EnvironmentConfig": "agentevo.environments.environment",
+    "Message": "agentevo.types",
+    "Outcome": "agentevo.types",
     "Task": "agentevo.types",
+    "TextEnvironment": "agentevo.environments.environment",
+    "agent": "agentevo.config.agents",
+    "environment": "agentevo.environments.environment",
     "load_run": "agentevo.api",
     "sft": "agentevo.api",
     "train": "agentevo.api",
 }
+__all__ = [
+    "AgentEvoError",
+    "AgentSection",
+    "ConfigError",
+    "EnvironmentConfig",
+    "Message",
+    "Outcome",
+    "Task",
+    "TextEnvironment",
+    "__version__",
+    "agent",
+    "environment",
+    "load_run",
+    "sft",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

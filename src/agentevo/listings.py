@@ -12,7 +12,19 @@ def environments() -> list[Row]:
     from agentevo.environments import environments as registry
 
     return [
-        (name, _first_line(inspect.getdoc(registry.get(name)) or "")) for name in registry.names()
+        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
+        for name in registry.names()
+    ]
+
+
+def agents() -> list[Row]:
+    """Built-in agents by their section, others by their own docstring."""
+    from agentevo.config.agents import SECTIONS, agent_names
+    from agentevo.config.agents import agents as registry
+
+    return [
+        (name, _first_paragraph(inspect.getdoc(SECTIONS.get(name) or registry.get(name)) or ""))
+        for name in agent_names()
     ]
 
 
@@ -75,7 +87,8 @@ def engines() -> list[Row]:
     from agentevo.inference.engine import engines as registry
 
     return [
-        (name, _first_line(inspect.getdoc(registry.get(name)) or "")) for name in registry.names()
+        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
+        for name in registry.names()
     ]
 
 
@@ -102,6 +115,7 @@ def stores() -> list[Row]:
 
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "environments": environments,
+    "agents": agents,
     "algorithms": algorithms,
     "models": models,
     "recipes": recipes,
@@ -111,5 +125,5 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
 }
 
 
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.strip().partition("\n\n")[0].split())

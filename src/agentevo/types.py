@@ -11,6 +11,7 @@ is ever re-encoded from text.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -154,6 +155,30 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_completion_tokens(self) -> int:
         return sum(len(turn.completion_ids) for turn in self.turns)
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt ended."""
+
+    reward: float
+    """Of the whole attempt, penalties included."""
+    success: bool
+    reward_parts: dict[str, float] = {}
+    """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the
+    sum is another."""
+    turn_rewards: dict[int, float] = {}
+    """Turn index -> what that turn earned."""
+    truncated: bool = False
+    """A limit ended it."""
+    metrics: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        total = sum(self.reward_parts.values())
+        if self.reward_parts and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
+            raise ValueError(
+                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is "
+                f"{self.reward:g}: give parts that sum to the reward, or none"
+            )
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from agentevo.agents.environment_agent import (
     format_answer,
     parse_answer,
 )
-from agentevo.config import AgentSection
+from agentevo.config import EnvironmentAgentSection
 from agentevo.environments.environment import EnvironmentConfig
 from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
@@ -27,12 +27,12 @@ from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.types import Baselines, SamplingParams, Task
 
-PLAIN = AgentSection(format="plain")
-ANSWER = AgentSection(format="answer")
-THINK = AgentSection(format="think_answer")
-SEVERAL = AgentSection(format="answer", actions_per_turn=3)
-FORGETFUL = AgentSection(format="answer", memory="turn")
-LONG = AgentSection(format="plain", max_turns=100)
+PLAIN = EnvironmentAgentSection(format="plain")
+ANSWER = EnvironmentAgentSection(format="answer")
+THINK = EnvironmentAgentSection(format="think_answer")
+SEVERAL = EnvironmentAgentSection(format="answer", actions_per_turn=3)
+FORGETFUL = EnvironmentAgentSection(format="answer", memory="turn")
+LONG = EnvironmentAgentSection(format="plain", max_turns=100)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_how_an_answer_is_read(section, text, expected):
     st.sampled_from(["||", ",", " then "]),
 )
 def test_what_a_demonstration_says_is_read_as_it_was_meant(form, actions, separator):
-    section = AgentSection(format=form, actions_per_turn=3, action_separator=separator)
+    section = EnvironmentAgentSection(format=form, actions_per_turn=3, action_separator=separator)
     assert parse_answer(format_answer(actions, section), section) == [
         action.strip() for action in actions
     ]
@@ -165,7 +165,7 @@ def play(chat, scripted_engine):
     these things."""
 
     def run(
-        section: AgentSection,
+        section: EnvironmentAgentSection,
         says: list[str],
         seed: int = 0,
         max_actions: int = 6,
@@ -183,7 +183,7 @@ def play(chat, scripted_engine):
                 timeout_s=120,
             )
         )
-        agent = EnvironmentAgent(lambda: Corridor(CorridorConfig(max_actions=max_actions)), section)
+        agent = EnvironmentAgent(section, lambda: Corridor(CorridorConfig(max_actions=max_actions)))
         return asyncio.run(agent.run(Task(id="t", seed=seed), policy)), policy
 
     return run
@@ -207,7 +207,7 @@ GOOD = "<answer>Right</answer>"
     ],
 )
 def test_what_each_turn_earns(says, turn_rewards, counts, play):
-    section = AgentSection(format="answer", actions_per_turn=2, format_penalty=0.1)
+    section = EnvironmentAgentSection(format="answer", actions_per_turn=2, format_penalty=0.1)
     outcome, policy = play(section, says, seed=2)
     assert list(outcome.turn_rewards.values()) == pytest.approx(turn_rewards)
     assert list(outcome.turn_rewards) == [turn.index for turn in policy.turns]
@@ -225,7 +225,7 @@ def test_what_each_turn_earns(says, turn_rewards, counts, play):
 
 def test_without_a_penalty_bad_form_is_free(play):
     outcome, _ = play(
-        AgentSection(format="answer", format_penalty=0.0),
+        EnvironmentAgentSection(format="answer", format_penalty=0.0),
         ["Right", "<answer>Jump</answer>", GOOD],
         seed=2,
     )
@@ -257,9 +257,9 @@ def test_the_world_may_end_badly(play):
 @pytest.mark.parametrize(
     ("section", "max_actions", "num_turns", "num_actions"),
     [
-        (AgentSection(format="answer", max_turns=3), 6, 3, 3),
-        (AgentSection(format="answer", max_turns=9), 4, 4, 4),
-        (AgentSection(format="answer", max_turns=9, actions_per_turn=3), 4, 2, 4),
+        (EnvironmentAgentSection(format="answer", max_turns=3), 6, 3, 3),
+        (EnvironmentAgentSection(format="answer", max_turns=9), 4, 4, 4),
+        (EnvironmentAgentSection(format="answer", max_turns=9, actions_per_turn=3), 4, 2, 4),
     ],
     ids=["turns", "actions", "actions-within-a-turn"],
 )
@@ -281,7 +281,7 @@ def test_a_full_context_ends_the_episode_like_any_other_limit(play):
 
 
 def test_the_conversation_that_the_policy_sees(play, chat):
-    section = AgentSection(format="think_answer", system_prompt="Be brief.")
+    section = EnvironmentAgentSection(format="think_answer", system_prompt="Be brief.")
     _, policy = play(
         section,
         [
@@ -358,7 +358,10 @@ def test_demonstrations_with_random_actions_follow_their_seed():
 
 def test_a_demonstration_stops_at_the_agents_limit():
     shown = demonstrate(
-        Corridor(CorridorConfig()), 0, AgentSection(format="answer", max_turns=2), random_rate=0.0
+        Corridor(CorridorConfig()),
+        0,
+        EnvironmentAgentSection(format="answer", max_turns=2),
+        random_rate=0.0,
     )
     assert not shown.success
     assert [m.role for m in shown.conversations[0]] == ["user", "assistant", "user", "assistant"]

@@ -13,7 +13,7 @@ import pytest
 
 from agentevo.agents import EnvironmentAgent, environment_thread
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
-from agentevo.config import AgentSection
+from agentevo.config import EnvironmentAgentSection
 from agentevo.errors import EnvironmentFailure
 from agentevo.types import Message, Task
 
@@ -73,7 +73,7 @@ def test_a_few_slow_calls_among_quick_ones_do_not_make_a_kind_slow():
 
 
 def agent_of(make) -> EnvironmentAgent:
-    return EnvironmentAgent(make, AgentSection(format="plain"))
+    return EnvironmentAgent(EnvironmentAgentSection(format="plain"), make)
 
 
 def test_an_environment_that_can_not_be_made_leaves_no_thread():

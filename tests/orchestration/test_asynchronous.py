@@ -138,7 +138,7 @@ def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_con
     )
 
     async def slow(task, policy):
-        outcome = await EnvironmentAgent(lambda: make_environment(config), config.agent).run(
+        outcome = await EnvironmentAgent(config.agent, lambda: make_environment(config)).run(
             task, policy
         )
         await asyncio.sleep(0.05)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentevo.agents import Outcome
+from agentevo.agents import FunctionAgent, Outcome
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.components import FunctionAgent, make_environment, open_components
+from agentevo.orchestration.components import make_environment, open_components
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
 
@@ -174,7 +174,7 @@ def test_an_environments_limit_is_the_smaller_of_its_own_and_the_agents():
         }
     )
     assert make_environment(config).config.max_actions == 6
-    with pytest.raises(ConfigError, match="its agent is a function"):
+    with pytest.raises(ConfigError, match="this run has none"):
         make_environment(config_of())
 
 

@@ -1,7 +1,17 @@
 """Who turns a task into an attempt by asking a policy."""
 
-from agentevo.agents.agent import Agent, Outcome
+from agentevo.agents.agent import Agent, AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.environment_agent import EnvironmentAgent
 from agentevo.agents.policy import Policy, Reply
+from agentevo.types import Outcome
 
-__all__ = ["Agent", "EnvironmentAgent", "Outcome", "Policy", "Reply"]
+__all__ = [
+    "Agent",
+    "AgentFunction",
+    "EnvironmentAgent",
+    "FunctionAgent",
+    "Outcome",
+    "Policy",
+    "Reply",
+    "make_agent",
+]

@@ -1,40 +1,24 @@
-"""The agent contract: make one attempt at a task by asking a policy."""
+"""The agent contract: make one attempt at a task by asking a policy.
+
+What an agent's `run` may return: an `Outcome`; a number, which is the reward; or a mapping of named
+parts, whose sum is the reward. None is 0. A reward of 1 or more counts as success.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Protocol
-
-import msgspec
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 from agentevo.agents.policy import Policy
-from agentevo.registry import Registry
-from agentevo.types import Task
+from agentevo.config import AgentSection
+from agentevo.config.agents import agents, is_async
+from agentevo.environments import TextEnvironment
+from agentevo.errors import ConfigError
+from agentevo.types import Outcome, Task
 
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt ended."""
-
-    reward: float
-    """Of the whole attempt, penalties included."""
-    success: bool
-    reward_parts: dict[str, float] = {}
-    """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the
-    sum is another."""
-    turn_rewards: dict[int, float] = {}
-    """Turn index -> what that turn earned."""
-    truncated: bool = False
-    """A limit ended it."""
-    metrics: dict[str, float] = {}
-
-    def __post_init__(self) -> None:
-        total = sum(self.reward_parts.values())
-        if self.reward_parts and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
-            raise ValueError(
-                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is "
-                f"{self.reward:g}: "
-                "give parts that sum to the reward, or none"
-            )
+AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[Any]]
+"""`async def run(task, policy)`."""
 
 
 class Agent(Protocol):
@@ -44,4 +28,62 @@ class Agent(Protocol):
     async def run(self, task: Task, policy: Policy) -> Outcome: ...
 
 
-agents: Registry[type[Agent]] = Registry("agents")
+class FunctionAgent:
+    """An agent that is one async function, or the method of an object.
+
+    Raises ConfigError for a function that is not async: it could never wait for the policy's
+    answer, and all else would wait for it."""
+
+    def __init__(self, function: AgentFunction) -> None:
+        if not is_async(function):
+            name = getattr(function, "__name__", function)
+            raise ConfigError(
+                f"the agent {name!r} must be async: `async def run(task, policy) -> float`"
+            )
+        self._function = function
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run."""
+        return outcome_of(await self._function(task, policy))
+
+
+def outcome_of(returned: Any) -> Outcome:
+    """What an agent returned, as a record; see the module. Raises TypeError for anything else."""
+    if isinstance(returned, Outcome):
+        return returned
+    if isinstance(returned, Mapping):
+        parts = {str(name): float(value) for name, value in returned.items()}
+        reward = sum(parts.values())
+        return Outcome(reward=reward, success=reward >= 1.0, reward_parts=parts)
+    try:
+        reward = float(returned or 0.0)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the agent returned a {type(returned).__name__}: return a number, a mapping of named "
+            "rewards, or an agentevo.Outcome"
+        ) from None
+    return Outcome(reward=reward, success=reward >= 1.0)
+
+
+def make_agent(section: AgentSection, make_environment: Callable[[], TextEnvironment]) -> Agent:
+    """The registered agent that `section` describes; `make_environment` gives a fresh environment
+    to an agent that plays one. Raises ConfigError, also with what a user's class raised."""
+    if section.type == "function":
+        raise ConfigError(
+            "agent.type: function: the agent is a function of the program that started the run: "
+            "give it again there (`agentevo.load_run(folder, agent=...)`), or register it with "
+            "@agentevo.agent(NAME) in a file that the recipe imports"
+        )
+    registered = agents.get(section.type)
+    if not inspect.isclass(registered):
+        return FunctionAgent(registered)
+    plays_environment = getattr(registered, "plays_environment", False)
+    given: list[Any] = [section, make_environment] if plays_environment else [section]
+    try:
+        player: Any = registered(*given)
+    except Exception as error:
+        raise ConfigError(
+            f"agent.type: {section.type}: {registered.__name__} can't be made of its options: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return FunctionAgent(player.run)

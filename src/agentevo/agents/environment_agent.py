@@ -23,13 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from agentevo.agents.agent import Outcome, agents
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.agents.policy import Policy
-from agentevo.config import AgentSection
+from agentevo.config import EnvironmentAgentSection
+from agentevo.config.agents import agents
 from agentevo.environments import TextEnvironment
 from agentevo.errors import RequestTooLongError
-from agentevo.types import Message, Task
+from agentevo.types import Message, Outcome, Task
 
 _PATTERNS = {
     "answer": re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
@@ -37,7 +37,7 @@ _PATTERNS = {
 }
 
 
-def parse_answer(text: str, section: AgentSection) -> list[str] | None:
+def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | None:
     """The actions that an answer holds, at most `actions_per_turn`; None if it breaks the
     format."""
     if section.format == "plain":
@@ -53,7 +53,7 @@ def parse_answer(text: str, section: AgentSection) -> list[str] | None:
     return actions[: section.actions_per_turn] or None
 
 
-def format_answer(actions: list[str], section: AgentSection) -> str:
+def format_answer(actions: list[str], section: EnvironmentAgentSection) -> str:
     """An answer that holds these actions: what a demonstration says."""
     content = f" {section.action_separator} ".join(actions)
     if section.format == "plain":
@@ -62,7 +62,7 @@ def format_answer(actions: list[str], section: AgentSection) -> str:
     return answer if section.format == "answer" else f"<think></think>{answer}"
 
 
-def answer_instructions(section: AgentSection) -> str:
+def answer_instructions(section: EnvironmentAgentSection) -> str:
     """What the player is told about the form of its answers; nothing for `plain` answers of one
     action."""
     several = (
@@ -78,7 +78,7 @@ def answer_instructions(section: AgentSection) -> str:
 
 
 def first_messages(
-    environment: TextEnvironment, observation: str, section: AgentSection
+    environment: TextEnvironment, observation: str, section: EnvironmentAgentSection
 ) -> list[Message]:
     """The conversation before the policy's first turn."""
     parts = [environment.instructions, answer_instructions(section), observation]
@@ -95,7 +95,7 @@ def next_messages(
     reply: Message,
     environment: TextEnvironment,
     observation: str,
-    section: AgentSection,
+    section: EnvironmentAgentSection,
 ) -> list[Message]:
     """The conversation before the next turn: one that goes on, or, with `memory: turn`, a new
     one."""
@@ -124,9 +124,15 @@ class _Episode:
 
 @agents.register("environment")
 class EnvironmentAgent:
-    """Plays one environment per task; `make` builds a fresh environment."""
+    """Plays one environment per task, in a loop of observations and actions; `make` builds a fresh
+    environment."""
 
-    def __init__(self, make: Callable[[], TextEnvironment], section: AgentSection) -> None:
+    Config = EnvironmentAgentSection
+    plays_environment = True
+
+    def __init__(
+        self, section: EnvironmentAgentSection, make: Callable[[], TextEnvironment]
+    ) -> None:
         self._make, self._section, self._pace = make, section, Pace()
 
     async def run(self, task: Task, policy: Policy) -> Outcome:
@@ -223,7 +229,7 @@ class Demonstration:
 
 
 def demonstrate(
-    environment: TextEnvironment, seed: int, section: AgentSection, random_rate: float
+    environment: TextEnvironment, seed: int, section: EnvironmentAgentSection, random_rate: float
 ) -> Demonstration | None:
     """Plays `seed` with the solver, a share `random_rate` of the actions drawn at random; None
     where no solver exists.

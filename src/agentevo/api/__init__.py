@@ -180,7 +180,7 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
         inspect.iscoroutinefunction(given) or inspect.iscoroutinefunction(type(given).__call__)
     ):
         return (
-            {},
+            {"agent": {"type": "function"}},
             str(getattr(given, "__name__", type(given).__name__)).strip("<>"),
             cast(AgentFunction, given),
         )

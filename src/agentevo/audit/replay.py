@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from agentevo.agents import Agent, EnvironmentAgent, Policy
+from agentevo.agents import Agent, Policy
 from agentevo.audit.rebuilt_weights import rebuild
 from agentevo.audit.resampling import Difference, resample
 from agentevo.audit.stored_weights import PolicyAt, Source, StoredVersions, WeightsOf
@@ -29,7 +29,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
-from agentevo.orchestration.components import AgentFunction, FunctionAgent, make_environment
+from agentevo.orchestration.components import AgentFunction, find_agent
 from agentevo.rollout.group import Attempt, InfrastructureFailure
 from agentevo.rollout.task_source import TaskSource
 from agentevo.seeds import derive_seed
@@ -310,11 +310,9 @@ def _keep_first(one: Replay, *differences: Difference) -> None:
 
 
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
-    if agent is not None:
-        return FunctionAgent(agent)
-    if config.environment is None:
-        return None
-    return EnvironmentAgent(lambda: make_environment(config), config.agent)
+    """None where the agent is a function that was not given again."""
+    has_agent = config.agent.type != "function" and config.environment is not None
+    return find_agent(config, agent) if agent is not None or has_agent else None
 
 
 async def _play(

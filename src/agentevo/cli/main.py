@@ -401,7 +401,8 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="environments, algorithms, models, recipes, engines or stores."
+            metavar="KIND",
+            help="environments, agents, algorithms, models, recipes, engines or stores.",
         ),
     ],
 ) -> None:

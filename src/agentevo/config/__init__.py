@@ -1,6 +1,7 @@
 """The recipe: one tree that says everything about a run, read from YAML and overrides, checked
 before anything is created."""
 
+from agentevo.config.agents import AgentSection, EnvironmentAgentSection
 from agentevo.config.algorithm import AlgorithmKeys, AlgorithmSection
 from agentevo.config.lora import LoraSection
 from agentevo.config.memory import MemorySection
@@ -9,8 +10,8 @@ from agentevo.config.recipe import (
     RunConfig,
     build_config,
     config_keys,
-    environment_variants,
     load_config,
+    section_variants,
     to_tree,
     to_yaml,
     with_defaults,
@@ -18,7 +19,6 @@ from agentevo.config.recipe import (
 from agentevo.config.rollout import RolloutSection
 from agentevo.config.section import Section
 from agentevo.config.sections import (
-    AgentSection,
     ColdStartSection,
     CriticSection,
     EngineSection,
@@ -38,6 +38,7 @@ __all__ = [
     "ColdStartSection",
     "CriticSection",
     "EngineSection",
+    "EnvironmentAgentSection",
     "LoraSection",
     "MemorySection",
     "ModelSection",
@@ -54,8 +55,8 @@ __all__ = [
     "build_config",
     "check_sft",
     "config_keys",
-    "environment_variants",
     "load_config",
+    "section_variants",
     "to_tree",
     "to_yaml",
     "with_defaults",

@@ -253,7 +253,7 @@ def _walk(
 ) -> Iterator[tuple[Explanation, Any]]:
     """Every key below `model` with its annotation, sections before their contents."""
     for name, info in model.model_fields.items():
-        key = f"{prefix}{name}"
+        key = f"{prefix}{info.alias or name}"
         section = _section_model(info.annotation)
         if section is None:
             yield _explain_field(key, info), info.annotation
@@ -263,21 +263,22 @@ def _walk(
             info.annotation,
         )
         if key in variants:
-            yield from _walk_variants(key, variants[key])
+            yield from _walk_variants(key, variants[key], section.model_fields["type"])
         else:
             yield from _walk(section, variants, f"{key}.")
 
 
 def _walk_variants(
-    key: str, kinds: Mapping[str, type[pydantic.BaseModel]]
+    key: str, kinds: Mapping[str, type[pydantic.BaseModel]], chooser: FieldInfo
 ) -> Iterator[tuple[Explanation, Any]]:
     names = tuple(kinds)
+    default = "" if chooser.is_required() else _show(chooser.default)
     meaning = (
         f"Which {_leaf(key)} it is, and with that which other keys {key} has. `agentevo "
         f"list {_leaf(key)}s` says what each one is."
     )
     yield (
-        Explanation(f"{key}.type", meaning, f"one of {', '.join(names)}", "", "", choices=names),
+        Explanation(f"{key}.type", meaning, f"one of {', '.join(names)}", default, "", names),
         str,
     )
     for kind, model in kinds.items():

@@ -4,31 +4,38 @@ A YAML recipe fills it, dotted `a.b=c` overrides change it, and what comes out i
 default is the vetted setting and is documented once, under its field; `agentevo config explain KEY`
 prints from there. Importing this module imports no torch.
 
-Order of work: YAML -> overrides -> unknown keys refused with the nearest right one -> types ->
-contradictions. All of it happens before anything is created. Reading is `sources`; explaining keys
-and problems is `keys`.
+Order of work: YAML -> the user's modules (`imports`) -> overrides -> unknown keys refused with the
+nearest right one -> types -> contradictions. All of it happens before anything is created. Reading
+is `sources`; explaining keys and problems is `keys`.
 
-`environment` is read by the model that the registry has for its `type`, so environments of other
-packages and of user code (registered first) have the same checks as ours.
+`environment` and `agent` are read by the model that the registry has for their `type`, so those of
+other packages and of user code (`import`) have the same checks as ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pydantic
 import yaml
-from pydantic import SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import sources
+from agentevo.config.agents import (
+    AgentSection,
+    EnvironmentAgentSection,
+    agent_names,
+    agent_section,
+)
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
+from agentevo.config.imports import import_all
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.preference import preference_contradictions
@@ -36,7 +43,6 @@ from agentevo.config.profile import ProfileSection, spell_out
 from agentevo.config.rollout import RolloutSection, rollout_contradictions
 from agentevo.config.section import Section
 from agentevo.config.sections import (
-    AgentSection,
     CheckpointSection,
     ColdStartSection,
     CriticSection,
@@ -62,13 +68,19 @@ from agentevo.registry import nearest
 class RunConfig(Section):
     """Everything about one run."""
 
+    model_config = pydantic.ConfigDict(serialize_by_alias=True)
+
+    imports: tuple[str, ...] = Field(default=(), alias="import")
+    """Your own modules and Python files, such as [./my_agent.py], read from the recipe's folder.
+    What they register (agents, environments, rewards) can then be named in the recipe."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     environment: SerializeAsAny[EnvironmentConfig] | None = None
     """The environment, chosen by `type` (`agentevo list environments`), with its difficulty
     options. A recipe must have one; only a run of an agent function on given tasks (Python API) has
     none."""
-    agent: AgentSection = AgentSection()
+    agent: SerializeAsAny[AgentSection] = EnvironmentAgentSection()
+    """Who plays, chosen by `type` (`agentevo list agents`), with its options."""
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
@@ -105,8 +117,21 @@ class RunConfig(Section):
     def max_actions(self) -> int:
         """Actions that one episode can really take: the environment's limit or the agent's,
         whichever is smaller."""
-        by_agent = self.agent.max_turns * self.agent.actions_per_turn
+        per_turn = getattr(self.agent, "actions_per_turn", 1)
+        by_agent = self.agent.max_turns * per_turn
         return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
+
+    @property
+    def environment_agent(self) -> EnvironmentAgentSection:
+        """The section of the environment agent. Raises ConfigError where another one plays: only
+        that one's conversations can be demonstrated by an environment's solver."""
+        if not isinstance(self.agent, EnvironmentAgentSection):
+            raise ConfigError(
+                f"agent.type: {self.agent.type} has no demonstrations of an environment's solver: "
+                "set agent.type=environment, or leave out what asks for them "
+                "(cold_start, data.demonstrations, algorithm.pairs)"
+            )
+        return self.agent
 
     @property
     def length_max(self) -> int:
@@ -215,11 +240,11 @@ def _of_the_advantage(config: RunConfig) -> list[str]:
             "raise trainer.steps or lower critic.pretrain_steps"
         )
     by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
-    if by_mean and config.environment is not None and config.agent.format_penalty > 0:
+    penalty = getattr(config.agent, "format_penalty", 0.0) if config.environment else 0.0
+    if by_mean and penalty > 0:
         found.append(
             "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
-            "but agent.format_penalty is "
-            f"{config.agent.format_penalty:g}: set it to 0"
+            f"but agent.format_penalty is {penalty:g}: set it to 0"
         )
     return found
 
@@ -241,6 +266,7 @@ def load_config(
         sources.read_yaml(path),
         overrides,
         where=str(path),
+        folder=path.parent,
         name=path.stem,
         needs_environment=needs_environment,
     )
@@ -251,13 +277,15 @@ def build_config(
     overrides: Sequence[str] = (),
     *,
     where: str = "config",
+    folder: Path | None = None,
     name: str = "run",
     needs_environment: bool = True,
 ) -> RunConfig:
-    """Like `load_config`, from a mapping. `where` begins each line about a problem, `name` is the
-    default of `run.name`."""
-    keys = config_keys()
+    """Like `load_config`, from a mapping. `where` begins each line about a problem, `folder` is
+    where relative imports start (default: the current one), `name` is the default of `run.name`."""
     tree, overrides = spell_out(tree, overrides)
+    imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
+    keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
@@ -268,16 +296,28 @@ def build_config(
     run = plain.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
-    chosen = _chosen_type(plain.get("environment"))
+    plain["import"] = imports
+    agent = plain.setdefault("agent", {})
+    if isinstance(agent, dict):
+        agent.setdefault("type", "environment")
+    variants = section_variants()
+    chosen = {
+        section: str(plain[section]["type"])
+        for section, models in variants.items()
+        if isinstance(plain.get(section), dict) and plain[section].get("type") in list(models)
+    }
     lines = keys.misplaced_booleans(plain, chosen=chosen)
-    environment, errors, refusal = _read_environment(plain.get("environment"))
-    if refusal:
-        lines.append(refusal)
-    if needs_environment and plain.get("environment", False) in (False, None):
+    errors: list[ErrorDetails] = []
+    has_environment = plain.get("environment") is not None
+    for section, models in variants.items():
+        if isinstance(plain.get(section), dict):
+            read, wrong, refusal = _read_variant(section, plain.pop(section), models)
+            plain |= {section: read} if read is not None else {}
+            errors += wrong
+            lines += [refusal] if refusal else []
+    if needs_environment and not has_environment:
         lines.append(f"environment.type: missing; choose one of {', '.join(environments.names())}")
         plain.pop("environment", None)
-    elif isinstance(plain.get("environment"), dict):
-        plain["environment"] = environment
     try:
         config = RunConfig.model_validate(plain)
     except pydantic.ValidationError as error:
@@ -294,41 +334,35 @@ def build_config(
 
 
 def config_keys() -> ConfigKeys:
-    """Every key of `RunConfig` with every registered environment's options, explained."""
-    return ConfigKeys(RunConfig, environment_variants())
+    """Every key of `RunConfig` with the options of every registered environment and agent,
+    explained."""
+    return ConfigKeys(RunConfig, section_variants())
 
 
-def environment_variants() -> Variants:
-    """The models of the polymorphic section `environment`."""
-    return {"environment": {name: environments.get(name).Config for name in environments.names()}}
+def section_variants() -> Variants:
+    """The models of the polymorphic sections `environment` and `agent`, by their `type`."""
+    return {
+        "environment": {name: environments.get(name).Config for name in environments.names()},
+        "agent": {name: agent_section(name) for name in agent_names()},
+    }
 
 
-def _chosen_type(environment: object) -> dict[str, str]:
-    kind = environment.get("type") if isinstance(environment, dict) else None
-    return {"environment": str(kind)} if kind in environments.names() else {}
-
-
-def _read_environment(
-    given: object,
-) -> tuple[EnvironmentConfig | None, list[ErrorDetails], str | None]:
-    """The environment's options checked by the model that its `type` names, or what is wrong with
-    them, or with the type."""
-    if not isinstance(given, dict):
-        return None, [], None
-    kind, known = given.get("type"), environments.names()
-    if kind not in known:
+def _read_variant(
+    section: str, given: Mapping[str, Any], models: Mapping[str, type[pydantic.BaseModel]]
+) -> tuple[pydantic.BaseModel | None, list[ErrorDetails], str | None]:
+    """A polymorphic section checked by the model that its `type` names, or what is wrong with its
+    options, or with the type."""
+    kind, known = given.get("type"), list(models)
+    if not isinstance(kind, str) or kind not in known:
         guess = nearest(kind, known) if isinstance(kind, str) else None
         what = "missing" if "type" not in given else f"got {kind!r}"
         hint = f" did you mean {guess}?" if guess else ""
-        return None, [], f"environment.type: {what};{hint} choose one of {', '.join(known)}"
+        return None, [], f"{section}.type: {what};{hint} choose one of {', '.join(known)}"
     try:
-        return environments.get(kind).Config.model_validate(given), [], None
+        return models[kind].model_validate(given), [], None
     except pydantic.ValidationError as error:
-        return (
-            None,
-            [{**problem, "loc": ("environment", *problem["loc"])} for problem in error.errors()],
-            None,
-        )
+        located = [{**one, "loc": (section, *one["loc"])} for one in error.errors()]
+        return None, cast(list[ErrorDetails], located), None
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -351,11 +385,10 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     name = (tree.get("algorithm") or {}).get("name")
     if name in PRESETS or name in PREFERENCE_PRESETS:
         defaults["algorithm"] = AlgorithmSection(name=name).model_dump(mode="json")
-    kind = (tree.get("environment") or {}).get("type")
-    if kind in environments.names():
-        defaults["environment"] = (
-            environments.get(kind).Config.model_construct().model_dump(mode="json")
-        )
+    for section, models in section_variants().items():
+        kind = str((tree.get(section) or {}).get("type"))
+        if kind in models:
+            defaults[section] = models[kind].model_construct().model_dump(mode="json")
     return sources.overlay(defaults, tree)
 
 

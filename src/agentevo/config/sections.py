@@ -102,31 +102,6 @@ class ModelSection(Section):
         return self
 
 
-class AgentSection(Section):
-    """How the environment agent talks to the policy and reads its answers."""
-
-    format: Literal["plain", "answer", "think_answer"] = "answer"
-    """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
-    `think_answer`: after <think>...</think>."""
-    format_penalty: float = Field(default=0.1, ge=0)
-    """Subtracted from the reward of a turn that breaks the format or holds an invalid action."""
-    system_prompt: str | None = None
-    """System message. None leaves the chat template's own default."""
-    memory: Literal["episode", "turn"] = "episode"
-    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest
-    observation (for environments that show their whole state: shorter contexts, and much quicker to
-    learn)."""
-    max_turns: int = Field(default=10, ge=1)
-    """Calls of the policy per episode."""
-    actions_per_turn: int = Field(default=1, ge=1)
-    """Actions that one turn may hold, separated by action_separator; the rest is ignored."""
-    action_separator: str = Field(default="||", min_length=1)
-    """What separates several actions in one turn."""
-    timeout_s: float = Field(default=300.0, gt=0)
-    """Longest time for one episode, in seconds; then it is recorded as failed. What the engine
-    sleeps meanwhile (rollout.sharing: turns) does not count."""
-
-
 class SamplingSection(Section):
     """How completions are drawn while training."""
 

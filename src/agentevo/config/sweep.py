@@ -27,7 +27,7 @@ from agentevo.config import (
     RunSection,
     Section,
     build_config,
-    environment_variants,
+    section_variants,
     sources,
 )
 from agentevo.config.keys import ConfigKeys
@@ -169,7 +169,7 @@ def member_name(variant: str, seed: int) -> str:
 
 def recipe_keys() -> ConfigKeys:
     """Every key of a recipe file, explained."""
-    return ConfigKeys(RecipeFile, environment_variants())
+    return ConfigKeys(RecipeFile, section_variants())
 
 
 def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | None:
@@ -274,7 +274,10 @@ def _member_configs(
                 {"run": {"threads": 1}}, _with_changes(base, _nested(section.variants[variant]))
             )
             configs[variant] = build_config(
-                tree, [*overrides, f"run.name={variant}", "run.overwrite=false"], where=str(path)
+                tree,
+                [*overrides, f"run.name={variant}", "run.overwrite=false"],
+                where=str(path),
+                folder=path.parent,
             )
         except ConfigError as error:
             for line in str(error).splitlines():
@@ -309,22 +312,18 @@ def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with a variant's changes. The options of an environment mean nothing to one of
-    another type, so they go with it."""
-    was, now = base.get("environment"), changes.get("environment")
-    other_environment = (
-        isinstance(was, Mapping)
-        and isinstance(now, Mapping)
-        and now.get("type", was.get("type")) != was.get("type")
-    )
-    return sources.overlay(
-        {
-            key: value
-            for key, value in base.items()
-            if not (key == "environment" and other_environment)
-        },
-        changes,
-    )
+    """The recipe with a variant's changes. The options of an environment or agent mean nothing to
+    one of another type, so they go with it."""
+    replaced = [key for key in ("environment", "agent") if _is_other_type(base, changes, key)]
+    kept = {key: value for key, value in base.items() if key not in replaced}
+    return sources.overlay(kept, changes)
+
+
+def _is_other_type(base: Mapping[str, Any], changes: Mapping[str, Any], key: str) -> bool:
+    was, now = base.get(key), changes.get(key)
+    if not (isinstance(was, Mapping) and isinstance(now, Mapping)):
+        return False
+    return bool(now.get("type", was.get("type")) != was.get("type"))
 
 
 def _member(

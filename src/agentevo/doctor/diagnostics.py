@@ -11,8 +11,7 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from agentevo.agents import EnvironmentAgent
-from agentevo.config import RunConfig
+from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
@@ -20,7 +19,7 @@ from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.orchestration.components import (
     Components,
     check_memory,
-    make_environment,
+    find_agent,
     open_components,
 )
 from agentevo.rollout.sampler import Sampler
@@ -41,9 +40,13 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             config, checkpoint=checkpoint, store_url=f"sqlite:///{folder}/store.sqlite"
         ) as parts:
             engine = measure.WatchedEngine(parts.engine)
-            agent = EnvironmentAgent(lambda: make_environment(config), config.agent)
             sampler = Sampler(
-                config, engine, parts.chat, agent, parts.store, _context_length(parts)
+                config,
+                engine,
+                parts.chat,
+                find_agent(config, None),
+                parts.store,
+                _context_length(parts),
             )
             group = await sampler.sample(
                 parts.tasks.train(1)[:1],
@@ -100,13 +103,16 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
             config.agent.max_turns,
             config.max_actions,
         ),
-        checks.judge_format(
-            len(turns),
-            sum(one.metrics.get("num_format_errors", 0.0) for one in group),
-            sum(one.metrics.get("num_invalid_actions", 0.0) for one in group),
-            config.agent.format,
-        ),
     ]
+    if isinstance(config.agent, EnvironmentAgentSection):
+        found.append(
+            checks.judge_format(
+                len(turns),
+                sum(one.metrics.get("num_format_errors", 0.0) for one in group),
+                sum(one.metrics.get("num_invalid_actions", 0.0) for one in group),
+                config.agent.format,
+            )
+        )
     if config.trainer.steps > 0:
         found.insert(
             0,
@@ -121,7 +127,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     """Context, key-value memory, memory."""
     config = parts.config
     paths = [path for one in spoken for path in measure.whole_paths(one)]
-    max_turns = 1 if config.agent.memory == "turn" else config.agent.max_turns
+    max_turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
     worst = measure.worst_case_tokens(spoken, max_turns, config.sampling.max_new_tokens)
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
     longest = min(worst, _context_length(parts))

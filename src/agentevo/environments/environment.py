@@ -7,15 +7,20 @@ change, it still counts as an action), never an exception.
 
 from __future__ import annotations
 
+import inspect
 import random
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import gymnasium
 import pydantic
 
+from agentevo.errors import ConfigError
 from agentevo.registry import Registry
 from agentevo.types import Baselines
+
+E = TypeVar("E", bound="TextEnvironment")
 
 
 class EnvironmentConfig(pydantic.BaseModel):
@@ -75,3 +80,25 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
 
 
 environments: Registry[type[TextEnvironment]] = Registry("environments")
+
+
+def environment(name: str) -> Callable[[type[E]], type[E]]:
+    """Decorator: registers a class as the environment `name`, for recipes that import its module
+    (key `import`). One without options of its own needs no `Config`.
+
+    Raises ConfigError for what can't be an environment.
+    """
+
+    def add(item: type[E]) -> type[E]:
+        if not (inspect.isclass(item) and issubclass(item, TextEnvironment)):
+            raise ConfigError(
+                f"the environment {name!r} must be a subclass of agentevo.TextEnvironment"
+            )
+        if "Config" not in vars(item):
+            item.Config = pydantic.create_model(
+                f"{item.__name__}Config", __base__=EnvironmentConfig, type=(str, name)
+            )
+        environments.register(name)(item)
+        return item
+
+    return add

@@ -35,7 +35,7 @@ def solver_samples(
     samples: list[Sample] = []
     for index in range(episodes):
         seed = environment_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
-        shown = demonstrate(environment, seed, config.agent, random_action_rate)
+        shown = demonstrate(environment, seed, config.environment_agent, random_action_rate)
         if shown is None:
             raise ConfigError(
                 f"environment {type(environment).__name__} has no solver to learn from: set "

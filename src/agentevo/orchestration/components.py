@@ -3,19 +3,17 @@ sampler, store."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentevo.agents import Agent, EnvironmentAgent, Outcome, Policy
+from agentevo.agents import Agent, AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.environment_agent import demonstrate, first_messages
-from agentevo.config import LoraSection, ModelSection, RunConfig
+from agentevo.config import EnvironmentAgentSection, LoraSection, ModelSection, RunConfig
 from agentevo.config.memory import offload_refusal
 from agentevo.environments import TextEnvironment, make
 from agentevo.errors import ConfigError
@@ -38,7 +36,6 @@ from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.training.roles.model_copy import copy_policy
 from agentevo.types import Task
 
-AgentFunction = Callable[[Task, Any], Awaitable[Any]]
 CORPUS_EPISODES = 64
 """Environments that the tiny policy's word tokenizer reads."""
 
@@ -60,47 +57,30 @@ class Components:
     tasks: TaskSource
 
 
-class FunctionAgent:
-    """An agent that is one async function: it returns its reward, an `Outcome`, or None for 0. A
-    reward of 1 or more counts as success.
-
-    Raises ConfigError for a function that is not async: it could never wait for the policy's
-    answer, and all else would wait for it."""
-
-    def __init__(self, function: AgentFunction) -> None:
-        if not (
-            inspect.iscoroutinefunction(function)
-            or inspect.iscoroutinefunction(type(function).__call__)
-        ):
-            name = getattr(function, "__name__", function)
-            raise ConfigError(
-                f"the agent {name!r} must be async: `async def run(task, policy) -> float`"
-            )
-        self._function = function
-
-    async def run(self, task: Task, policy: Policy) -> Outcome:
-        """See Agent.run."""
-        result = await self._function(task, policy)
-        if isinstance(result, Outcome):
-            return result
-        reward = float(result or 0.0)
-        return Outcome(reward=reward, success=reward >= 1.0)
+def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent:
+    """Who plays: the function that a program gave, else the registered agent of the recipe."""
+    if function is not None:
+        return FunctionAgent(function)
+    return make_agent(config.agent, lambda: make_environment(config))
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:
     """A fresh environment, with the limit on actions that environment and agent have in common."""
     if config.environment is None:
-        raise ConfigError("environment: this run has none, its agent is a function")
+        raise ConfigError("environment: this run has none: add environment.type=NAME")
     return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
 
 
 def _corpus(config: RunConfig) -> Iterable[str]:
     """Texts that hold every word of the environment's conversations, for the word tokenizer."""
     environment = make_environment(config)
+    agent = config.agent
+    if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
+        agent = EnvironmentAgentSection()
     for index in range(CORPUS_EPISODES):
         seed = environment_seed(config.run.seed, "demonstration", index)
-        shown = demonstrate(environment, seed, config.agent, random_rate=0.5)
-        opening = first_messages(environment, environment.reset(seed=seed)[0], config.agent)
+        shown = demonstrate(environment, seed, agent, random_rate=0.5)
+        opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
         for messages in [opening] if shown is None else shown.conversations:
             yield from (message.content for message in messages)
 
@@ -162,11 +142,7 @@ async def open_components(
     engine = engines.get(config.engine.type)(
         model if transport == "shared" else copy_policy(model), loaded.tokenizer, config.engine
     )
-    player: Agent = (
-        FunctionAgent(agent)
-        if agent is not None
-        else EnvironmentAgent(lambda: make_environment(config), config.agent)
-    )
+    player = find_agent(config, agent)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
         store = await stack.enter_async_context(await open_run_store(store_url or config.store_url))

@@ -68,7 +68,7 @@ def check_preference(config: RunConfig) -> None:
             shown = demonstrate(
                 environment,
                 environment_seed(config.run.seed, "train", 0),
-                config.agent,
+                config.environment_agent,
                 random_rate=0.0,
             )
         finally:
@@ -88,7 +88,10 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
 
     def demonstrated(task_id: str) -> list[Sample]:
         shown = demonstrate(
-            environment, seed_of_task(config.run.seed, task_id), config.agent, random_rate=0.0
+            environment,
+            seed_of_task(config.run.seed, task_id),
+            config.environment_agent,
+            random_rate=0.0,
         )
         conversations = [] if shown is None else shown.conversations
         return [

@@ -83,7 +83,7 @@ def check_sft_data(config: RunConfig) -> None:
             shown = demonstrate(
                 environment,
                 environment_seed(config.run.seed, "demonstration", 0),
-                config.agent,
+                config.environment_agent,
                 random_rate=0.0,
             )
         finally:

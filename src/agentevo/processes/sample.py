@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from agentevo.agents import Agent, EnvironmentAgent
+from agentevo.agents import Agent
 from agentevo.config import RunConfig
 from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
@@ -25,7 +25,7 @@ from agentevo.models.resolve import fetch
 from agentevo.observability.console import to_stderr
 from agentevo.orchestration.components import (
     AgentFunction,
-    FunctionAgent,
+    find_agent,
     load_policy,
     make_environment,
 )
@@ -69,11 +69,7 @@ def sample(
     if agent is None:
         make_environment(config).close()
     source = TaskSource(config, tasks)
-    player: Agent = (
-        FunctionAgent(agent)
-        if agent is not None
-        else EnvironmentAgent(lambda: make_environment(config), config.agent)
-    )
+    player = find_agent(config, agent)
     with asked_to_stop(parent) as stop:
         chat, context_length = conversation(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):

@@ -19,8 +19,8 @@ FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
 the store have that size."""
-UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite")
-"""They say where a run is and not what it is; its folder may have been moved."""
+UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite", "import")
+"""They say where a run and its user's code are and not what it is; either may have been moved."""
 
 
 def check_resume(

@@ -1,0 +1,130 @@
+"""The section `agent`: which registered agent plays, and its options.
+
+An agent is registered by name, as an async function `run(task, policy)` or as a class. A class may
+have options of its own: its `Config` is a subclass of `AgentSection`, and an object is made of it
+for a run by `Class(config)`, or `Class(config, make_environment)` where the class says
+`plays_environment = True`. The sections of the built-in agents are here, because reading a recipe
+must not import the agents themselves (they import torch).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
+
+from agentevo.config.section import Section
+from agentevo.errors import ConfigError
+from agentevo.registry import Registry
+
+A = TypeVar("A")
+
+
+class AgentSection(Section):
+    """The agent, chosen by `type` (`agentevo list agents`), with its options. These are the ones
+    that every agent has."""
+
+    type: str = "environment"
+    """Registered name of the agent."""
+    max_turns: int = Field(default=10, ge=1)
+    """Calls of the policy per episode. The built-in agents keep to it; an agent of your own may."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Longest time for one episode, in seconds; then it is recorded as failed. What the engine
+    sleeps meanwhile (rollout.sharing: turns) does not count."""
+
+
+class EnvironmentAgentSection(AgentSection):
+    """How the environment agent talks to the policy and reads its answers."""
+
+    type: Literal["environment"] = "environment"
+    format: Literal["plain", "answer", "think_answer"] = "answer"
+    """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
+    `think_answer`: after <think>...</think>."""
+    format_penalty: float = Field(default=0.1, ge=0)
+    """Subtracted from the reward of a turn that breaks the format or holds an invalid action."""
+    system_prompt: str | None = None
+    """System message. None leaves the chat template's own default."""
+    memory: Literal["episode", "turn"] = "episode"
+    """What the policy sees: the `episode` so far, or in each `turn` only the rules and the newest
+    observation (for environments that show their whole state: shorter contexts, and much quicker to
+    learn)."""
+    actions_per_turn: int = Field(default=1, ge=1)
+    """Actions that one turn may hold, separated by action_separator; the rest is ignored."""
+    action_separator: str = Field(default="||", min_length=1)
+    """What separates several actions in one turn."""
+
+
+class FunctionAgentSection(AgentSection):
+    """An agent function that a Python program passes to `agentevo.train`. It lives in that program:
+    other processes can't play it."""
+
+    type: Literal["function"] = "function"
+
+
+agents: Registry[Any] = Registry("agents")
+"""Name -> async function or class. The built-in ones are filed when `agentevo.agents` is imported;
+their sections are in SECTIONS."""
+SECTIONS: dict[str, type[AgentSection]] = {
+    "environment": EnvironmentAgentSection,
+    "function": FunctionAgentSection,
+}
+
+
+def agent(name: str) -> Callable[[A], A]:
+    """Decorator: registers an async function `run(task, policy)`, or a class with such a method,
+    as the agent `name`, for recipes that import its module (key `import`).
+
+    Raises ConfigError for what can't be an agent.
+    """
+
+    def add(item: A) -> A:
+        _check(name, item)
+        if name in SECTIONS:
+            raise ConfigError(f"agents: the name {name!r} is built in: choose another")
+        agents.register(name)(item)
+        return item
+
+    return add
+
+
+def agent_names() -> list[str]:
+    """What `agent.type` may be."""
+    return sorted({*SECTIONS, *agents.names()})
+
+
+def agent_section(name: str) -> type[AgentSection]:
+    """The options of a known agent. Raises ConfigError if what is registered is no agent."""
+    if name in SECTIONS:
+        return SECTIONS[name]
+    item = agents.get(name)
+    _check(name, item)
+    return getattr(item, "Config", AgentSection)
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling it gives something to await: an async function, or an object whose call is
+    one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
+
+
+def _check(name: str, item: Any) -> None:
+    problem = _problem(item)
+    if problem:
+        raise ConfigError(f"the agent {name!r} {problem}")
+
+
+def _problem(item: Any) -> str:
+    """Why it can't be an agent, or empty."""
+    if not inspect.isclass(item):
+        remedy = "must be async: `async def run(task, policy) -> float`"
+        return "" if callable(item) and is_async(item) else remedy
+    if not is_async(getattr(item, "run", None)):
+        return f"needs a method `async def run(self, task, policy)` in {item.__name__}"
+    options = getattr(item, "Config", AgentSection)
+    if not (inspect.isclass(options) and issubclass(options, AgentSection)):
+        return f"needs a {item.__name__}.Config that is a subclass of agentevo.AgentSection"
+    return ""

@@ -1,0 +1,145 @@
+"""The recipe's key `import`: modules and files of the user, executed before names are resolved, so
+that what they register (environments, agents, rewards) can be named in the recipe.
+
+An entry is a Python file (`./my_agent.py`), a package's folder, or the name of a module, which is
+looked for beside the recipe before Python is asked. Relative paths start at the recipe's folder,
+those of an override at the current one, and become absolute here: a run's config.yaml finds the
+code again, whichever process reads it. A file's folder goes to the end of `sys.path`, so that it
+may import its neighbours. Nothing is executed twice in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentevo.config import sources
+from agentevo.errors import ConfigError
+
+KEY = "import"
+SHOWN_FRAMES = 3
+"""Innermost places of the user's code that are shown when it raises."""
+
+
+def import_all(
+    tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, folder: Path
+) -> tuple[str, ...]:
+    """Imports what the recipe `tree`, read from `folder`, or an override asks for; returns the
+    entries with absolute paths. Raises ConfigError with what the user's code raised."""
+    own = [one for one in overrides if sources.split_override(one)[0] == KEY]
+    given = sources.merge({KEY: tree.get(KEY)}, own, where=where, is_text=lambda key: False)[KEY]
+    place = "override" if own else where
+    entries = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(entries, list) or not all(isinstance(one, str) and one for one in entries):
+        raise ConfigError(
+            f"{place}: {KEY}: got {given!r}; needs a list of modules or files, such as "
+            "[./my_agent.py]"
+        )
+    base = Path.cwd() if own else folder
+    try:
+        return tuple(_import(entry, base.resolve()) for entry in entries)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        lines[0] = f"{place}: {KEY}: {lines[0]}"
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _import(entry: str, folder: Path) -> str:
+    """Executes one entry, unless that has been done, and returns it with an absolute path."""
+    if entry.endswith(".py") or "/" in entry or entry in (".", ".."):
+        path = _source(folder / Path(entry).expanduser())
+        if path is None:
+            raise ConfigError(
+                f"{entry} is no Python file and no package's folder (looked in {folder}): give "
+                "the path of a file that ends in .py"
+            )
+    elif not all(part.isidentifier() for part in entry.split(".")):
+        raise ConfigError(f"{entry!r} is no module's name: a file is written ./{entry}")
+    else:
+        path = _source(folder / f"{entry}.py") or _source(folder / entry)
+        if path is None and _spec(entry) is None:
+            raise ConfigError(
+                f"no module is called {entry!r}, and there is no {entry}.py in {folder}: install "
+                "its package, or give the path of a file, such as ./my_agent.py"
+            )
+        if path is None:
+            _executed(entry, lambda: importlib.import_module(entry))
+            return entry
+    _import_file(path)
+    return str(path.parent if path.name == "__init__.py" else path)
+
+
+def _source(path: Path) -> Path | None:
+    """The file that is executed for a path: itself, or a package's `__init__.py`."""
+    if path.is_dir():
+        path = path / "__init__.py"
+    return path.resolve() if path.suffix == ".py" and path.is_file() else None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Where Python would find a module of that name."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # a parent that is no package, or a module without a spec
+        return None
+
+
+def _import_file(path: Path) -> None:
+    """By the file's own name, as Python would from its folder; by a name made for it where another
+    module is called so."""
+    package = path.name == "__init__.py"
+    if any(_is_file_of(module, path) for module in list(sys.modules.values())):
+        return
+    name, folder = (path.parent.name, path.parents[1]) if package else (path.stem, path.parent)
+    namesake = _spec(name) if name.isidentifier() else None
+    is_taken = namesake is not None and namesake.origin != str(path)
+    if is_taken or name in sys.modules or not name.isidentifier():
+        name = f"agentevo_import_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    spec = importlib.util.spec_from_file_location(
+        name, path, submodule_search_locations=[str(path.parent)] if package else None
+    )
+    assert spec is not None and spec.loader is not None
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[name] = module
+    try:
+        _executed(str(path), lambda: loader.exec_module(module))
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+
+
+def _is_file_of(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path
+
+
+def _executed(entry: str, work: Callable[[], object]) -> None:
+    """Does the work; what the user's code raises becomes a ConfigError that shows where."""
+    try:
+        work()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{entry} can't be imported:\n{_shown(error)}") from error
+
+
+def _shown(error: BaseException) -> str:
+    """The end of the traceback, without the import machinery and this module."""
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).rstrip()
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen importlib")
+        and frame.filename not in (__file__, importlib.__file__)
+    ]
+    places = traceback.format_list(frames[-SHOWN_FRAMES:])
+    return "".join([*places, *traceback.format_exception_only(error)]).rstrip()
