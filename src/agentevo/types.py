@@ -20,11 +20,52 @@ FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: the token limit did."""
 
 
-class Message(msgspec.Struct, frozen=True):
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    """A text among the parts of a message."""
+
+    text: str
+
+
+class ImagePart(msgspec.Struct, frozen=True, omit_defaults=True, tag="image"):
+    """An image by digest: a message never holds pixels."""
+
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    """Digest of the image file's bytes, in hexadecimal."""
+    media_type: str = "image/png"
+
+
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One call of a tool in an assistant's message."""
+
+    name: str
+    arguments: str
+    """The exact text that the model or the demonstrator wrote, which may not be valid JSON."""
+    id: str = ""
+    """Empty where nobody gave one."""
+
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One chat message, for people and for chat templates; training never reads it."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    role: Role
+    content: str | tuple[TextPart | ImagePart, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    """The call that a message of role `tool` answers."""
+    name: str | None = None
+    """Who speaks; of a message of role `tool`, the tool."""
+    reasoning: str | None = None
+    """What the assistant thought before it answered, where it is kept apart from the content."""
+
+    @property
+    def text(self) -> str:
+        """The content's text; images leave none."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

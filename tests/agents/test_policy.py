@@ -9,9 +9,11 @@ import pytest
 
 from agentevo.agents import Policy
 from agentevo.errors import (
+    BadRequestError,
     DeadlineExceededError,
     EngineError,
     EngineUnavailableError,
+    ModelError,
     RequestTooLongError,
 )
 from agentevo.inference.conversation import Conversation
@@ -352,3 +354,64 @@ def test_a_closed_policy_answers_no_more(scripted):
     with pytest.raises(EngineError, match="the attempt a is over"):
         run(policy.generate([USER]))
     assert engine.requests == [] and policy.conversation.broken is None
+
+
+def test_dicts_and_messages_are_the_same_history(loaded, scripted):
+    """OpenAI's form in, one or several replies out."""
+    engine, policy = scripted(["left", "right", "Up"])
+
+    async def talk():
+        first = await policy.generate([{"role": "user", "content": USER.content}])
+        said = {"role": "assistant", "content": first.text, "refusal": None}
+        more = {"role": "user", "content": [{"type": "text", "text": MORE.content}]}
+        return await policy.generate([USER, said, more], n=2, stop="\n", sampling={"top_p": 0.5})
+
+    replies = run(talk())
+    assert [(reply.turn, reply.text) for reply in replies] == [(1, "right"), (2, "Up")]
+    assert [turn.parent for turn in policy.turns] == [None, 0, 0]
+    assert [s.stop_strings for _, s, _ in engine.requests] == [(), ("\n",), ("\n",)]
+    assert [s.top_p for _, s, _ in engine.requests] == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("hello", {}, "messages is a str"),
+        ([["user", "hi"]], {}, "message 1 is a list"),
+        ([USER, {"role": "robot", "content": "x"}], {}, "message 2 has the role 'robot'"),
+        ([{"role": "user"}], {}, "message 1: content is missing"),
+        ([{"role": "user", "content": "x", "tool_cals": [1]}], {}, "message 1 has 'tool_cals'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            {},
+            "message 1, part 1 is of type 'image_url': .* never by URL or pixels",
+        ),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}],
+            {},
+            "message 1, tool call 1 has no name",
+        ),
+        ([{"role": "user", "content": "x", "tool_call_id": "c"}], {}, "its role is user, not tool"),
+        ([USER], {"tools": [{"name": "add"}]}, "tool 1 has no function with a name"),
+        ([USER], {"sampling": {"temperatur": 1}}, "unknown field `temperatur`"),
+        ([USER], {"sampling": {"top_p": 0}}, r"Expected `float` > 0.*top_p.*it takes temperature"),
+        ([USER], {"n": 0}, "n is 0"),
+        ([USER], {"stop": ""}, "stop_strings"),
+    ],
+)
+def test_what_is_no_request_is_refused_before_the_engine_hears_of_it(
+    prompt, options, said, scripted
+):
+    engine, policy = scripted(["left"])
+    with pytest.raises(BadRequestError, match=said):
+        run(policy.generate(prompt, **options))
+    assert engine.requests == [] and policy.conversation.broken is None
+    assert run(policy.generate([USER])).turn == 0
+
+
+def test_an_image_is_refused_where_the_model_reads_text(scripted):
+    image = {"type": "image", "sha256": "0" * 64, "media_type": "image/png"}
+    engine, policy = scripted(["left"])
+    with pytest.raises(ModelError, match="holds an image"):
+        run(policy.generate([{"role": "user", "content": [image]}]))
+    assert engine.requests == []

@@ -230,7 +230,7 @@ def test_end_ids_come_from_template_tokenizer_and_generation_config() -> None:
 @given(plain)
 def test_completion_and_text_are_inverses(text: str) -> None:
     chat = FORMATS["chatml"]
-    ids = chat.completion(text)
+    ids = chat.completion(Message("assistant", text))
     assert ids[-1] in chat.end_ids
     assert chat.text(ids) == chat.text(ids[:-1]) == text
 

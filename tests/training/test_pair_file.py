@@ -52,9 +52,10 @@ def test_only_the_answer_is_trained(written, chat, loaded):
     (chosen,), (rejected,) = pair.chosen.rows, pair.rejected.rows
     assert said(chosen) == "Up<|end|>Down<|end|>", "not the `left` of the prompt"
     assert said(rejected) == "right<|end|>"
-    prompt = chat.first_prompt([Message("user", ASK[0]["content"])]) + chat.completion("left")
+    left, right = Message("assistant", "left"), Message("assistant", "right")
+    prompt = chat.first_prompt([Message("user", ASK[0]["content"])]) + chat.completion(left)
     prompt += chat.continuation([Message("user", "You win. Go on.")], ended_with_stop=True)
-    assert rejected.ids == prompt + chat.completion("right")
+    assert rejected.ids == prompt + chat.completion(right)
     assert chosen.group_id == rejected.group_id == pair.group_id
 
 
@@ -102,12 +103,12 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
         (
             PAIR | {"prompt": [{"role": "robot", "content": "x"}]},
             "dpo",
-            ":2: prompt: Invalid enum value 'robot'",
+            ":2: prompt: message 1 has the role 'robot': use system, user",
         ),
         (
             PAIR | {"prompt": [{"role": "user"}]},
             "dpo",
-            ":2: prompt: .*missing required field `content`",
+            ":2: prompt: message 1: content is missing: give a text",
         ),
         (PAIR | {"chosen": 3}, "dpo", ":2: chosen is no list of messages: give .* or a text"),
         (

@@ -66,9 +66,9 @@ def test_a_sample_is_what_the_policy_would_have_seen(chat):
     sample = conversation_sample(TALK, chat, "demo")
     ids = [
         *chat.first_prompt(TALK[:2]),
-        *chat.completion("left"),
+        *chat.completion(Message("assistant", "left")),
         *chat.continuation([TALK[3]], ended_with_stop=True),
-        *chat.completion("Up Down"),
+        *chat.completion(Message("assistant", "Up Down")),
     ]
     assert sample.ids == ids
 

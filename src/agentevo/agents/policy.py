@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import msgspec
 
+from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError
 from agentevo.inference.conversation import Conversation
 from agentevo.types import Message, SamplingOverrides, Turn
 
-Prompt = Sequence[Message] | Sequence[int]
+Prompt = Sequence[Message | Mapping[str, Any]] | Sequence[int]
+"""A whole history, of messages or mappings in OpenAI's form (data/messages.py), or token ids."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Policy:
         self,
         prompt: Prompt,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> Reply: ...
@@ -62,6 +65,7 @@ class Policy:
         prompt: Prompt,
         *,
         n: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> list[Reply]: ...
@@ -71,18 +75,24 @@ class Policy:
         prompt: Prompt,
         *,
         n: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> Reply | list[Reply]:
-        """The policy's answer to a whole history of messages that ends with someone else's, or to
+        """The policy's answer to a whole history that ends with someone else's message, or to
         token ids; with `n` a list of that many answers, turns with one parent.
 
+        `tools` are JSON schemas in OpenAI's form: the chat template writes them into the prompt,
+        and what the policy calls stands in the reply's text in the model's own notation.
         `sampling` (fields of types.SamplingOverrides) and `stop` replace the recipe's for this
         call. Raises BadRequestError for what can't be asked, RequestTooLongError when the context
         is full, DeadlineExceededError when the engine is late.
         """
         turns = await self.conversation.complete(
-            prompt, overrides=_overrides(sampling, stop), n=1 if n is None else n
+            _checked(prompt),
+            tools=None if tools is None else tools_of(tools),
+            overrides=_overrides(sampling, stop),
+            n=1 if n is None else n,
         )
         replies = [_reply(turn) for turn in turns]
         return replies[0] if n is None else replies
@@ -90,7 +100,13 @@ class Policy:
 
 def _reply(turn: Turn) -> Reply:
     message = turn.messages[-1]
-    return Reply(message.content, turn.finish_reason == "stop", turn.index, message)
+    return Reply(message.text, turn.finish_reason == "stop", turn.index, message)
+
+
+def _checked(prompt: Prompt) -> list[Message] | list[int]:
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int):
+        return cast("list[int]", prompt)
+    return messages_of(prompt)
 
 
 def _overrides(

@@ -4,7 +4,8 @@
 `complete(messages)` takes the whole history, as a chat API does. The longest recorded history that
 it begins with is found, and only the messages after it are encoded, so what the model said is never
 encoded again. A history that was edited matches less, and its turn starts a new branch or root
-(types.Turn.parent). Token ids in place of messages are matched against the recorded ids.
+(types.Turn.parent); so do other tools, which the template writes before the first message. Token
+ids in place of messages are matched against the recorded ids.
 
 Every request gets a seed of its own, made from the conversation's seed and the number of the
 request. Calls may overlap: turns are numbered in the order in which they end.
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -29,6 +30,7 @@ from agentevo.errors import (
 )
 from agentevo.inference.engine import Engine, SleepingEngine
 from agentevo.models.chat import ChatFormat
+from agentevo.models.chat_template import ToolSchemas
 from agentevo.seeds import derive_seed
 from agentevo.types import Completion, Message, SamplingOverrides, SamplingParams, Turn
 
@@ -55,8 +57,8 @@ class _Prompt:
     ids: list[int]
     """The whole prompt."""
     new_messages: list[Message]
-    history: list[Message] | None
-    """All messages; None where token ids were given."""
+    history: _History | None
+    """All messages that were asked; None where token ids were given."""
 
 
 class Conversation:
@@ -81,7 +83,10 @@ class Conversation:
         self._turns: list[Turn] = []
         self._contexts: list[list[int]] = []
         """For each turn every id up to and including its completion."""
-        self._recorded = _History()
+        self._recorded: dict[ToolSchemas, _History] = {}
+        """By the tools that the histories were asked with."""
+        self._asked: list[_History | None] = []
+        """For each turn the history that it answered."""
         self._pending: Counter[int] = Counter()
         """Version when a call was made -> calls without an answer."""
         self._closed = False
@@ -117,18 +122,20 @@ class Conversation:
         self,
         prompt: Sequence[Message] | Sequence[int],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         overrides: SamplingOverrides | None = None,
         n: int = 1,
     ) -> list[Turn]:
         """`n` answers of the policy to a history that ends with someone else's message, or to
-        token ids: recorded turns with one parent. All of them are recorded, or none.
+        token ids: recorded turns with one parent. All of them are recorded, or none. `tools` are
+        JSON schemas in OpenAI's form, which the chat template writes into the prompt.
 
         Raises BadRequestError for what can't be asked, RequestTooLongError when the context is
         full, DeadlineExceededError when the engine is late.
         """
         if n < 1:
             raise BadRequestError(f"n is {n}: ask for at least one completion")
-        joined = self._join(prompt)
+        joined = self._join(prompt, ToolSchemas.of(tools))
         room = self._context_length - len(joined.ids)
         if room < 1:
             raise RequestTooLongError(
@@ -143,24 +150,36 @@ class Conversation:
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
 
+    def recognise(self, turn: int, message: Message) -> None:
+        """From now on `message` in the place of what turn `turn` said is that turn as well: for a
+        caller that passes answers on in another form, with tool calls and reasoning read out of
+        their text."""
+        asked = self._asked[turn]
+        if asked is None:
+            raise BadRequestError(f"turn {turn} answered token ids, which have no messages")
+        asked.children[message] = asked.children[self._turns[turn].messages[-1]]
+
     async def close(self) -> None:
         """Frees the engine's memory of the conversation, which takes no further call."""
         self._closed = True
         await self._engine.release(self._name)
 
-    def _join(self, prompt: Sequence[Message] | Sequence[int]) -> _Prompt:
+    def _join(self, prompt: Sequence[Message] | Sequence[int], tools: ToolSchemas) -> _Prompt:
         if prompt and isinstance(prompt[0], int):
             return self._join_ids(cast("Sequence[int]", prompt))
         messages = cast("Sequence[Message]", prompt)
-        parent, known = self._longest_recorded(messages)
+        history = self._recorded.setdefault(tools, _History())
+        parent, known = _longest_recorded(history, messages)
         new = list(messages[known:])
         if parent is None:
-            added = self._chat.first_prompt(new)
+            added = self._chat.first_prompt(new, tools)
         else:
             ended = self._turns[parent].completion_ids[-1] in self._chat.end_ids
-            added = self._chat.continuation(new, ended_with_stop=ended)
+            added = self._chat.continuation(new, ended_with_stop=ended, tools=tools)
         before = [] if parent is None else self._contexts[parent]
-        return _Prompt(parent, added, before + added, new, list(messages))
+        for message in messages:
+            history = history.children.setdefault(message, _History())
+        return _Prompt(parent, added, before + added, new, history)
 
     def _join_ids(self, prompt: Sequence[int]) -> _Prompt:
         """The parent is the turn with the longest context that the ids begin with, the newest of
@@ -177,20 +196,6 @@ class Conversation:
             if known <= len(context) < len(ids) and ids[: len(context)] == context:
                 parent, known = index, len(context)
         return _Prompt(parent, ids[known:], ids, [], None)
-
-    def _longest_recorded(self, messages: Sequence[Message]) -> tuple[int | None, int]:
-        """The recorded turn whose history is the longest proper beginning of `messages`, and that
-        beginning's length."""
-        turn, known = None, 0
-        history = self._recorded
-        for size, message in enumerate(messages[:-1], start=1):
-            following = history.children.get(message)
-            if following is None:
-                break
-            history = following
-            if history.turn is not None:
-                turn, known = history.turn, size
-        return turn, known
 
     def _request(
         self, overrides: SamplingOverrides | None, number: int, room: int
@@ -222,11 +227,9 @@ class Conversation:
         )
         self._turns.append(turn)
         self._contexts.append(joined.ids + completion.ids)
+        self._asked.append(joined.history)
         if joined.history is not None:
-            history = self._recorded
-            for message in [*joined.history, said]:
-                history = history.children.setdefault(message, _History())
-            history.turn = turn.index
+            joined.history.children.setdefault(said, _History()).turn = turn.index
         return turn
 
     @contextmanager
@@ -274,3 +277,17 @@ class Conversation:
         except Exception as error:
             self.broken = self.broken or error
             raise
+
+
+def _longest_recorded(history: _History, messages: Sequence[Message]) -> tuple[int | None, int]:
+    """The turn that ends the longest proper beginning of `messages` from `history` on, and that
+    beginning's length."""
+    turn, known = None, 0
+    for size, message in enumerate(messages[:-1], start=1):
+        following = history.children.get(message)
+        if following is None:
+            break
+        history = following
+        if history.turn is not None:
+            turn, known = history.turn, size
+    return turn, known

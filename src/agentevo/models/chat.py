@@ -2,34 +2,41 @@
 
 Along an episode the ids that the policy sees are
 
-    first_prompt(messages) + completion + continuation(new messages) + completion + continuation(...) ...
+    first_prompt(messages) + completion + continuation(new messages) + completion + ...
 
 and every completion stays the very ids that the engine drew. A continuation is what the chat
 template puts after an assistant message: the template renders a conversation with a sentinel in the
 assistant's place, and the text after the sentinel is encoded. So a template that strips the model's
-thinking from old turns does no harm: the old turn is never rendered.
+thinking from old turns does no harm: the old turn is never rendered. Before the result of a tool,
+the assistant's message is a tool call with the sentinel among its arguments, where the template
+has a place for calls: some templates end such a message otherwise, or refuse results without one.
 
 Where a template rewrites what came before (numbers the turns, moves the system message, drops old
-messages) no continuation exists; it is refused at construction. A mismatch that stays: where a
-completion ends in mid-word, the template's own rendering might merge its last characters with the
-end-of-turn text; special tokens, which all common templates use there, never merge.
+messages) no continuation exists; it is refused at construction, and tools that it moves when they
+are first given. A mismatch that stays: where a completion ends in mid-word, the template's own
+rendering might merge its last characters with the end-of-turn text; special tokens, which all
+common templates use there, never merge.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 
-from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from agentevo.errors import ModelError
-from agentevo.types import Message
+from agentevo.models.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
+from agentevo.types import Message, ToolCall
 
 CACHED_MESSAGES = 8192
 """Encodings of messages that are remembered."""
 _FIRST, _SECOND, _ASKED, _SYSTEM = "probefirst", "probesecond", "probequestion", "probesystem"
 _USER = Message("user", _ASKED)
+_OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
 class ChatFormat:
@@ -39,12 +46,8 @@ class ChatFormat:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
     ) -> None:
-        if not tokenizer.chat_template:
-            raise ModelError(
-                "the tokenizer has no chat template: choose an instruction-tuned model, or save "
-                "a template with it"
-            )
         self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self.end_of_turn_id = self._find_end_of_turn()
         declared = [
             *_eos_ids(tokenizer.eos_token_id),
@@ -55,54 +58,38 @@ class ChatFormat:
         # Members of a group meet the same environments, so the same messages come again and again.
         self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
-        self._check_history([_USER])
+        self._tools_problem = lru_cache(CACHED_MESSAGES)(self._probe_tools)
+        self.opening = self._check_history([_USER])
+        """What the generation prompt says beyond the header of a finished message: "" or the
+        beginning of a thought, such as "<think>\\n"."""
         self._system_problem = self._probe_system()
 
-    def first_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def first_prompt(self, messages: Sequence[Message], tools: ToolSchemas = NO_TOOLS) -> list[int]:
         """Ids of a new conversation, up to where the assistant speaks."""
-        return list(self._first_prompt(tuple(messages)))
+        return list(self._first_prompt(tuple(messages), tools))
 
-    def continuation(self, messages: Sequence[Message], *, ended_with_stop: bool) -> list[int]:
+    def continuation(
+        self, messages: Sequence[Message], *, ended_with_stop: bool, tools: ToolSchemas = NO_TOOLS
+    ) -> list[int]:
         """Ids to append after a completion, up to where the assistant speaks again.
 
         `ended_with_stop`: the completion's last id is one of `end_ids`; the end-of-turn token is
         then not repeated. False for one that was cut off by a limit or ended by a stop string: its
         end-of-turn token is part of the answer.
         """
-        return list(self._continuation(tuple(messages), ended_with_stop))
+        return list(self._continuation(tuple(messages), tools, ended_with_stop))
 
-    def _compute_first_prompt(self, messages: tuple[Message, ...]) -> list[int]:
-        if not messages:
-            raise ModelError("a conversation needs at least one message")
-        if self._system_problem is not None and any(
-            message.role == "system" for message in messages
-        ):
-            raise ModelError(self._system_problem)
-        return self._encode(self._render(messages, prompt=True))
-
-    def _compute_continuation(
-        self, messages: tuple[Message, ...], ended_with_stop: bool
-    ) -> list[int]:
-        if not messages:
-            raise ModelError("a continuation needs at least one new message after the assistant's")
-        ids = self._encode(
-            self._after(
-                _FIRST, self._render([_USER, Message("assistant", _FIRST), *messages], prompt=True)
-            )
-        )
-        if self.end_of_turn_id not in ids:
-            raise ModelError(
-                _refusal(
-                    "it does not end an assistant's message that is followed by one of role "
-                    f"{messages[0].role}"
-                )
-            )
-        return ids[ids.index(self.end_of_turn_id) + 1 :] if ended_with_stop else ids
-
-    def completion(self, text: str) -> list[int]:
-        """Ids of an assistant's message that someone else wrote (a demonstration), end-of-turn
-        token included."""
-        return [*self._encode(text), self.end_of_turn_id]
+    def completion(self, message: Message) -> list[int]:
+        """Ids of an assistant's message that someone else wrote (a demonstration), as the policy
+        would have to say it, end-of-turn token included."""
+        if message.tool_calls or message.reasoning is not None:
+            said = self._written(message)
+        else:
+            said = message.text
+        if _OPENS_THINKING.search(self.opening):
+            thought, said = thought_of(said, message.reasoning, self.opening)
+            said = thought + said
+        return [*self._encode(said), self.end_of_turn_id]
 
     def text(self, completion_ids: Sequence[int]) -> str:
         """What a completion says, without the token that ends it."""
@@ -113,19 +100,94 @@ class ChatFormat:
         )
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=prompt
-            )
-        except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
+    def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
+        if not messages:
+            raise ModelError("a conversation needs at least one message")
+        problem = self._tools_problem(tools) if tools != NO_TOOLS else None
+        if problem is None and any(message.role == "system" for message in messages):
+            problem = self._system_problem
+        if problem is not None:
+            raise ModelError(problem)
+        return self._encode(self._template.render(messages, prompt=True, tools=tools))
+
+    def _compute_continuation(
+        self, messages: tuple[Message, ...], tools: ToolSchemas, ended_with_stop: bool
+    ) -> list[int]:
+        if not messages:
+            raise ModelError("a continuation needs at least one new message after the assistant's")
+        ids = self._after_tool_calls(messages, tools) if messages[0].role == "tool" else None
+        if ids is None:
+            answered = [_USER, Message("assistant", _FIRST), *messages]
+            text = self._template.render(answered, prompt=True, tools=tools)
+            ids = self._encode(self._after(_FIRST, text))
+            if self.end_of_turn_id not in ids:
+                raise ModelError(
+                    _refusal(
+                        "it does not end an assistant's message that is followed by one of role "
+                        f"{messages[0].role}"
+                    )
+                )
+            if ended_with_stop:
+                return ids[ids.index(self.end_of_turn_id) + 1 :]
+            return ids
+        return ids[1:] if ended_with_stop else ids
+
+    def _after_tool_calls(
+        self, messages: tuple[Message, ...], tools: ToolSchemas
+    ) -> list[int] | None:
+        """What follows an assistant's message of tool calls, from the token that ends it; None
+        where the template has no place for calls, or none that tells where they end."""
+        results = list(takewhile(lambda message: message.role == "tool", messages))
+        ids = self._after_calls_named("probename", results, messages, tools)
+        unnamed = ids is not None and any(result.name is None for result in results)
+        if unnamed and ids != self._after_calls_named("probeother", results, messages, tools):
             raise ModelError(
-                f"the chat template refuses a conversation of {roles}: {error}"
-            ) from error
-        assert isinstance(text, str)
-        return text
+                "the chat template writes the name of the tool with its result: give it with the "
+                'message, as in {"role": "tool", "name": "search", "content": "..."}'
+            )
+        return ids
+
+    def _after_calls_named(
+        self, name: str, results: list[Message], messages: tuple[Message, ...], tools: ToolSchemas
+    ) -> list[int] | None:
+        calls = tuple(
+            ToolCall(
+                result.name or name,
+                json.dumps({"a": _FIRST}),
+                result.tool_call_id or f"probe{number:04d}",
+            )
+            for number, result in enumerate(results)
+        )
+        conversation = [_USER, Message("assistant", "", calls), *messages]
+        try:
+            text = self._template.render(conversation, prompt=True, tools=tools)
+        except ModelError:
+            return None
+        pieces = text.split(_FIRST, len(calls))
+        if len(pieces) <= len(calls):
+            return None
+        ids = self._encode(pieces[-1])
+        end = next((place for place, token in enumerate(ids) if token in self.end_ids), None)
+        return None if end is None else ids[end:]
+
+    def _written(self, message: Message) -> str:
+        """The text of an assistant's message with tool calls or reasoning, by the template."""
+        prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
+        whole = self._template.render([_USER, message], prompt=False)
+        end = str(self.tokenizer.convert_ids_to_tokens(self.end_of_turn_id))
+        said, ended, _ = whole.removeprefix(prompt).rpartition(end)
+        if not whole.startswith(prompt) or not ended:
+            raise ModelError(
+                "the chat template begins or ends an assistant's message with tool calls or "
+                "reasoning otherwise than its own generation prompt: edit the template"
+            )
+        opens = _OPENS_THINKING.search(self.opening) is not None
+        if message.reasoning and message.reasoning.strip() not in said and not opens:
+            raise ModelError(
+                "the chat template leaves out the reasoning: choose a model whose template has a "
+                "place for it, or write it into the content"
+            )
+        return said
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -146,8 +208,8 @@ class ChatFormat:
         return ids
 
     def _after(self, sentinel: str, text: str) -> str:
-        _, found, after = text.partition(sentinel)
-        if not found:
+        _, sentinel_kept, after = text.partition(sentinel)
+        if not sentinel_kept:
             raise ModelError(_refusal("it drops or changes earlier assistant messages"))
         return after
 
@@ -155,7 +217,7 @@ class ChatFormat:
         """The first special token that follows an assistant's message, whether or not another
         message comes after it."""
         answered = [_USER, Message("assistant", _FIRST)]
-        last = self._encode(self._after(_FIRST, self._render(answered, prompt=False)))
+        last = self._encode(self._after(_FIRST, self._template.render(answered, prompt=False)))
         special = {
             *self.tokenizer.all_special_ids,
             *(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special),
@@ -168,31 +230,35 @@ class ChatFormat:
                     "tells where a turn ends"
                 )
             )
-        followed = self._encode(self._after(_FIRST, self._render([*answered, _USER], prompt=True)))
+        longer = self._template.render([*answered, _USER], prompt=True)
+        followed = self._encode(self._after(_FIRST, longer))
         if followed[: end + 1] != last[: end + 1]:
             raise ModelError(
                 _refusal("it ends an assistant's message differently once another message follows")
             )
         return last[end]
 
-    def _check_history(self, start: list[Message]) -> None:
+    def _check_history(self, start: list[Message], tools: ToolSchemas = NO_TOOLS) -> str:
         """A conversation that grows must only be appended to. `start`: its messages before the
-        first assistant's."""
+        first assistant's. Returns what the generation prompt says beyond the header that a
+        finished message gets, such as an opening <think>."""
+
+        def render(messages: list[Message], *, prompt: bool) -> str:
+            return self._template.render([*start, *messages], prompt=prompt, tools=tools)
+
         first, second = Message("assistant", _FIRST), Message("assistant", _SECOND)
-        opening, asked = self._render(start, prompt=False), self._render(start, prompt=True)
-        once = self._render([*start, first, _USER], prompt=True)
-        twice = self._render([*start, first, _USER, second, _USER], prompt=True)
-        header, found, after_first = once.partition(_FIRST)
-        # The prompt may say more than the header that a finished message gets, such as an opening
-        # <think>, but not less.
-        if not found or not once.startswith(opening) or not asked.startswith(header):
+        opening, asked = render([], prompt=False), render([], prompt=True)
+        once = render([first, _USER], prompt=True)
+        twice = render([first, _USER, second, _USER], prompt=True)
+        header, answered, after_first = once.partition(_FIRST)
+        if not answered or not once.startswith(opening) or not asked.startswith(header):
             raise ModelError(
                 _refusal(
                     "[user, assistant, user] does not begin with the rendering of [user] and the "
                     "generation prompt"
                 )
             )
-        if not twice.startswith(self._render([*start, first, _USER], prompt=False)):
+        if not twice.startswith(render([first, _USER], prompt=False)):
             raise ModelError(_refusal("a longer conversation does not begin with the shorter one"))
         if self._after(_SECOND, twice) != after_first:
             raise ModelError(
@@ -200,6 +266,7 @@ class ChatFormat:
                     "what follows an assistant's message depends on how many turns came before"
                 )
             )
+        return asked[len(header) :]
 
     def _probe_system(self) -> str | None:
         """Why conversations with a system message can't be continued, or None. Only such a
@@ -212,6 +279,29 @@ class ChatFormat:
                 "instead (agent.system_prompt=null)"
             )
         return None
+
+    def _probe_tools(self, tools: ToolSchemas) -> str | None:
+        """Why conversations with these tools can't be continued, or None."""
+        try:
+            self._template.check_tools(tools)
+            self._check_history([_USER], tools)
+        except ModelError as error:
+            return f"with tools: {error}"
+        return None
+
+
+def thought_of(said: str, reasoning: str | None, opening: str) -> tuple[str, str]:
+    """(thought, answer) of what the assistant says after a generation prompt that opened its
+    thinking with `opening`: the thought closes it with </think>, and is empty where there is
+    none."""
+    thinking, closed, answer = said.partition("</think>")
+    if closed and not reasoning:
+        begun = thinking.removeprefix("<think>")
+        if begun != thinking and opening.endswith("\n"):
+            begun = begun.removeprefix("\n")
+        return begun + closed, answer
+    rest = answer.lstrip("\n") if closed else said
+    return f"{(reasoning or '').strip(chr(10))}\n</think>\n\n", rest
 
 
 def _refusal(why: str) -> str:

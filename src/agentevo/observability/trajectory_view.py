@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from agentevo.types import Trajectory, Turn
+from agentevo.types import ImagePart, Message, TextPart, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -56,7 +56,32 @@ def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
     )
     if not messages:
         return [("prompt", "".join(decode(token) for token in turn.prompt_ids))]
-    return [(message.role, message.content) for message in messages]
+    return [(message.role, message_text(message)) for message in messages]
+
+
+def message_text(message: Message) -> str:
+    """A message for people: its thought, its text with images by digest, its tool calls. The
+    result of a tool says whose it is."""
+    source = [f"result of {message.name}"] if message.role == "tool" and message.name else []
+    source += [f"of call {message.tool_call_id}"] if message.tool_call_id else []
+    lines = [f"[{' '.join(source)}]"] if source else []
+    lines += [f"[thought] {message.reasoning}"] if message.reasoning else []
+    lines += [text] if (text := "".join(map(_part_text, _parts(message)))) else []
+    lines += [
+        f"[calls {call.name}{' as ' + call.id if call.id else ''}] {call.arguments}"
+        for call in message.tool_calls
+    ]
+    return "\n".join(lines)
+
+
+def _parts(message: Message) -> tuple[TextPart | ImagePart, ...]:
+    return (TextPart(message.content),) if isinstance(message.content, str) else message.content
+
+
+def _part_text(part: TextPart | ImagePart) -> str:
+    if isinstance(part, TextPart):
+        return part.text
+    return f"[image {part.media_type}, SHA-256 {part.sha256[:12]}...]"
 
 
 def outcome(trajectory: Trajectory) -> str:

@@ -82,7 +82,7 @@ def _corpus(config: RunConfig) -> Iterable[str]:
         shown = demonstrate(environment, seed, agent, random_rate=0.5)
         opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
         for messages in [opening] if shown is None else shown.conversations:
-            yield from (message.content for message in messages)
+            yield from (message.text for message in messages)
 
 
 def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:

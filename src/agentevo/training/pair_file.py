@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from agentevo.catalogue.preference_presets import ALONE
-from agentevo.errors import ConfigError, ModelError
+from agentevo.data.messages import MESSAGE_KEYS, messages_of
+from agentevo.errors import BadRequestError, ConfigError, ModelError
 from agentevo.models.chat import ChatFormat
 from agentevo.training.pairs import Answer, Pair
 from agentevo.training.supervised import conversation_sample
@@ -126,9 +127,15 @@ def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
             f"{where}: {key} is no list of messages: give "
             f"{form}{'' if key == 'prompt' else ' or a text'}"
         )
+    known = [
+        {k: v for k, v in message.items() if k in MESSAGE_KEYS}
+        if isinstance(message, dict)
+        else message
+        for message in given[key]
+    ]
     try:
-        return msgspec.convert(given[key], list[Message])
-    except msgspec.ValidationError as error:
+        return messages_of(known)
+    except BadRequestError as error:
         raise ConfigError(f"{where}: {key}: {error}") from error
 
 

@@ -38,7 +38,7 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
             new.append(message)
             continue
         prompt = chat.continuation(new, ended_with_stop=True) if ids else chat.first_prompt(new)
-        said = chat.completion(message.content)
+        said = chat.completion(message)
         ids += [*prompt, *said]
         mask += [False] * len(prompt) + [True] * len(said)
         new = []

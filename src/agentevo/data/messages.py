@@ -1,0 +1,160 @@
+"""Messages and tools in OpenAI's form -> types.Message, checked.
+
+    {"role": "assistant", "content": "text", "reasoning_content": "...",
+     "tool_calls": [{"id": "c1", "type": "function",
+                     "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}]}
+    {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"}
+    {"role": "user", "content": [{"type": "text", "text": "What is this?"},
+                                 {"type": "image", "sha256": "...", "media_type": "image/png"}]}
+
+The arguments of a tool call stay the very text that was given; a mapping becomes JSON. Nothing is
+mended by guessing: what is no message is a BadRequestError that says where and what to write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+import msgspec
+
+from agentevo.errors import BadRequestError
+from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which data sets, clients and templates keep what the assistant thought."""
+MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING_KEYS)
+_ROLES = get_args(Role)
+
+
+def messages_of(values: Sequence[Any]) -> list[Message]:
+    """Messages, each given as a Message or as a mapping in OpenAI's form."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise BadRequestError(
+            f"messages is a {type(values).__name__}: give a list such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    return [_message(value, f"message {number}") for number, value in enumerate(values, start=1)]
+
+
+def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tools, each the JSON schema of a function: `{"type": "function", "function": {"name": ...,
+    "description": ..., "parameters": {...}}}`."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise BadRequestError(f"tools is a {type(values).__name__}: give a list of JSON schemas")
+    tools = []
+    for number, tool in enumerate(values, start=1):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise BadRequestError(
+                f"tool {number} has no function with a name: write "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            )
+        tools.append(dict(tool))
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise BadRequestError(f"the tools can't be written as JSON: {error}") from error
+    return tools
+
+
+def _message(value: Any, where: str) -> Message:
+    if isinstance(value, Message):
+        return value
+    if not isinstance(value, Mapping):
+        raise BadRequestError(
+            f"{where} is a {type(value).__name__}: give a Message or a mapping with role and "
+            "content"
+        )
+    if value.get("role") not in _ROLES:
+        raise BadRequestError(
+            f"{where} has the role {value.get('role')!r}: use {', '.join(_ROLES)}"
+        )
+    role = cast(Role, value["role"])
+    unknown = [key for key, item in value.items() if key not in MESSAGE_KEYS and item]
+    if unknown:
+        raise BadRequestError(
+            f"{where} has {unknown[0]!r}: a message has {', '.join(MESSAGE_KEYS)}"
+        )
+    calls = _tool_calls(value.get("tool_calls"), role, where)
+    tool_call_id = _text(value, "tool_call_id", where)
+    if tool_call_id is not None and role != "tool":
+        raise BadRequestError(f"{where} has a tool_call_id, but its role is {role}, not tool")
+    reasoning = next((text for key in REASONING_KEYS if (text := _text(value, key, where))), None)
+    return Message(
+        role,
+        _content(value.get("content"), bool(calls) or reasoning is not None, where),
+        calls,
+        tool_call_id,
+        _text(value, "name", where),
+        reasoning,
+    )
+
+
+def _text(value: Mapping[str, Any], key: str, where: str) -> str | None:
+    text = value.get(key)
+    if text is not None and not isinstance(text, str):
+        raise BadRequestError(f"{where}: {key} is a {type(text).__name__}, not a text")
+    return text
+
+
+def _content(content: Any, may_be_none: bool, where: str) -> str | tuple[TextPart | ImagePart, ...]:
+    """A content of text parts alone becomes one text."""
+    if isinstance(content, str):
+        return content
+    if content is None and may_be_none:
+        return ""
+    if not isinstance(content, Sequence):
+        kind = "missing" if content is None else f"a {type(content).__name__}"
+        raise BadRequestError(f"{where}: content is {kind}: give a text or a list of parts")
+    parts = tuple(_part(part, f"{where}, part {n}") for n, part in enumerate(content, start=1))
+    if any(isinstance(part, ImagePart) for part in parts):
+        return parts
+    return "".join(part.text for part in parts if isinstance(part, TextPart))
+
+
+def _part(part: Any, where: str) -> TextPart | ImagePart:
+    if isinstance(part, TextPart | ImagePart):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind not in ("text", "image"):
+        raise BadRequestError(
+            f'{where} is of type {kind!r}: use {{"type": "text", "text": ...}} or '
+            '{"type": "image", "sha256": ..., "media_type": ...}; images go by the SHA-256 of '
+            "their file, never by URL or pixels"
+        )
+    try:
+        return msgspec.convert(part, TextPart | ImagePart)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"{where}: {error}") from error
+
+
+def _tool_calls(calls: Any, role: str, where: str) -> tuple[ToolCall, ...]:
+    if not calls:
+        return ()
+    if role != "assistant" or not isinstance(calls, Sequence):
+        raise BadRequestError(f"{where}: tool_calls is a list in a message of the assistant")
+    return tuple(_tool_call(call, f"{where}, tool call {n}") for n, call in enumerate(calls, 1))
+
+
+def _tool_call(call: Any, where: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise BadRequestError(
+            f"{where} has no name: write "
+            '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}'
+        )
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        raise BadRequestError(
+            f"{where}: the arguments of {name} are a {type(arguments).__name__}: give a text or a "
+            "mapping"
+        )
+    return ToolCall(name, arguments, _text(call, "id", where) or "")

@@ -1,0 +1,355 @@
+"""The recorded conversation: a tree of turns for any sequence of histories, edited, branched or at
+the same time, in which nothing that the model said is encoded again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from chat_templates import HERMES, QWEN3_THINKING, tokenizer_with
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentevo.errors import (
+    BadRequestError,
+    DeadlineExceededError,
+    EngineError,
+    RequestTooLongError,
+)
+from agentevo.inference.conversation import Conversation
+from agentevo.models.chat import ChatFormat
+from agentevo.models.tiny import byte_tokenizer
+from agentevo.seeds import derive_seed
+from agentevo.types import (
+    Completion,
+    Message,
+    SamplingOverrides,
+    SamplingParams,
+    ToolCall,
+    Trajectory,
+    Turn,
+)
+
+CHATS = {
+    "tiny": ChatFormat(byte_tokenizer(512)),
+    "hermes": ChatFormat(tokenizer_with(HERMES)),
+    "qwen3 thinking": ChatFormat(tokenizer_with(QWEN3_THINKING)),
+}
+CHAT = CHATS["tiny"]
+ASKED = [Message("user", text) for text in ("left?", "right?", "go on")]
+SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.7)
+
+
+class Babbling:
+    """An engine that draws random bytes, which no tokenizer would write so: what they decode to is
+    mostly encoded otherwise. A request takes a while that its seed decides."""
+
+    version = 3
+
+    def __init__(self, chat: ChatFormat, *, pauses: bool = False) -> None:
+        self.chat, self.pauses = chat, pauses
+        self.requests: list[tuple[list[int], SamplingParams]] = []
+        self.failures: list[Exception | None] = []
+        self.released: list[str] = []
+        self.cancelled = 0
+
+    async def generate(self, prompt: list[int], sampling: SamplingParams, **_: Any) -> Completion:
+        self.requests.append((list(prompt), sampling))
+        failure = self.failures.pop(0) if self.failures else None
+        rng = random.Random(sampling.seed)
+        try:
+            for _ in range(rng.randrange(6) if self.pauses else 0):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if failure is not None:
+            raise failure
+        size = rng.randint(1, min(5, sampling.max_new_tokens))
+        ids = [rng.randrange(8, 250) for _ in range(size)]
+        stopped = rng.random() < 0.7
+        if stopped:
+            ids[-1] = self.chat.end_of_turn_id
+        return Completion(
+            ids=ids,
+            logprobs=[-1.0] * size,
+            versions=[self.version] * size,
+            finish_reason="stop" if stopped else "length",
+        )
+
+    async def release(self, session: str) -> None:
+        self.released.append(session)
+
+
+def conversation_on(engine: Any, **options: Any) -> Conversation:
+    settings = {"name": "a", "seed": 5, "context_length": 4096, "timeout_s": 60.0} | options
+    return Conversation(engine, engine.chat, SAMPLING, **settings)
+
+
+def trajectory(conversation: Conversation) -> Trajectory:
+    return Trajectory(id="a", task_id="t", group_id="g", turns=conversation.turns)
+
+
+def turns_by_scanning(
+    chat: ChatFormat, engine: Babbling, histories: list[list[Message]]
+) -> list[Any]:
+    """What must be recorded, found the slow way: every recorded history is compared as a whole."""
+    conversations: dict[tuple[Message, ...], int] = {}
+    contexts: list[list[int]] = []
+    turns: list[Any] = []
+    for call, messages in enumerate(histories):
+        sizes = [s for s in range(len(messages) - 1, 0, -1) if tuple(messages[:s]) in conversations]
+        parent = conversations[tuple(messages[: sizes[0]])] if sizes else None
+        new = messages[sizes[0] if sizes else 0 :]
+        if parent is None:
+            before, added = [], chat.first_prompt(new)
+        else:
+            before, ended = contexts[parent], turns[parent][1][-1] in chat.end_ids
+            added = chat.continuation(new, ended_with_stop=ended)
+        sampling = SamplingParams(max_new_tokens=9, seed=derive_seed(5, "turn", call))
+        completion = asyncio.run(engine.generate(before + added, sampling))
+        said = Message("assistant", chat.text(completion.ids))
+        turns.append((parent, completion.ids, added, sampling.seed, [*new, said]))
+        contexts.append(before + added + completion.ids)
+        conversations[(*messages, said)] = len(turns) - 1
+    return turns
+
+
+def next_history(
+    rng: random.Random, turns: list[Turn], histories: list[list[Message]]
+) -> list[Message]:
+    """A history such as an agent sends: a new one, an old one taken further, or an edited one."""
+    question = rng.choice(ASKED)
+    if not turns or rng.random() < 0.15:
+        return [question]
+    turn = rng.choice(turns)
+    history = [*histories[turn.index], turn.messages[-1], question]
+    kind = rng.random()
+    if kind < 0.6:
+        return history
+    if kind < 0.75:
+        return histories[turn.index]  # the same question again
+    place = rng.randrange(len(history) - 1)
+    if kind < 0.9:  # an edit
+        edited = Message(history[place].role, rng.choice(["x", "y"]))
+        return [*history[:place], edited, *history[place + 1 :]]
+    return [*history[:place], question] if place else [question]
+
+
+@pytest.mark.parametrize("name", list(CHATS))
+@given(seed=st.integers(0, 2**32))
+def test_any_histories_make_the_same_tree_as_comparing_them_whole(name: str, seed: int) -> None:
+    rng, engine = random.Random(seed), Babbling(CHATS[name])
+    conversation = conversation_on(engine)
+    histories: list[list[Message]] = []
+    for _ in range(rng.randint(1, 9)):
+        histories.append(next_history(rng, conversation.turns, histories))
+        asyncio.run(conversation.complete(histories[-1]))
+    recorded = [
+        (turn.parent, turn.completion_ids, turn.prompt_ids, turn.seed, turn.messages)
+        for turn in conversation.turns
+    ]
+    assert recorded == turns_by_scanning(CHATS[name], Babbling(CHATS[name]), histories)
+
+
+@pytest.mark.parametrize("name", list(CHATS))
+@given(seed=st.integers(0, 2**32))
+def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> None:
+    """The invariant of types.py, and along each path the very ids that the engine drew."""
+    rng, engine = random.Random(seed), Babbling(CHATS[name])
+    conversation = conversation_on(engine)
+    histories: list[list[Message]] = []
+    for _ in range(rng.randint(2, 9)):
+        histories.append(next_history(rng, conversation.turns, histories))
+        asyncio.run(conversation.complete(histories[-1]))
+    whole = trajectory(conversation)
+    for turn, (prompt, _) in zip(conversation.turns, engine.requests, strict=True):
+        assert whole.context_ids(turn.index) == prompt
+        parent, history = turn.parent, histories[turn.index]
+        if parent is None:
+            assert prompt == CHATS[name].first_prompt(history)
+            continue
+        before = whole.turns[parent]
+        drawn = engine.requests[parent][0] + before.completion_ids
+        assert prompt[: len(drawn)] == drawn
+        known = len(histories[parent]) + 1
+        assert history[: known - 1] == histories[parent]
+        assert history[known - 1] == before.messages[-1]
+        assert turn.messages[:-1] == history[known:]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_calls_that_overlap_are_numbered_as_they_end(seed: int) -> None:
+    """Seeds follow the order of the calls, indices that of the answers, parents what was recorded
+    when the call was made."""
+    rng, engine = random.Random(seed), Babbling(CHAT, pauses=True)
+    conversation = conversation_on(engine)
+    ended: list[tuple[int, list[Turn]]] = []
+    histories: dict[int, list[Message]] = {}
+    known_at: dict[int, int] = {}
+
+    async def call(number: int, history: list[Message], n: int) -> None:
+        known_at[number] = len(conversation.turns)
+        histories[number] = history
+        ended.append((number, await conversation.complete(history, n=n)))
+
+    async def talk() -> list[int]:
+        counts = []
+        running: list[asyncio.Task[None]] = []
+        for number in range(rng.randint(2, 7)):
+            turns = conversation.turns
+            asked = [ASKED[0]]
+            if turns and rng.random() < 0.7:
+                turn = rng.choice(turns)
+                before = next(n for n, done in ended if turn in done)
+                asked = [*histories[before], turn.messages[-1], rng.choice(ASKED)]
+            counts.append(rng.randint(1, 3))
+            running.append(asyncio.create_task(call(number, asked, counts[-1])))
+            for _ in range(rng.randrange(5)):
+                await asyncio.sleep(0)
+        await asyncio.gather(*running)
+        return counts
+
+    counts = asyncio.run(talk())
+    recorded = [turn for _, turns in ended for turn in turns]
+    assert recorded == conversation.turns
+    assert [turn.index for turn in recorded] == list(range(sum(counts)))
+    first = 0
+    for number, count in enumerate(counts):
+        turns = next(turns for n, turns in ended if n == number)
+        assert [turn.seed for turn in turns] == [
+            derive_seed(5, "turn", request) for request in range(first, first + count)
+        ]
+        first += count
+        assert len({turn.parent for turn in turns}) == 1
+        parent = turns[0].parent
+        assert parent is None or parent < known_at[number]
+        assert (parent is None) == (len(histories[number]) == 1)
+    prompts = {sampling.seed: prompt for prompt, sampling in engine.requests}
+    whole = trajectory(conversation)
+    assert all(whole.context_ids(turn.index) == prompts[turn.seed] for turn in recorded)
+
+
+def test_several_answers_to_one_prompt() -> None:
+    engine = Babbling(CHAT)
+    conversation = conversation_on(engine)
+    (first,) = asyncio.run(conversation.complete(ASKED[:1]))
+    history = [ASKED[0], first.messages[-1], ASKED[1]]
+    turns = asyncio.run(conversation.complete(history, n=3))
+    assert [(turn.index, turn.parent) for turn in turns] == [(1, 0), (2, 0), (3, 0)]
+    assert len({turn.seed for turn in turns}) == 3
+    (last,) = asyncio.run(conversation.complete([*history, turns[1].messages[-1], ASKED[2]]))
+    assert last.parent == 2
+    with pytest.raises(BadRequestError, match="n is 0"):
+        asyncio.run(conversation.complete(history, n=0))
+
+
+def test_one_failure_of_several_records_none_and_ends_the_others() -> None:
+    engine = Babbling(CHAT, pauses=True)
+    conversation = conversation_on(engine)
+    engine.failures = [None, DeadlineExceededError("late"), None, None, None]
+
+    async def ask() -> None:
+        with pytest.raises(DeadlineExceededError):
+            await conversation.complete(ASKED[:1], n=5)
+
+    asyncio.run(ask())
+    assert conversation.turns == []
+    assert isinstance(conversation.broken, DeadlineExceededError)
+    assert conversation.oldest_version is None, "nothing is pending any more"
+    (turn,) = asyncio.run(conversation.complete(ASKED[:1]))
+    assert (turn.index, turn.seed) == (0, derive_seed(5, "turn", 5))
+
+
+def test_token_ids_extend_the_longest_context_that_they_begin_with() -> None:
+    engine = Babbling(CHAT)
+    conversation = conversation_on(engine)
+    (root,) = asyncio.run(conversation.complete([40, 41]))
+    context = [40, 41, *root.completion_ids]
+    (second,) = asyncio.run(conversation.complete([*context, 50]))
+    (third,) = asyncio.run(conversation.complete([*context, 50, *second.completion_ids, 51]))
+    (again,) = asyncio.run(conversation.complete(context))
+    (other,) = asyncio.run(conversation.complete([*context, 60]))
+    assert [turn.parent for turn in conversation.turns] == [None, 0, 1, None, 0]
+    assert (second.prompt_ids, third.prompt_ids, other.prompt_ids) == ([50], [51], [60])
+    assert again.prompt_ids == context
+    whole = trajectory(conversation)
+    for turn, (prompt, _) in zip(conversation.turns, engine.requests, strict=True):
+        assert whole.context_ids(turn.index) == prompt
+    assert root.messages == [Message("assistant", CHAT.text(root.completion_ids))]
+    for wrong in ([40, 10**6], [40, -1], [40, "a"]):
+        with pytest.raises(BadRequestError, match="token 1 of the prompt"):
+            asyncio.run(conversation.complete(wrong))  # type: ignore[arg-type]
+
+
+def test_a_call_changes_its_own_sampling_alone() -> None:
+    engine = Babbling(CHAT)
+    conversation = conversation_on(engine)
+    overrides = SamplingOverrides(
+        temperature=0.2, top_k=4, max_new_tokens=3, stop_strings=("\n",), seed=11
+    )
+    asyncio.run(conversation.complete(ASKED[:1], overrides=overrides, n=2))
+    asyncio.run(conversation.complete(ASKED[:1]))
+    (first, second, plain) = [sampling for _, sampling in engine.requests]
+    assert (first.temperature, first.top_k, first.stop_strings) == (0.2, 4, ("\n",))
+    assert (first.max_new_tokens, first.seed) == (3, 11)
+    assert second.seed == derive_seed(11, "completion", 1)
+    assert plain == SamplingParams(
+        max_new_tokens=9, temperature=0.7, seed=derive_seed(5, "turn", 2)
+    )
+    assert [turn.temperature for turn in conversation.turns] == [0.2, 0.2, 0.7]
+
+
+def test_an_answer_in_another_form_is_the_same_turn() -> None:
+    engine = Babbling(CHATS["hermes"])
+    conversation = conversation_on(engine)
+    (turn,) = asyncio.run(conversation.complete(ASKED[:1]))
+    parsed = Message("assistant", "", (ToolCall("add", "{}", "c1"),))
+    result = Message("tool", "2", tool_call_id="c1")
+    conversation.recognise(turn.index, parsed)
+    for said in (parsed, turn.messages[-1]):
+        (following,) = asyncio.run(conversation.complete([ASKED[0], said, result]))
+        assert following.parent == turn.index
+        assert trajectory(conversation).context_ids(following.index) == engine.requests[-1][0]
+        (later,) = asyncio.run(
+            conversation.complete([ASKED[0], parsed, result, following.messages[-1], ASKED[1]])
+        )
+        assert later.parent == following.index
+    (of_ids,) = asyncio.run(conversation.complete([40]))
+    with pytest.raises(BadRequestError, match="answered token ids"):
+        conversation.recognise(of_ids.index, parsed)
+
+
+def test_other_tools_begin_anew() -> None:
+    engine = Babbling(CHATS["hermes"])
+    conversation = conversation_on(engine)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (first,) = asyncio.run(conversation.complete(ASKED[:1], tools=tools))
+    history = [ASKED[0], first.messages[-1], ASKED[1]]
+    (same,) = asyncio.run(conversation.complete(history, tools=tools))
+    (none,) = asyncio.run(conversation.complete(history))
+    assert (same.parent, none.parent) == (0, None)
+    assert "add" in CHATS["hermes"].tokenizer.decode(engine.requests[0][0])
+
+
+def test_a_full_context_and_a_closed_conversation() -> None:
+    engine = Babbling(CHAT)
+    prompt = len(CHAT.first_prompt(ASKED[:1]))
+    conversation = conversation_on(engine, context_length=prompt + 2)
+    asyncio.run(conversation.complete(ASKED[:1]))
+    assert engine.requests[0][1].max_new_tokens == 2
+    full = conversation_on(engine, context_length=prompt)
+    with pytest.raises(RequestTooLongError, match=f"has {prompt} tokens"):
+        asyncio.run(full.complete(ASKED[:1]))
+    asyncio.run(full.close())
+    assert engine.released == ["a"] and full.broken is None
+    with pytest.raises(EngineError, match="the attempt a is over"):
+        asyncio.run(conversation_closed(engine).complete(ASKED[:1]))
+
+
+def conversation_closed(engine: Any) -> Conversation:
+    conversation = conversation_on(engine)
+    asyncio.run(conversation.close())
+    return conversation
