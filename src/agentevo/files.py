@@ -1,9 +1,9 @@
-"""Writing a folder so that readers see all of it or nothing.
+"""Writing files and folders so that readers see all of one or nothing of it.
 
 The content is made in a hidden sibling and renamed into place, which a killed process can't leave
-half done. It does not guard against power loss: that takes `sync_to_disk` of each file, of the
-folder, and of the one that it lies in, in this order. Replacing an existing folder has one instant,
-between two renames, in which neither is in place.
+half done. Folders are not guarded against power loss: that takes `sync_to_disk` of each file, of
+the folder, and of the one that it lies in, in this order. Replacing an existing folder has one
+instant, between two renames, in which neither is in place.
 """
 
 from __future__ import annotations
@@ -16,6 +16,40 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial"
+
+
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Writes a file, in UTF-8, that replaces an old one at once. One process writes it at a time.
+    `durable`: it outlasts a power cut from here on. Raises OSError, and leaves nothing behind
+    then."""
+    staging = path.with_name(f".{path.name}.tmp")
+    try:
+        staging.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            sync_to_disk(staging)
+        os.replace(staging, path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_to_disk(path.parent)
+
+
+def create_atomic(path: Path, content: str, *, mode: int = 0o666) -> bool:
+    """Writes a file that is not there yet, whole and durably; False, with nothing changed, if
+    another process was first. Any number may call this at once. Raises OSError."""
+    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        sync_to_disk(staging)
+        os.link(staging, path)
+    except FileExistsError:
+        return False
+    finally:
+        staging.unlink(missing_ok=True)
+    return True
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""How a service of a run (engine, sampler) is asked to end: by SIGTERM or Ctrl-C, or by the death
-of the process that started it."""
+"""How a process is asked to end: by a signal, or by the death of the process that started it."""
 
 from __future__ import annotations
 
@@ -16,58 +15,62 @@ LOOK_S = 0.05
 
 
 @contextmanager
-def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether to end. A second Ctrl-C interrupts at once. `parent`: the
-    process id that should be ours' parent's; once it is not, nobody is there to ask. Signals are
-    heard in the main thread only."""
-    asked: list[int] = []
+def collect_signals(
+    *numbers: signal.Signals,
+    on_first: Callable[[], None] = lambda: None,
+    second_interrupts: bool = False,
+) -> Iterator[list[int]]:
+    """Yields the list of those of these signals that have come, which grows, instead of what they
+    do otherwise. Python hears signals in the main thread only: elsewhere the list stays empty.
+
+    `on_first` is called at the first one. `second_interrupts`: Ctrl-C after another signal raises
+    KeyboardInterrupt at once.
+    """
+    received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
-        if number == signal.SIGINT and asked:
+        if received and second_interrupts and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.append(number)
+        received.append(number)
+        if len(received) == 1:
+            on_first()
 
     hears = threading.current_thread() is threading.main_thread()
-    before = (
-        {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        if hears
-        else {}
-    )
+    before = {number: signal.signal(number, handle) for number in numbers} if hears else {}
     try:
-        yield lambda: bool(asked) or (parent is not None and os.getppid() != parent)
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-async def unless(stop: Callable[[], bool], waited_for: asyncio.Task[Any]) -> bool:
-    """Waits for it; False, with it cancelled, if `stop` came first."""
-    while not waited_for.done():
-        if stop():
-            waited_for.cancel()
-            await asyncio.gather(waited_for, return_exceptions=True)
-            return False
-        await asyncio.wait([waited_for], timeout=LOOK_S)
-    return True
+@contextmanager
+def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
+    """For a service of a run. Yields a function that says whether SIGTERM or Ctrl-C has come, or
+    the process with the id `parent` is not our parent any more: nobody is there to ask then. A
+    second Ctrl-C interrupts at once."""
+    with collect_signals(signal.SIGINT, signal.SIGTERM, second_interrupts=True) as received:
+        yield lambda: bool(received) or (parent is not None and os.getppid() != parent)
 
 
 @contextmanager
-def stop_on_interrupt(tell: Callable[[str], None]) -> Iterator[list[bool]]:
-    """The first Ctrl-C asks for a clean stop, the second interrupts at once. Only in the main
-    thread, which alone gets signals."""
-    asked: list[bool] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
+def stop_on_interrupt(tell: Callable[[str], None]) -> Iterator[list[int]]:
+    """For a command. The list that it yields is empty until the first Ctrl-C, which asks for a
+    clean stop; the second one interrupts at once."""
 
-    def handle(number: int, frame: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
+    def on_first() -> None:
         tell("stopping after this step; press Ctrl-C again to stop at once")
 
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with collect_signals(signal.SIGINT, on_first=on_first, second_interrupts=True) as received:
+        yield received
+
+
+async def finished_before_stop(work: asyncio.Task[Any], stop: Callable[[], bool]) -> bool:
+    """Waits for `work`. False, with it cancelled, if `stop` said so first."""
+    while not work.done():
+        if stop():
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            return False
+        await asyncio.wait([work], timeout=LOOK_S)
+    return True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_a_crash_while_truncating_loses_nothing(
         raise OSError("power cut")
 
     log = MetricsLog(path)
-    monkeypatch.setattr(metrics_module.os, "replace", power_cut)
+    monkeypatch.setattr(os, "replace", power_cut)
     with pytest.raises(OSError, match="power cut"):
         log.resume(2)
     assert path.read_bytes() == before

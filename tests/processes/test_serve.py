@@ -27,7 +27,6 @@ from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration.components import load_policy
 from agentevo.processes.serve import Follower, serve
 from agentevo.runs.identity import ensure_run_folder
-from agentevo.signals import asked_to_stop
 from agentevo.types import Completion, SamplingParams
 
 STEP_S = 0.01
@@ -445,30 +444,6 @@ def test_an_engine_of_another_recipe_is_refused(run):
     with pytest.raises(ConfigError, match=r"run\.seed=5 and not 99"):
         serve(config, name="stranger")
     assert names(run) == []
-
-
-def test_it_is_asked_to_stop_by_signals_or_by_the_death_of_its_parent(monkeypatch):
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with asked_to_stop() as stop:
-            assert not stop()
-            os.kill(os.getpid(), number)
-            assert stop()
-    with asked_to_stop() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-    with asked_to_stop(parent=os.getppid()) as stop:
-        assert not stop()
-        monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert stop()
-    found = []
-    thread = threading.Thread(target=lambda: found.extend([asked_to_stop().__enter__()]))
-    thread.start()
-    thread.join()
-    assert len(found) == 1, "also where signals can't be heard"
 
 
 def test_an_engine_ends_with_the_process_that_started_it(run, engines):

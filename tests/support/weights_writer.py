@@ -11,9 +11,10 @@ def write_and_die(folder: str, version: int, die_at: int) -> None:
     time."""
     import torch
 
+    from agentevo import files
     from agentevo.inference import weights
 
-    real, count = weights.sync_to_disk, 0
+    real, count = files.sync_to_disk, 0
 
     def sync(path: Path) -> None:
         nonlocal count
@@ -22,5 +23,5 @@ def write_and_die(folder: str, version: int, die_at: int) -> None:
         if count == die_at:
             os.kill(os.getpid(), 9)
 
-    weights.sync_to_disk = sync
+    files.sync_to_disk = weights.sync_to_disk = sync
     weights.WeightsFolder(Path(folder)).write(version, torch.nn.Linear(3, 4), keep=2)

@@ -275,7 +275,7 @@ def test_a_disk_that_is_full_for_the_index_alone(saved, loaded, monkeypatch):
         checkpoints.save(3, loaded.model, loaded.tokenizer, STATE, {}, None)
     monkeypatch.undo()
     assert checkpoints.newest_whole() == 3
-    assert "index.json.tmp" not in files_of(checkpoints.folder)
+    assert ".index.json.tmp" not in files_of(checkpoints.folder)
 
 
 @pytest.fixture

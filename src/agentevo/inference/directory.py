@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from agentevo.errors import ConfigError
+from agentevo.files import write_atomic
 from agentevo.inference import secret
 
 HEARTBEAT_S = 1.0
@@ -80,9 +80,7 @@ class EngineDirectory:
     def announce(self, announcement: Announcement) -> None:
         """From now on readers find it; replaces what an earlier engine of that name has left."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        staging = self.folder / f".{announcement.name}.{uuid.uuid4().hex[:8]}"
-        staging.write_bytes(msgspec.json.encode(announcement))
-        os.replace(staging, self._file(announcement.name))
+        write_atomic(self._file(announcement.name), msgspec.json.encode(announcement))
 
     def beat(self, announcement: Announcement) -> None:
         """It lives. Announces it again if somebody has deleted the file, or an engine has replaced

@@ -9,14 +9,12 @@ handshake, so one that was deleted or replaced counts from the next one on. It t
 from __future__ import annotations
 
 import hmac
-import os
 import re
 import secrets
-import uuid
 from pathlib import Path
 
 from agentevo.errors import EngineError
-from agentevo.files import sync_to_disk
+from agentevo.files import create_atomic
 
 NAME = "secret"
 
@@ -61,15 +59,4 @@ class RunSecret:
 
     def _make(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        staging = self.file.with_name(f".{NAME}.{uuid.uuid4().hex[:8]}")
-        try:
-            with os.fdopen(
-                os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii"
-            ) as file:
-                file.write(secrets.token_hex(32) + "\n")
-            sync_to_disk(staging)
-            os.link(staging, self.file)
-        except FileExistsError:
-            return  # another process was first
-        finally:
-            staging.unlink(missing_ok=True)
+        create_atomic(self.file, secrets.token_hex(32) + "\n", mode=0o600)

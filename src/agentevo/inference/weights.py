@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from agentevo.errors import EngineError
-from agentevo.files import PARTIAL, atomic_folder, sync_to_disk
+from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.parameters import trained_weights
 
@@ -202,8 +201,5 @@ class WeightsFolder:
         )
 
     def _name_latest(self, latest: Latest) -> None:
-        staging = self.folder / f".{LATEST_FILE}{PARTIAL}"
-        staging.write_text(json.dumps(msgspec.to_builtins(latest)), encoding="utf-8")
-        sync_to_disk(staging)
-        os.replace(staging, self.folder / LATEST_FILE)
-        sync_to_disk(self.folder)
+        text = json.dumps(msgspec.to_builtins(latest))
+        write_atomic(self.folder / LATEST_FILE, text, durable=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from agentevo.errors import MissingExtraError, StoreError, TrainingError
+from agentevo.files import write_atomic
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -187,12 +187,7 @@ class MetricsLog:
     def _rewrite(self, lines: list[bytes]) -> None:
         """Replaces the file by these lines in one rename: a reader or a crash sees the old file or
         the new one."""
-        fresh = self.path.with_name(self.path.name + ".tmp")
-        with fresh.open("wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self.path)
+        write_atomic(self.path, b"".join(line + b"\n" for line in lines), durable=True)
 
     def _mirror(self, step: int, wall_time: float, metrics: Mapping[str, float]) -> None:
         if self.tensorboard_dir is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from agentevo.errors import ConfigError
+from agentevo.files import write_atomic
 from agentevo.observability import report_html as html
 from agentevo.observability.metrics import MetricsRow, read_metrics
 from agentevo.observability.plots import write_plots
@@ -61,12 +61,8 @@ def write_report(
         html.config(config_yaml),
     ]
     path = run_dir / "report.html"
-    fresh = path.with_name("report.html.tmp")
-    fresh.write_text(
-        html.page(f"{summary.get('name', run_dir.name)}: AgentEvo report", sections),
-        encoding="utf-8",
-    )
-    os.replace(fresh, path)
+    title = f"{summary.get('name', run_dir.name)}: AgentEvo report"
+    write_atomic(path, html.page(title, sections))
     return path
 
 

@@ -34,7 +34,7 @@ from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.service import STOPPING_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.store_opening import open_run_store
-from agentevo.signals import LOOK_S, asked_to_stop, unless
+from agentevo.signals import LOOK_S, asked_to_stop, finished_before_stop
 from agentevo.store.store import Store
 from agentevo.types import Task
 
@@ -138,7 +138,7 @@ async def _sample(
     opening = asyncio.create_task(
         open_run_store(config.store_url, within_s=STORE_RETRY_S, tell=note)
     )
-    if not await unless(stop, opening):
+    if not await finished_before_stop(opening, stop):
         return
     directory = EngineDirectory(config.run_dir / "engines")
     engine = RemoteEngine(

@@ -1,14 +1,16 @@
 """Runs a sweep: every member a process of its own, several at once, and a table at the end.
 
-    runs/NAME/sweep.yaml  recipes/VARIANT-SEED.yaml  logs/VARIANT-SEED.log  VARIANT-SEED/ (the run)  table.md  table.json
+    runs/NAME/sweep.yaml  table.md  table.json
+    runs/NAME/recipes/VARIANT-SEED.yaml  logs/VARIANT-SEED.log  VARIANT-SEED/ (the run)
 
 Lifecycle of a member: waiting -> under way -> finished | failed | stopped. One that fails does not
 stop the others. A sweep that was interrupted goes on with `resume`: finished members stay as they
 are, one with a checkpoint goes on from it, any other starts again. No member's folder is ever used
 under another configuration than the one it was run with.
 
-A lock on the sweep's folder is held by this process and by every run it starts, so that a sweep
-whose runs outlived it (a killed parent) can't be started beside them.
+A lock on the sweep's folder is held by this process and by every run it starts, which inherit its
+file descriptor: a sweep whose runs outlived it (a killed parent) can't be started beside them. (The
+package filelock, which guards all other files here, does not hand its descriptor on.)
 
 The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks the runs under way to stop
 cleanly after their step; a second kills them.
@@ -22,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -36,17 +37,20 @@ import yaml
 from agentevo.config import to_yaml
 from agentevo.config.sweep import Member, Sweep
 from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.run import check_parts
 from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
 from agentevo.runs.result_table import check_page, write_sweep_table, write_table
 from agentevo.runs.resume_rules import changes
+from agentevo.signals import collect_signals
 from agentevo.training.checkpoint import Checkpoints
 
 POLL_S = 0.1
 REASON_LINES = 5
 """Lines of a failed run's log that are shown."""
 LOCK = ".lock"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = 130
 """Exit code of a run that Ctrl-C stopped."""
 
@@ -72,12 +76,12 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     view = view if view is not None else SweepView(sweep.name)
     starts = _check(sweep, resume)
     _prepare(sweep)
-    with view, _signals() as asked, _lock(sweep.dir) as lock:
-        failures = _run_members(sweep, starts, view, asked, lock)
+    with view, collect_signals(*STOP_SIGNALS) as received, _lock(sweep.dir) as lock:
+        failures = _run_members(sweep, starts, view, received, lock)
         table = write_sweep_table(sweep.dir)
     if table is not None:
         view.note(f"\n{table}\ntable: {sweep.dir / 'table.md'}")
-    if asked:
+    if received:
         raise KeyboardInterrupt
     if failures:
         what = [
@@ -109,7 +113,7 @@ def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
         _check_folder(sweep)
     problems: list[str] = []
     starts: dict[str, Start] = {}
-    for member in {one.variant: one for one in sweep.members}.values():
+    for member in {member.variant: member for member in sweep.members}.values():
         try:
             check_parts(member.config, None, resume)
         except AgentEvoError as error:
@@ -165,12 +169,9 @@ def _prepare(sweep: Sweep) -> None:
         shutil.rmtree(sweep.dir)
     for folder in ("recipes", "logs"):
         (sweep.dir / folder).mkdir(parents=True, exist_ok=True)
-    staging = sweep.dir / f"{SWEEP_FILE}.new"
-    staging.write_text(
-        yaml.safe_dump(sweep.section.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
-        encoding="utf-8",
-    )
-    os.replace(staging, sweep.dir / SWEEP_FILE)
+    section = sweep.section.model_dump(mode="json")
+    text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
+    write_atomic(sweep.dir / SWEEP_FILE, text)
     for member in sweep.members:
         _recipe(sweep, member).write_text(to_yaml(member.config), encoding="utf-8")
 
@@ -180,45 +181,45 @@ def _recipe(sweep: Sweep, member: Member) -> Path:
 
 
 def _run_members(
-    sweep: Sweep, starts: dict[str, Start], view: SweepView, asked: Sequence[int], lock: int
+    sweep: Sweep, starts: dict[str, Start], view: SweepView, received: Sequence[int], lock: int
 ) -> list[str]:
-    """Until all have ended or, once `asked` is not empty, those under way have stopped. A text for
-    each member that failed."""
+    """Returns when all have ended or, once a signal was received, those under way have stopped: a
+    text for each member that failed."""
     waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
     under_way: list[_UnderWay] = []
     failures: list[str] = []
     view.plan(len(sweep.members), len(sweep.members) - len(waiting))
-    told = 0
+    heeded = 0
     try:
-        while under_way or (waiting and not asked):
-            while waiting and len(under_way) < sweep.parallel and not asked:
+        while under_way or (waiting and not received):
+            while waiting and len(under_way) < sweep.parallel and not received:
                 member = waiting.popleft()
                 under_way.append(_start(sweep, member, starts[member.name], lock))
                 view.started(member.name, starts[member.name])
-            if len(asked) > told:
-                told = len(asked)
-                _ask_to_stop(under_way, at_once=told > 1)
+            if len(received) > heeded:
+                heeded = len(received)
+                _ask_to_stop(under_way, at_once=heeded > 1)
                 again = (
                     ""
-                    if told > 1
+                    if heeded > 1
                     else " after the step of each run under way; press Ctrl-C again to stop at once"
                 )
                 view.note(f"stopping{again}")
             time.sleep(POLL_S)
-            for one in [one for one in under_way if one.process.poll() is not None]:
-                under_way.remove(one)
-                failure = _ended(one, view)
+            for run in [run for run in under_way if run.process.poll() is not None]:
+                under_way.remove(run)
+                failure = _ended(run, view)
                 failures += [failure] if failure else []
             view.running(
                 {
-                    one.member.name: (time.monotonic() - one.since, _last_lines(one.log, 1))
-                    for one in under_way
+                    run.member.name: (time.monotonic() - run.since, _last_lines(run.log, 1))
+                    for run in under_way
                 }
             )
     finally:
-        for one in under_way:
-            one.process.kill()
-            one.process.wait()
+        for run in under_way:
+            run.process.kill()
+            run.process.wait()
     return failures
 
 
@@ -246,14 +247,14 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _UnderWay:
 
 
 def _ask_to_stop(under_way: Sequence[_UnderWay], *, at_once: bool) -> None:
-    for one in under_way:
-        one.process.send_signal(signal.SIGKILL if at_once else signal.SIGINT)
+    for run in under_way:
+        run.process.send_signal(signal.SIGKILL if at_once else signal.SIGINT)
 
 
-def _ended(one: _UnderWay, view: SweepView) -> str:
+def _ended(run: _UnderWay, view: SweepView) -> str:
     """Tells how a run ended; what went wrong, or empty."""
-    code, name, seconds = one.process.returncode, one.member.name, time.monotonic() - one.since
-    summary = finished_summary(one.member.config.run_dir)
+    code, name, seconds = run.process.returncode, run.member.name, time.monotonic() - run.since
+    summary = finished_summary(run.member.config.run_dir)
     if code == 0 and summary is not None:
         result = summary["eval"]
         view.ended(
@@ -266,7 +267,7 @@ def _ended(one: _UnderWay, view: SweepView) -> str:
     how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
     view.ended(name, how, seconds, ok=False)
     return "\n    ".join(
-        [f"{name}: {how}; the end of {one.log}:", *_last_lines(one.log, REASON_LINES).splitlines()]
+        [f"{name}: {how}; the end of {run.log}:", *_last_lines(run.log, REASON_LINES).splitlines()]
     )
 
 
@@ -291,21 +292,3 @@ def _lock(folder: Path) -> Iterator[int]:
                 "or stop them"
             ) from error
         yield file.fileno()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects requests to stop. Only in the main thread, which alone gets signals."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {
-        number: signal.signal(number, lambda got, frame: asked.append(got))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import nullcontext
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
+from agentevo.files import write_atomic
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.shared_store import prepare_store
 
@@ -40,6 +40,4 @@ def write_config(config: RunConfig) -> None:
     """config.yaml, atomically, in the run's folder, which is made."""
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / "config.yaml.new"
-    staging.write_text(to_yaml(config), encoding="utf-8")
-    os.replace(staging, folder / "config.yaml")
+    write_atomic(folder / "config.yaml", to_yaml(config))

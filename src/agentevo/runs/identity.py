@@ -4,19 +4,18 @@ mean the same run."""
 from __future__ import annotations
 
 import asyncio
-import os
-import uuid
 from collections.abc import Callable
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
+from agentevo.files import create_atomic
 from agentevo.observability.console import to_stderr
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.resume_rules import changes
 from agentevo.runs.shared_store import content_of
 from agentevo.runs.store_opening import open_run_store
-from agentevo.signals import unless
+from agentevo.signals import finished_before_stop
 
 SHOWN_KEYS = 5
 STAGING = ".config.yaml."
@@ -94,18 +93,10 @@ async def _held(
             )
 
     looking = asyncio.create_task(look())
-    return looking.result() if await unless(stop, looking) else None
+    return looking.result() if await finished_before_stop(looking, stop) else None
 
 
 def _create(config: RunConfig) -> None:
-    """config.yaml appears whole, and only if nobody else has made it meanwhile."""
-    folder = config.run_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / f"{STAGING}{uuid.uuid4().hex[:8]}"
-    try:
-        staging.write_text(to_yaml(config), encoding="utf-8")
-        os.link(staging, folder / "config.yaml")
-    except FileExistsError:
-        return  # another process was first: `ensure_run_folder` compares
-    finally:
-        staging.unlink(missing_ok=True)
+    """Makes config.yaml unless another process has: `ensure_run_folder` compares."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    create_atomic(config.run_dir / "config.yaml", to_yaml(config))

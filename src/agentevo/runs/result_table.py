@@ -9,7 +9,6 @@ of the page alone.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from agentevo.config import sources
 from agentevo.errors import ConfigError
+from agentevo.files import write_atomic
 from agentevo.runs.folder import SWEEP_FILE, check_run_folder, finished_summary, is_sweep_folder
 
 BEGIN, END = "<!-- table -->", "<!-- /table -->"
@@ -181,9 +181,7 @@ def write_table(path: Path, table: str) -> None:
     is made. Raises `ConfigError`."""
     check_page(path)
     head, tail = _parts(path) if path.exists() else ("", "\n")
-    staging = path.with_name(f"{path.name}.new")
-    staging.write_text(f"{head}{BEGIN}\n{table}{END}{tail}", encoding="utf-8")
-    os.replace(staging, path)
+    write_atomic(path, f"{head}{BEGIN}\n{table}{END}{tail}")
 
 
 def write_sweep_table(folder: Path) -> str | None:
@@ -194,10 +192,8 @@ def write_sweep_table(folder: Path) -> str | None:
         return None
     rows = make_rows(results)
     table = markdown(rows)
-    for name, text in (("table.md", table), ("table.json", json.dumps(as_json(rows), indent=2))):
-        staging = folder / f"{name}.new"
-        staging.write_text(text, encoding="utf-8")
-        os.replace(staging, folder / name)
+    write_atomic(folder / "table.md", table)
+    write_atomic(folder / "table.json", json.dumps(as_json(rows), indent=2))
     return table
 
 

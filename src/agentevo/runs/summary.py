@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from agentevo.files import write_atomic
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """summary.json, atomically."""
-    staging = folder / "summary.json.tmp"
-    staging.write_text(json.dumps(summary, indent=2), encoding="utf-8")
-    os.replace(staging, folder / "summary.json")
+    write_atomic(folder / "summary.json", json.dumps(summary, indent=2))
 
 
 def sampled_success(metrics: dict[str, float]) -> float | None:

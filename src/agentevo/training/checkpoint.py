@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import uuid
@@ -28,7 +27,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.errors import CheckpointError
-from agentevo.files import PARTIAL, atomic_folder, sync_to_disk
+from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.load import write_model
 from agentevo.training import manifest
@@ -235,12 +234,10 @@ class Checkpoints:
         best = (
             None if self.best_step is None else {"step": self.best_step, "value": self.best_value}
         )
-        staging = self.folder / "index.json.tmp"
+        index = json.dumps({"steps": self.steps(), "best": best})
         try:
-            staging.write_text(json.dumps({"steps": self.steps(), "best": best}), encoding="utf-8")
-            os.replace(staging, self.folder / "index.json")
+            write_atomic(self.folder / "index.json", index)
         except OSError as error:
-            staging.unlink(missing_ok=True)
             raise CheckpointError(
                 f"{self.folder / 'index.json'} could not be written ({error}): make room there "
                 "and resume; the checkpoints are as they were"

@@ -1,0 +1,94 @@
+"""How a process is asked to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from agentevo.signals import (
+    asked_to_stop,
+    collect_signals,
+    finished_before_stop,
+    stop_on_interrupt,
+)
+
+
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def test_signals_are_collected_and_what_they_did_before_comes_back():
+    before, calls = handlers(), []
+    with collect_signals(
+        signal.SIGINT, signal.SIGTERM, on_first=lambda: calls.append(1)
+    ) as received:
+        assert received == []
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            send(number)
+        assert received == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+    assert calls == [1]
+    assert handlers() == before
+
+
+def test_a_service_is_asked_by_signals_or_by_the_death_of_its_parent(monkeypatch):
+    before = handlers()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with asked_to_stop() as stop:
+            assert not stop()
+            send(number)
+            assert stop()
+    with asked_to_stop() as stop:
+        send(signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert handlers() == before
+    with asked_to_stop(parent=os.getppid()) as stop:
+        assert not stop()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert stop()
+
+
+def test_a_command_says_that_it_stops_and_is_interrupted_the_second_time():
+    told = []
+    with stop_on_interrupt(told.append) as received:
+        assert not received
+        send(signal.SIGINT)
+        assert received
+        assert told == ["stopping after this step; press Ctrl-C again to stop at once"]
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert len(told) == 1
+
+
+def test_other_threads_hear_nothing_and_work():
+    entered = []
+
+    def use():
+        with asked_to_stop() as stop, collect_signals(signal.SIGINT) as received:
+            entered.append((stop(), list(received)))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert entered == [(False, [])]
+
+
+def test_work_is_waited_for_unless_it_is_to_stop():
+    async def scenario():
+        quick = asyncio.create_task(asyncio.sleep(0, "done"))
+        assert await finished_before_stop(quick, lambda: False)
+        assert quick.result() == "done"
+        endless = asyncio.create_task(asyncio.Event().wait())
+        assert not await finished_before_stop(endless, lambda: True)
+        assert endless.cancelled()
+
+    asyncio.run(scenario())
