@@ -29,8 +29,8 @@ def agents() -> list[Row]:
 
 
 def algorithms() -> list[Row]:
-    """Presets, and below them the pieces that any of them can be made of."""
-    from agentevo.catalogue.describe import PIECES
+    """Presets, and below them the entries that any of them can be made of."""
+    from agentevo.catalogue.describe import ENTRIES
     from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
     from agentevo.catalogue.presets import PRESETS
 
@@ -38,8 +38,8 @@ def algorithms() -> list[Row]:
     rows += [(name, preference.meaning) for name, preference in PREFERENCE_PRESETS.items()]
     return rows + [
         (f"{kind}={name}", piece.meaning)
-        for kind, pieces in PIECES.items()
-        for name, piece in pieces.items()
+        for kind, entries in ENTRIES.items()
+        for name, piece in entries.items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Presets are combinations of pieces, and a recipe may choose any piece otherwise."""
+"""Presets are combinations of entries, and a recipe may choose any entry otherwise."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.catalogue.describe import PIECES, describe, markdown
+from agentevo.catalogue.describe import ENTRIES, describe, markdown
 from agentevo.catalogue.kl import KL_CONTROLLERS
-from agentevo.catalogue.peers import DIFFERENCES, VERSIONS
 from agentevo.catalogue.policy_losses import IMPORTANCE
 from agentevo.catalogue.presets import PRESETS, hyper_parameters, resolve_preset
 from agentevo.config import AlgorithmSection, build_config
 from agentevo.errors import ConfigError
 
+DOCS = Path(__file__).parents[2] / "docs"
+
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_settles_and_is_explained(name):
+def test_every_preset_resolves_and_is_explained(name):
     resolved = AlgorithmSection(name=name).resolved()
     assert resolved == resolve_preset(name, {})
     text = describe(name)[0]
     assert all(
-        piece in text for piece in (resolved.advantage, resolved.policy_loss, resolved.aggregation)
+        name in text for name in (resolved.advantage, resolved.policy_loss, resolved.aggregation)
     )
 
 
@@ -85,18 +86,16 @@ def test_every_hyper_parameter_is_a_key_with_a_meaning():
     assert set(hyper_parameters()).isdisjoint(AlgorithmSection.__base__.model_fields)
 
 
-def test_every_piece_has_a_formula_and_a_source():
-    for pieces in PIECES.values():
-        for piece in pieces.values():
-            assert piece.meaning
-            assert piece.formula
-            assert piece.source
+def test_every_entry_has_a_formula_and_a_source():
+    for entries in ENTRIES.values():
+        for entry in entries.values():
+            assert entry.meaning
+            assert entry.formula
+            assert entry.source
 
 
 def test_the_docs_are_those_of_the_catalogue():
-    written = (
-        Path(__file__).parents[2].joinpath("docs", "algorithms.md").read_text(encoding="utf-8")
-    )
+    written = DOCS.joinpath("algorithms.md").read_text(encoding="utf-8")
     assert written == markdown(), "run: python -m agentevo.catalogue > docs/algorithms.md"
 
 
@@ -109,17 +108,22 @@ def test_every_difference_from_a_peer_is_shown_by_a_test_on_its_numbers():
             re.MULTILINE,
         )
     )
-    assert {one.test for one in DIFFERENCES} == tests, (
+    page = DOCS.joinpath("peers.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    differences = rows[1:]
+    assert {row[4].strip("`") for row in differences} == tests, (
         "each test has a line in the table, and each line a test"
     )
-    known = PIECES | {
+    known = ENTRIES | {
         "kl controller": KL_CONTROLLERS,
         "importance": dict.fromkeys(IMPORTANCE[0].choices),
     }
-    for one in DIFFERENCES:
-        assert set(one.names) <= set(known[one.kind]), one
-    for peer, version in VERSIONS.items():
+    for concerned, _, theirs, ours, _ in differences:
+        kind = max((kind for kind in known if concerned.startswith(f"{kind} ")), key=len)
+        assert set(concerned.removeprefix(f"{kind} ").split(", ")) <= set(known[kind]), concerned
+        assert theirs and ours
+    for peer in ("verl", "TRL"):
         recorded = json.loads(
             (folder / "peers" / f"{peer.lower()}.json").read_text(encoding="utf-8")
         )
-        assert recorded["versions"][peer.lower()] == version
+        assert f"{peer} {recorded['versions'][peer.lower()]}" in page

@@ -8,7 +8,6 @@ from agentevo.catalogue import Entry, Value
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
-from agentevo.catalogue.peers import DIFFERENCES, VERSIONS, differences_of
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
 from agentevo.catalogue.preference_presets import (
@@ -18,7 +17,7 @@ from agentevo.catalogue.preference_presets import (
 )
 from agentevo.catalogue.presets import PRESETS, Preset, resolve_preset
 
-PIECES: Mapping[str, Mapping[str, Entry]] = {
+ENTRIES: Mapping[str, Mapping[str, Entry]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
@@ -35,16 +34,16 @@ SOURCES = {
     "proximal_logp": "recomputed at the start of the step",
     "rollout_logp": "of the engine",
 }
-"""Where a recipe's run has from what a entry needs."""
+"""Input that an entry needs -> where it comes from in a run."""
 
 
 def describe(name: str) -> list[str]:
     """A text for the preset of that name and for each entry of that name; empty for an unknown
     name."""
-    found = [_preset(PRESETS[name])] if name in PRESETS else []
-    found += [_preference_preset(PREFERENCE_PRESETS[name])] if name in PREFERENCE_PRESETS else []
-    return found + [
-        _piece(kind, entries[name]) for kind, entries in PIECES.items() if name in entries
+    texts = [_preset(PRESETS[name])] if name in PRESETS else []
+    texts += [_preference_preset(PREFERENCE_PRESETS[name])] if name in PREFERENCE_PRESETS else []
+    return texts + [
+        _entry(kind, entries[name]) for kind, entries in ENTRIES.items() if name in entries
     ]
 
 
@@ -73,7 +72,7 @@ def _preference_preset(preset: PreferencePreset) -> str:
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
-def _piece(kind: str, entry: Entry) -> str:
+def _entry(kind: str, entry: Entry) -> str:
     lines = [
         f"algorithm.{kind}={entry.name}",
         f"  {entry.meaning}",
@@ -88,10 +87,6 @@ def _piece(kind: str, entry: Entry) -> str:
             f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in entry.needs)}"
         )
     lines += [f"  {peer:<12} {text}" for peer, text in entry.peers.items()]
-    lines += [
-        f"  differs      {one.peer}: {one.theirs}. Here: {one.ours}"
-        for one in differences_of(kind, entry.name)
-    ]
     return "\n".join(lines)
 
 
@@ -110,13 +105,14 @@ def _show(value: Value) -> str:
 
 
 def markdown() -> str:
-    """docs/algorithms.md: every preset and entry, and where those of others differ."""
+    """docs/algorithms.md: every preset and every entry."""
     lines = [
         "# Algorithms",
         "",
         "Made by `python -m agentevo.catalogue > docs/algorithms.md`; the same texts come from "
         "`agentevo config explain algorithm.NAME`.",
-        "Each function is checked against a slow version of its formula in `tests/conformance`.",
+        "Each function is checked against a slow version of its formula in `tests/conformance`; "
+        "where TRL's and verl's numbers differ from ours stands in [peers.md](peers.md).",
         "",
         "## Presets",
         "",
@@ -154,7 +150,7 @@ def markdown() -> str:
             f"| {one.name} | {preferred.loss}{_settings(one.hyper)} | "
             f"{preferred.pairs or 'single answers'} | {keys} | {one.source} |"
         )
-    for kind, entries in PIECES.items():
+    for kind, entries in ENTRIES.items():
         lines += ["", f"## {kind}", ""]
         for entry in entries.values():
             lines += [
@@ -173,33 +169,4 @@ def markdown() -> str:
                 ]
                 lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
             lines += [f"- {peer}: {text}" for peer, text in entry.peers.items()]
-    lines += _differences()
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
-
-
-def _differences() -> list[str]:
-    """The table of all differences."""
-    peers = " and ".join(f"{peer} {version}" for peer, version in VERSIONS.items())
-    lines = [
-        "",
-        "## Where peers' numbers differ",
-        "",
-        f"{peers} were run on fixed inputs: tests/conformance/peers/. On the same inputs ours "
-        "agree with theirs to 1e-6, in values and in",
-        "gradients (tests/conformance/test_peers_numbers.py), except where this table says so. "
-        "Each line is shown on their numbers by the",
-        "test that it names, in tests/conformance/test_peers_differences.py.",
-        "",
-        "| ours | peer | theirs | what ours does, and why | shown by |",
-        "|---|---|---|---|---|",
-    ]
-    for one in DIFFERENCES:
-        cells = (
-            f"{one.kind} {', '.join(one.names)}",
-            one.peer,
-            one.theirs,
-            one.ours,
-            f"`{one.test}`",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
