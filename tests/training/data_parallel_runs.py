@@ -1,21 +1,29 @@
-"""Updates of a small model in every way that it is trained. As a program, one rank of several:
-NUM_RANKS RANK MEETING_FILE OUT_FILE."""
+"""Updates of a small model in every way that it is trained. As a program, one process of several:
+MESH PROCESS MEETING_FILE OUT_FILE, where MESH is 2 (each process a rank) or 2x2 (two processes per
+rank: a mesh of the dimensions dp and other)."""
 
 from __future__ import annotations
 
+import math
 import random
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import AlgorithmSection, CriticSection, SFTSection, TrainerSection
+from agentevo.errors import CheckpointError
 from agentevo.models.attention import prepare
+from agentevo.training import parallel
 from agentevo.training.batching.passes import backward_through_sums, micro_batches, token_tables
 from agentevo.training.batching.staleness import mask_stale
+from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.optimization import Optimization
 from agentevo.training.supervised import SupervisedTrainer, held_out_metrics
 from agentevo.training.trainer import Trainer
@@ -157,23 +165,65 @@ def parts() -> list[list[int]]:
     return [indices for indices, _ in micro_batches(samples_of(4), 64, CPU)]
 
 
-def all_runs() -> dict[str, tuple[torch.Tensor, list[dict[str, float]]]]:
+def all_runs(
+    names: Iterable[str] = tuple(RUNS),
+) -> dict[str, tuple[torch.Tensor, list[dict[str, float]]]]:
     """Name -> all weights as one vector, metrics."""
     found = {}
-    for name, run in RUNS.items():
-        weights, metrics = run()
+    for name in names:
+        weights, metrics = RUNS[name]()
         found[name] = torch.cat([w.detach().flatten() for w in weights]), metrics
     return found
 
 
+def writes(process: int, meeting: str) -> list[object]:
+    """What every process gets of what the first of all does alone, and of what that fails with."""
+    checkpoints = Checkpoints(Path(f"{meeting}.checkpoints"), 1)
+    model = model_of(4 + process)  # of which only the first process's is written
+    found: list[object] = []
+    for step, value in ((1, 0.5), (2, 0.25)):
+        path, sha256 = checkpoints.save(step, model, Silent(), {}, {"by": process}, value)
+        found.append((path.name, sha256, checkpoints.best_step, checkpoints.best_value))
+    try:
+        checkpoints.save(3, model, Silent(full=True), {}, {}, None)
+    except CheckpointError as error:
+        found.append(str(error))
+    return found
+
+
+class Silent:
+    """A tokenizer without files, or without room for them."""
+
+    def __init__(self, full: bool = False) -> None:
+        self._full = full
+
+    def save_pretrained(self, folder: Path) -> None:
+        if self._full:
+            raise OSError("no room")
+
+
 if __name__ == "__main__":
-    num_ranks, rank, meeting, out = sys.argv[1:]
+    shape, process, meeting, out = sys.argv[1:]
+    sizes = tuple(map(int, shape.split("x")))
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",
-        rank=int(rank),
-        world_size=int(num_ranks),
+        rank=int(process),
+        world_size=math.prod(sizes),
         timeout=timedelta(seconds=120),
     )
-    torch.save((parts(), all_runs()), out)
+    if len(sizes) == 1:
+        torch.save((parts(), all_runs()), out)
+    else:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "other"))
+        parallel.use_mesh(mesh)
+        of_process = {
+            "ranks": (parallel.rank(), parallel.num_ranks(), parallel.num_processes()),
+            "parts": parts(),
+            "gathered": parallel.gathered(int(process)),
+            "summed": parallel.summed({"tokens": 10.0 + parallel.rank(), process: 1.0}),
+            "runs": all_runs(("grpo", "whole answers")),
+            "writes": writes(int(process), meeting),
+        }
+        torch.save(of_process, out)
     distributed.destroy_process_group()

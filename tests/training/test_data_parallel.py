@@ -1,4 +1,4 @@
-"""Two processes that share each minibatch end with the weights and metrics of one."""
+"""Processes that share each minibatch end with the weights and metrics of one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from agentevo.errors import TrainingError
+from agentevo.training import parallel
 
 PROGRAM = Path(__file__).with_name("data_parallel_runs.py")
 specification = importlib.util.spec_from_file_location("data_parallel_runs", PROGRAM)
@@ -17,14 +21,12 @@ runs = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(runs)
 
 
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    """What each of two processes finds."""
-    folder = tmp_path_factory.mktemp("ranks")
-    outs = [folder / f"{rank}.pt" for rank in range(2)]
+def spawned(folder: Path, shape: str, count: int):
+    """What each of `count` processes finds."""
+    outs = [folder / f"{process}.pt" for process in range(count)]
     commands = [
-        [sys.executable, str(PROGRAM), "2", str(rank), str(folder / "meeting"), str(out)]
-        for rank, out in enumerate(outs)
+        [sys.executable, str(PROGRAM), shape, str(process), str(folder / "meeting"), str(out)]
+        for process, out in enumerate(outs)
     ]
     processes = [
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands
@@ -35,24 +37,41 @@ def of_ranks(tmp_path_factory):
     return [torch.load(out) for out in outs]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", runs.RUNS)
-def test_two_ranks_equal_one(name, of_ranks):
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What each of two ranks finds."""
+    return spawned(tmp_path_factory.mktemp("ranks"), "2", 2)
+
+
+@pytest.fixture(scope="module")
+def of_mesh(tmp_path_factory):
+    """What each of four processes finds, two of which are one rank."""
+    return spawned(tmp_path_factory.mktemp("mesh"), "2x2", 4)
+
+
+def check_equal(found, name: str) -> None:
+    """One process's run (weights, metrics) is that of a single process."""
     with torch.random.fork_rng(devices=[]):
         parameters, metrics = runs.RUNS[name]()
     weights = torch.cat([p.detach().flatten() for p in parameters])
+    theirs, told = found
+    torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-5)
+    assert len(told) == len(metrics)
+    for one, other in zip(told, metrics, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            if key not in (
+                "trainer/distinct_tokens",
+                "trainer/distinct_flops",
+            ):  # a group that is cut is computed on both
+                assert one[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", runs.RUNS)
+def test_two_ranks_equal_one(name, of_ranks):
     for _, found in of_ranks:
-        theirs, told = found[name]
-        torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-5)
-        assert len(told) == len(metrics)
-        for one, other in zip(told, metrics, strict=True):
-            assert one.keys() == other.keys()
-            for key, value in other.items():
-                if key not in (
-                    "trainer/distinct_tokens",
-                    "trainer/distinct_flops",
-                ):  # a group that is cut is computed on both
-                    assert one[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+        check_equal(found[name], name)
     assert torch.equal(*(found[name][0] for _, found in of_ranks)), "ranks never drift apart"
 
 
@@ -66,3 +85,34 @@ def test_updates_moved_the_weights(of_ranks):
     start = torch.cat([p.detach().flatten() for p in runs.model_of(1).parameters()])
     moved = of_ranks[0][1]["grpo"][0]
     assert float((moved - start).abs().max()) > 1e-3
+
+
+@pytest.mark.slow
+def test_processes_that_are_one_rank_count_once(of_mesh):
+    """A mesh of 2 (dp) by 2: losses, gradients, tables and metrics are those of two ranks."""
+    assert [one["ranks"] for one in of_mesh] == [(0, 2, 4), (0, 2, 4), (1, 2, 4), (1, 2, 4)]
+    assert [one["gathered"] for one in of_mesh] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert of_mesh[0]["summed"] == {"tokens": 21.0, "0": 1.0, "2": 1.0}
+    assert of_mesh[0]["parts"] == of_mesh[1]["parts"] != of_mesh[2]["parts"] == of_mesh[3]["parts"]
+    split = [index for one in (of_mesh[0], of_mesh[2]) for part in one["parts"] for index in part]
+    assert sorted(split) == list(range(16))
+    for name in of_mesh[0]["runs"]:
+        for one in of_mesh:
+            check_equal(one["runs"][name], name)
+
+
+@pytest.mark.slow
+def test_the_first_process_of_all_writes_and_all_know_what_became_of_it(of_mesh):
+    first, *others = (one["writes"] for one in of_mesh)
+    assert all(one == first for one in others)
+    one, two, refusal = first
+    assert (one[0], two[0]) == ("step-000001", "step-000002")
+    assert one[2:] == two[2:] == (1, 0.5)
+    assert "step-000003 could not be written" in refusal
+
+
+def test_a_mesh_without_data_parallel_ranks_is_refused():
+    mesh = SimpleNamespace(mesh_dim_names=("tp", "cp"))
+    with pytest.raises(TrainingError, match="has the dimensions tp, cp: name the one"):
+        parallel.use_mesh(mesh)
+    assert parallel.num_ranks() == 1

@@ -32,6 +32,7 @@ from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.load import write_model
 from agentevo.training import manifest
 from agentevo.training.manifest import Manifest, TornError
+from agentevo.training.parallel import on_first
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -41,10 +42,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder, self.keep_last = folder, keep_last
-        self.best_step: int | None = None
-        """Of those that are there the one of the highest value, the newest among equals."""
-        self.best_value: float | None = None
-        self._find_best()
+        self.best_value, self.best_step = self._best()
+        """The highest value, and the step of the checkpoint that has it: the newest among
+        equals."""
 
     def steps(self) -> list[int]:
         """Steps whose checkpoint has all its files, in order. Their content is not read: see
@@ -91,8 +91,28 @@ class Checkpoints:
         `value` is its evaluation, if there was one. `prune=False` leaves `prune` to the caller, who
         commits the step in between: until then the older checkpoints may be the only ones that a
         resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
-        behind and the older ones as they were.
+        behind and the older ones as they were. Where several processes train, all of them call it,
+        and the first one writes.
         """
+        sha256 = on_first(
+            lambda: self._write(step, model, tokenizer, trainer_state, run_state, value)
+        )
+        self.best_value, self.best_step = on_first(self._best)
+        if prune:
+            self.prune()
+        else:
+            on_first(self._write_index)
+        return self.path(step), sha256
+
+    def _write(
+        self,
+        step: int,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        trainer_state: dict[str, Any],
+        run_state: dict[str, Any],
+        value: float | None,
+    ) -> str:
         self.folder.mkdir(parents=True, exist_ok=True)
         value = float(value) if value is not None and math.isfinite(value) else None
         try:
@@ -111,15 +131,13 @@ class Checkpoints:
                 "nothing of it was left behind, whole "
                 f"checkpoints of other steps stay (of steps: {older})"
             ) from error
-        self._find_best()
-        if prune:
-            self.prune()
-        else:
-            self._write_index()
-        return self.path(step), sealed.sha256
+        return sealed.sha256
 
     def prune(self) -> None:
-        """Deletes what need not be kept."""
+        """Deletes what need not be kept; see `save` for who does."""
+        on_first(self._prune)
+
+    def _prune(self) -> None:
         steps = self.steps()
         kept = {*steps[-self.keep_last :], self.best_step}
         for old in steps:
@@ -189,7 +207,7 @@ class Checkpoints:
         for later in self.folders():
             if later > step:
                 self._delete(self.path(later))
-        self._find_best()
+        self.best_value, self.best_step = self._best()
         self._write_index()
 
     def folders(self) -> list[int]:
@@ -216,13 +234,14 @@ class Checkpoints:
                 found[step] = sealed
         return found
 
-    def _find_best(self) -> None:
+    def _best(self) -> tuple[float | None, int | None]:
+        """(value, step) of the best one that is there."""
         rated = [
             (sealed.value, step)
             for step, sealed in self._manifests().items()
             if sealed.value is not None
         ]
-        self.best_value, self.best_step = max(rated, default=(None, None))
+        return max(rated, default=(None, None))
 
     def _delete(self, path: Path) -> None:
         """A kill in between leaves a hidden folder, never half a checkpoint."""

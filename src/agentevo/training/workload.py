@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from agentevo.models.flops import Work, model_flops, work_of_depths, work_of_sequences
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.parallel import num_ranks, rank, summed
+from agentevo.training.parallel import num_processes, rank, summed
 from agentevo.types import Sample
 
 DISTINCT, LOGICAL = "trainer/distinct_flops", "trainer/logical_flops"
@@ -58,7 +58,7 @@ def speed_metrics(
     trained: Mapping[str, float], seconds: float, peak_flops_per_s: float
 ) -> dict[str, float]:
     """Of the update, which took `seconds`: tokens per second and MFU, as computed and as stood for.
-    Nothing where nothing was trained. Every rank has a device with that peak."""
+    Nothing where nothing was trained. Every process has a device with that peak."""
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics
@@ -69,5 +69,5 @@ def speed_metrics(
         if f"trainer/{name}_tokens" in trained:
             metrics[f"perf/tokens_per_s_{name}"] = trained[f"trainer/{name}_tokens"] / seconds
         if flops in trained:
-            metrics[mfu] = trained[flops] / seconds / (peak_flops_per_s * num_ranks())
+            metrics[mfu] = trained[flops] / seconds / (peak_flops_per_s * num_processes())
     return metrics
