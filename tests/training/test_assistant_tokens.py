@@ -8,13 +8,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from chat_templates import QWEN3, QWEN3_THINKING, QWQ, R1
+from chat_templates import tokenizer_with as template_tokenizer
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from agentevo.data import Conversation, RowError
+from agentevo.models.chat import ChatFormat
 from agentevo.models.resolve import fetch
 from agentevo.models.tiny import byte_tokenizer
 from agentevo.training.assistant_tokens import AssistantTokens
+from agentevo.training.supervised import conversation_sample
+from agentevo.types import Message
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% "
@@ -176,6 +181,76 @@ def test_a_template_that_strips_old_thinking_gives_each_turn_its_own_context():
     assert len(found(tokenizer_with(THINKING), talk(*TALK))) == 1  # nothing to strip: one sample
 
 
+QUESTION = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n<think>\n"
+ANSWERED = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "said"),
+    [
+        ("ONE", None, "\n</think>\n\nONE"),
+        ("ONE", "so one", "so one\n</think>\n\nONE"),
+        ("<think>\nso one\n</think>\n\nONE", None, "so one\n</think>\n\nONE"),
+        ("<think>so one</think>ONE", None, "so one</think>ONE"),
+    ],
+)
+@pytest.mark.parametrize("template", [QWQ, R1], ids=["qwq", "r1"])
+def test_a_thought_that_the_prompt_opens_is_finished(template, content, reasoning, said):
+    """Templates that open a thought and strip every one from what they render: each turn is trained
+    with its thought, in a history without."""
+    tokenizer = template_tokenizer(template)
+    pairs = [("user", "one"), ("assistant", content), ("user", "two"), ("assistant", "TWO")]
+    conversation = talk(*pairs)
+    if reasoning is not None:
+        conversation.messages[1]["reasoning_content"] = reasoning
+    first, second = found(tokenizer, conversation)
+    prompts = [
+        tokenizer.apply_chat_template(
+            conversation.messages[:size], tokenize=False, add_generation_prompt=True
+        )
+        for size in (1, 3)
+    ]
+    assert first == [(prompts[0], False), (f"{said}<|im_end|>", True)]
+    assert second == [(prompts[1], False), ("\n</think>\n\nTWO<|im_end|>", True)]
+    assert "so one" not in prompts[1] and prompts[1].endswith("<think>\n")
+
+
+def test_a_template_that_writes_the_newest_thought_itself():
+    conversation = talk(
+        ("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "TWO")
+    )
+    conversation.messages[1]["reasoning_content"] = "so one"
+    first, second = found(template_tokenizer(QWEN3_THINKING), conversation)
+    assert first == [(QUESTION, False), ("so one\n</think>\n\nONE<|im_end|>", True)]
+    assert second == [
+        (f"{ANSWERED}ONE<|im_end|>\n{QUESTION.replace('one', 'two')}", False),
+        ("\n</think>\n\nTWO<|im_end|>", True),
+    ]
+    hybrid = found(template_tokenizer(QWEN3), conversation)
+    assert hybrid[0] == [(ANSWERED, False), ("<think>\nso one\n</think>\n\nONE<|im_end|>", True)]
+
+
+@pytest.mark.parametrize("template", [QWQ, QWEN3_THINKING, R1], ids=["qwq", "qwen3", "r1"])
+def test_supervised_samples_are_what_the_chat_format_encodes(template):
+    """A demonstration has the same ids by both ways that a message becomes tokens."""
+    tokenizer = template_tokenizer(template)
+    chat = ChatFormat(tokenizer)
+    for message in (Message("assistant", "ONE"), Message("assistant", "ONE", reasoning="so")):
+        conversation = talk(("user", "one"), ("assistant", message.content))
+        if message.reasoning:
+            conversation.messages[1]["reasoning_content"] = message.reasoning
+        (row,), _ = AssistantTokens(tokenizer, max_tokens=512).encode(conversation)
+        sample = conversation_sample([Message("user", "one"), message], chat, "x")
+        assert (row.ids.tolist(), row.mask.tolist()) == (sample.ids, sample.loss_mask)
+
+
+def test_a_thought_that_is_written_otherwise_than_it_is_opened_is_refused():
+    otherwise = QWEN3_THINKING.replace("'<think>\n' + thought", "'<think> ' + thought")
+    assert otherwise != QWEN3_THINKING
+    error = refused(template_tokenizer(otherwise), talk(("user", "one"), ("assistant", "ONE")))
+    assert "otherwise than its own generation prompt" in error.detail
+
+
 def test_tools_and_calls():
     tools = [{"name": "add"}]
     conversation = Conversation(
@@ -215,7 +290,7 @@ def test_tools_and_calls():
 
 
 def test_what_a_template_can_not_say():
-    prompted = CHATML.replace("assistant\n'", "assistant\n<think>'")
+    prompted = CHATML.replace("assistant\n'", "assistant\nSure: '")
     assert (
         "otherwise than its own generation prompt"
         in refused(tokenizer_with(prompted), talk(*TALK)).detail

@@ -36,7 +36,7 @@ CACHED_MESSAGES = 8192
 """Encodings of messages that are remembered."""
 _FIRST, _SECOND, _ASKED, _SYSTEM = "probefirst", "probesecond", "probequestion", "probesystem"
 _USER = Message("user", _ASKED)
-_OPENS_THINKING = re.compile(r"<think>\s*$")
+OPENS_THINKING = re.compile(r"<think>\s*$")
 
 
 class ChatFormat:
@@ -86,7 +86,7 @@ class ChatFormat:
             said = self._written(message)
         else:
             said = message.text
-        if _OPENS_THINKING.search(self.opening):
+        if OPENS_THINKING.search(self.opening):
             thought, said = thought_of(said, message.reasoning, self.opening)
             said = thought + said
         return [*self._encode(said), self.end_of_turn_id]
@@ -181,7 +181,7 @@ class ChatFormat:
                 "the chat template begins or ends an assistant's message with tool calls or "
                 "reasoning otherwise than its own generation prompt: edit the template"
             )
-        opens = _OPENS_THINKING.search(self.opening) is not None
+        opens = OPENS_THINKING.search(self.opening) is not None
         if message.reasoning and message.reasoning.strip() not in said and not opens:
             raise ModelError(
                 "the chat template leaves out the reasoning: choose a model whose template has a "

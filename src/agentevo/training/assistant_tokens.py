@@ -4,14 +4,18 @@ template says where that is.
 A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r
 = the template's rendering and g = the same with the generation prompt,
 
-    prompt(k) = ids of g(messages before k)      is what the policy sees before assistant message k
-    whole(k)  = ids of r(messages up to k)       must begin with prompt(k); what follows, up to the last special token, is trained
+    prompt(k) = ids of g(messages before k)  is what the policy sees before assistant message k
+    whole(k)  = ids of r(messages up to k)   must begin with prompt(k); what follows, up to the
+                                             last special token, is trained
 
 so what is trained is what the policy would have had to say, its end-of-turn token included; the
 newline that a template puts behind it is not. Message k continues the tokens of the message before
 it where prompt(k) begins with them. Where it does not (a template that strips the thinking of
 earlier turns, or rewrites them), a new sample begins: each turn is trained in the context that the
 template gives it. No text is looked for in another.
+
+Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy has
+to finish it: the thought of the row, or none, then `</think>`, stands before the rendered answer.
 
 A row that can't be said this way is a RowError: the template refuses it, drops its tools or tool
 calls, or begins an answer otherwise than its own generation prompt.
@@ -26,15 +30,15 @@ from itertools import groupby
 from typing import Any, Literal, cast
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from agentevo.data import Conversation, RowError
+from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
+from agentevo.models.chat import OPENS_THINKING, thought_of
+from agentevo.models.chat_template import TEMPLATE_ERRORS
 from agentevo.types import Sample
 
-THINKING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message under which data sets keep what the assistant thought."""
 TrainOn = Literal["all", "last"]
 Chat = list[dict[str, Any]]
 
@@ -155,7 +159,9 @@ class AssistantTokens:
         ids: list[int] = []  # of the text, which is what is known to be said so far
         for place in said:
             prompt_text = self._render(messages[:place], tools, prompt=True)
-            whole_text = self._render(messages[: place + 1], tools)
+            whole_text = _finish_thought(
+                prompt_text, self._render(messages[: place + 1], tools), messages[place]
+            )
             prompt = self._encode_after(text, ids, prompt_text)
             whole = self._encode_after(text, ids, whole_text)
             if whole[: len(prompt)] != prompt:
@@ -225,7 +231,9 @@ class AssistantTokens:
         the assistant would then learn to call what it can't see, or to say nothing where it called.
         Thinking counts in the last message: of earlier ones templates strip it."""
         calling = any("tool_calls" in message for message in messages)
-        thinking = [key for key in THINKING if messages[-1].get(key)]
+        thinking = [key for key in REASONING_KEYS if messages[-1].get(key)]
+        if thinking and OPENS_THINKING.search(self._render(messages[:-1], tools, prompt=True)):
+            thinking = []  # the prompt opens it, and `_finish_thought` writes it
         if not (tools or calling or thinking):
             return
         whole = self._render(messages, tools)
@@ -265,13 +273,7 @@ class AssistantTokens:
     def _template(self, messages: Chat, tools: Chat | None, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=cast(Any, tools), **options)
-        except (
-            TemplateError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            ValueError,
-        ) as error:  # a template may do anything with what it meets
+        except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise RowError(
                 "template", f"the chat template refuses a conversation of {roles}: {error}"
@@ -297,6 +299,22 @@ class AssistantTokens:
                 self._encode(name + text) == [token, *self._encode(text)] for text in texts
             )
         return self._cuts[token]
+
+
+def _finish_thought(prompt: str, whole: str, message: dict[str, Any]) -> str:
+    """The rendering `whole` of a conversation that ends with the assistant's `message`, with the
+    message's thought behind a prompt that opens one which the rendering leaves out."""
+    opening = OPENS_THINKING.search(prompt)
+    if opening is None or whole.startswith(prompt):
+        return whole
+    before = prompt[: opening.start()]
+    answer = whole.removeprefix(before)
+    if not whole.startswith(before) or answer.startswith("<think>"):
+        return whole
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+    thought, said = thought_of(message["content"], reasoning, opening.group())
+    gap = said[: len(said) - len(said.lstrip())] if thought.endswith("</think>") else ""
+    return prompt + thought + ("" if answer.startswith(gap) else gap) + answer
 
 
 def _without(messages: Chat, key: str) -> Chat:
