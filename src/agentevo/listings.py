@@ -84,7 +84,7 @@ def recipes() -> list[Row]:
 
 
 def engines() -> list[Row]:
-    from agentevo.inference.engine import engines as registry
+    from agentevo.inference.engines import engines as registry
 
     return [
         (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))

@@ -22,16 +22,17 @@ from agentevo.models.adapters import (
     check_lora,
     dropping_out,
     load_adapter,
-    merge_adapter,
     num_parameters,
     use_adapter,
 )
 from agentevo.models.attention import prepare
 from agentevo.models.fused import FusedLayer
 from agentevo.models.linear import available, drop_packed
-from agentevo.models.load import LoadedModel, load_model, save_model
-from agentevo.training.batching.tree import build_tree
+from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.merge import merge_adapter
+from agentevo.models.save import save_model
 from agentevo.training.kernels.tree_attention import TreeAttention
+from agentevo.training.tree import build_tree
 
 TREE = build_tree([[5, 9, 60, 3, 41, 8], [5, 9, 60, 3, 7], [5, 11, 12]])
 IDS = [5, 9, 60, 3, 41, 8]

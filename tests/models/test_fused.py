@@ -12,8 +12,8 @@ from torch import nn
 from agentevo.models.attention import prepare
 from agentevo.models.fused import FUSED_CLASSES, FusedLayer
 from agentevo.models.linear import available, drop_packed
-from agentevo.training.batching.tree import build_tree
 from agentevo.training.kernels.tree_attention import TreeAttention
+from agentevo.training.tree import build_tree
 
 pytestmark = pytest.mark.skipif(
     not available(),

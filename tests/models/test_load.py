@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentevo.config import ModelSection, TinyModel
 from agentevo.errors import ModelError
 from agentevo.models.attention import prepare
-from agentevo.models.load import LoadedModel, load_model, save_model
+from agentevo.models.load import LoadedModel, load_model
+from agentevo.models.save import save_model
 
 
 def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from agentevo.api.run import train
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.models.load import save_model
+from agentevo.models.save import save_model
 from agentevo.observability import read_metrics
 from agentevo.orchestration.cold_start import demonstrations
 from agentevo.orchestration.components import make_environment, open_components

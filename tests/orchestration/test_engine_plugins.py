@@ -15,7 +15,8 @@ from agentevo import registry
 from agentevo.api import train
 from agentevo.config import EngineSection
 from agentevo.errors import ConfigError, EngineError, UnknownNameError
-from agentevo.inference.engine import NO_VERSION, engines
+from agentevo.inference.engine import NO_VERSION
+from agentevo.inference.engines import engines
 from agentevo.inference.sampling import draw
 from agentevo.inference.weight_transport import WeightTransport, transports
 from agentevo.listings import LISTS

@@ -10,7 +10,7 @@ import pytest
 from agentevo.config import build_config
 from agentevo.errors import StoreUnavailableError
 from agentevo.models.chat import ChatFormat
-from agentevo.models.load import save_model
+from agentevo.models.save import save_model
 from agentevo.orchestration.components import load_policy
 from agentevo.processes import sample as module
 from agentevo.processes.sample import conversation

@@ -12,7 +12,7 @@ import torch
 from agentevo.api.run import evaluate_model
 from agentevo.config import build_config
 from agentevo.models.device_peak import device_peak
-from agentevo.models.load import write_model
+from agentevo.models.save import write_model
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.run import check_parts
 

@@ -20,11 +20,11 @@ from agentevo.models.adapters import add_adapter
 from agentevo.models.attention import prepare
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches, token_tables
-from agentevo.training.batching.tree import build_tree
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.reference import Reference
 from agentevo.training.trainer import Trainer
+from agentevo.training.tree import build_tree
 
 CPU = torch.device("cpu")
 ARCHITECTURES = [

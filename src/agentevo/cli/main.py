@@ -330,7 +330,7 @@ def merge(
         from agentevo.api.run import Run
 
         source = Run(run_config(source)).checkpoint
-    from agentevo.models.adapters import merge_adapter
+    from agentevo.models.merge import merge_adapter
 
     print(merge_adapter(source, out, base or None))
 

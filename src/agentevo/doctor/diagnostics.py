@@ -23,7 +23,7 @@ from agentevo.orchestration.components import (
     open_components,
 )
 from agentevo.rollout.sampler import Sampler
-from agentevo.training.batching.tree import build_tree
+from agentevo.training.tree import build_tree
 from agentevo.types import Trajectory
 
 

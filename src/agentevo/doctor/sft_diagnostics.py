@@ -15,8 +15,8 @@ from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.orchestration.sft_data import SFTData, check_sft_data, load_sft_data
 from agentevo.seeds import derive_seed
 from agentevo.training.batching.partition import split_by_tokens
-from agentevo.training.batching.tree import build_tree
 from agentevo.training.supervised import plan_batches
+from agentevo.training.tree import build_tree
 from agentevo.types import Sample
 
 LARGEST_BATCHES = 8

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from agentevo.config import EngineSection
-from agentevo.registry import Registry
 from agentevo.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -160,16 +159,3 @@ class EngineFactory(Protocol):
         `begin`. Raises ConfigError for keys of `section` that it can't follow. The first line of
         its docstring is what `agentevo list engines` shows."""
         ...
-
-
-engines: Registry[EngineFactory] = Registry("engines")
-
-
-@engines.register("torch")
-def torch_engine(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, section: EngineSection
-) -> UpdatableEngine:
-    """Embedded: continuous batching in this process, on the trainer's own weights."""
-    from agentevo.inference.torch_engine import TorchEngine
-
-    return TorchEngine(model, tokenizer, section)

@@ -1,7 +1,9 @@
 """LoRA adapters over a base that stays as it is, by PEFT, which is imported here only.
 
-    add_adapter     a fresh one, trained               load_adapter   a saved one, beside others if there are
-    use_adapter     which one computes from now on     merge_adapter  base + adapter -> a plain model folder
+    add_adapter     a fresh one, trained
+    load_adapter    a saved one, beside others if there are
+    use_adapter     which one computes from now on
+    merge_adapter   base + adapter -> a plain model folder (`models/merge.py`)
 
 An adapter at its start changes nothing: the policy is the base. The base's parameters need no
 gradient; whatever is trained beside adapters (biases, whole modules) is saved with them in PEFT's
@@ -18,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from agentevo.errors import MissingExtraError, ModelError
 from agentevo.models.linear import FastLinear, drop_packed, use_fast_linear
@@ -60,7 +62,7 @@ def check_lora(section: LoraSection) -> None:
         return
     peft()
     if section.adapter is not None:
-        _read_config(section.adapter)
+        read_adapter_config(section.adapter)
     if section.quantize != "none":
         check_quantize(section.quantize)
 
@@ -126,7 +128,7 @@ def load_adapter(
     Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made
     for another base.
     """
-    library, config = peft(), _read_config(folder)
+    library, config = peft(), read_adapter_config(folder)
     if is_adapted(model) and name in adapter_names(model):
         raise ModelError(
             f"adapter {folder}: the model has one called {name!r} already: give it another name"
@@ -222,30 +224,7 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
         (folder / name).rmdir()
 
 
-def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
-    """Writes base + adapter to `out` as a plain model folder in the base's dtype; returns `out`.
-
-    `base`: where the base is, if it is no longer where the adapter says. Raises ModelError, before
-    anything is written.
-    """
-    from transformers import AutoTokenizer
-
-    from agentevo.models.load import load_base, save_model
-
-    config = _read_config(folder)
-    name = base or config.base_model_name_or_path
-    if not name:
-        raise ModelError(f"adapter {folder} does not say what its base is: give it with --base")
-    loaded = load_base(str(name))
-    merged = load_adapter(loaded.model, folder)
-    whole: Any = merged
-    tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    return save_model(whole.merge_and_unload(safe_merge=True), tokenizer, out)
-
-
-def _read_config(folder: Path) -> Any:
+def read_adapter_config(folder: Path) -> Any:
     """The adapter's settings. Raises ModelError where there is no LoRA adapter, or one that fits no
     plain base."""
     if not is_adapter_folder(folder):

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import GGUF_MIN_VERSION, is_gguf_available
 
 from agentevo.errors import MissingExtraError, ModelError
 from agentevo.models.known import KnownModel
-from agentevo.models.load import no_progress_bars, write_model
+from agentevo.models.save import no_progress_bars, write_model
 
 
 def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:

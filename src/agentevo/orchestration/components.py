@@ -17,7 +17,8 @@ from agentevo.config import EnvironmentAgentSection, LoraSection, ModelSection, 
 from agentevo.config.memory import offload_refusal
 from agentevo.environments import TextEnvironment, make
 from agentevo.errors import ConfigError
-from agentevo.inference.engine import UpdatableEngine, engines
+from agentevo.inference.engine import UpdatableEngine
+from agentevo.inference.engines import engines
 from agentevo.inference.transports import open_local
 from agentevo.inference.weight_transport import WeightSender
 from agentevo.models.activations import keep_activations

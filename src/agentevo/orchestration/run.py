@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
-from agentevo.inference.engine import engines
+from agentevo.inference.engines import engines
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve

@@ -21,7 +21,8 @@ from typing import Any
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
 from agentevo.inference.directory import Announcement, EngineDirectory
-from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights, engines
+from agentevo.inference.engine import NO_VERSION, InFlight, UpdatableEngine, Weights
+from agentevo.inference.engines import engines
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening, open_socket, url_of
 from agentevo.inference.transports import remote_source

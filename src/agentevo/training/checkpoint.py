@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agentevo.errors import CheckpointError
 from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.models.adapters import is_adapter_folder
-from agentevo.models.load import write_model
+from agentevo.models.save import write_model
 from agentevo.training import manifest
 from agentevo.training.manifest import Manifest, TornError
 from agentevo.training.parallel import on_first

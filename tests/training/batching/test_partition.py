@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentevo.training.batching.partition import split_by_tokens, spread
-from agentevo.training.batching.tree import build_tree
+from agentevo.training.tree import build_tree
 
 PAIR_COST = 0.01
 sequences_of_few_letters = st.lists(

@@ -12,10 +12,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentevo.training.batching.tree import build_tree
 from agentevo.training.kernels import flex_tree
 from agentevo.training.kernels.flex_tree import FlexTree
 from agentevo.training.kernels.tree_attention import TreeAttention
+from agentevo.training.tree import build_tree
 
 CPU = torch.device("cpu")
 PROMPT = list(range(150))

@@ -8,9 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agentevo.training.batching.tree import build_tree
 from agentevo.training.kernels import attention_kernels, tree_attention
 from agentevo.training.kernels.tree_attention import TreeAttention, lay_out
+from agentevo.training.tree import build_tree
 
 CPU = torch.device("cpu")
 sequences_of_few_letters = st.lists(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentevo.training.batching.tree import build_tree
 from agentevo.training.kernels.tree_attention import TreeAttention
+from agentevo.training.tree import build_tree
 from agentevo.types import Sample
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentevo.training.batching.prefixes import sort_sequences
+from agentevo.training.prefixes import sort_sequences
 
 Sequences = Sequence[Sequence[int]] | Sequence[np.ndarray]
 PAIR_COST = 1 / 6144

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
-from agentevo.training.batching.prefixes import token_array
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.parallel import gathered, num_ranks, rank
 from agentevo.training.phases import phase
+from agentevo.training.prefixes import token_array
 from agentevo.types import Sample
 
 

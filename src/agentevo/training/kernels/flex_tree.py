@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from agentevo.training.batching.tree import TokenTree
+from agentevo.training.tree import TokenTree
 
 BLOCK = 128
 """Nodes of a block, FlexAttention's own default. Nodes are padded to a multiple; a padded one sees

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,9 +24,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.models.linear import FastLinear, PackedWeights
-from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
+
+if TYPE_CHECKING:
+    from agentevo.training.batching.packing import PackedBatch
 
 PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
 """Given to the model as logits. The first tells the scale, the last the cap, all together whether

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from agentevo.training.batching.tree import Segment, TokenTree, segments
 from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
 from agentevo.training.kernels.flex_tree import FlexTree
+from agentevo.training.tree import Segment, TokenTree, segments
 
 BLOCK = 128
 """Queries of a segment computed at once; and the nodes of a subtree that is computed whole, with a

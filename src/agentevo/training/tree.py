@@ -3,7 +3,8 @@
 `build_tree` sorts the sequences and walks them: each reuses the path of the one before it as far as
 they agree and adds nodes for the rest. In that order nodes come out depth-first, and
 
-    ids[path(s)] = sequence s,   position of a node = its depth,   a node attends to exactly the nodes of its path
+    ids[path(s)] = sequence s,   position of a node = its depth,
+    a node attends to exactly the nodes of its path
 
 hold by construction (tests/training/test_tree.py). The nodes below a node follow it without a gap,
 so node k is on the path of node q exactly when k <= q < ends[k].
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentevo.training.batching.prefixes import sort_sequences
+from agentevo.training.prefixes import sort_sequences
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.training.batching.prefixes import sort_sequences
+from agentevo.training.prefixes import sort_sequences
 
 ids = st.one_of(st.integers(0, 2), st.sampled_from([255, 256, 257, 65536, 2**31 - 1]))
 sequences_of_all_sizes = st.lists(st.lists(ids, max_size=9), max_size=9)

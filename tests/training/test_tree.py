@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentevo.training.batching.tree import build_tree, segments
+from agentevo.training.tree import build_tree, segments
 
 sequences_of_few_letters = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9

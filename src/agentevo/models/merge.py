@@ -1,0 +1,32 @@
+"""An adapter and its base become one plain model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from agentevo.errors import ModelError
+from agentevo.models.adapters import load_adapter, read_adapter_config
+from agentevo.models.load import load_base
+from agentevo.models.save import save_model
+
+
+def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
+    """Writes base + adapter to `out` as a plain model folder in the base's dtype; returns `out`.
+
+    `base`: where the base is, if it is no longer where the adapter says. Raises ModelError, before
+    anything is written.
+    """
+    config = read_adapter_config(folder)
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ModelError(f"adapter {folder} does not say what its base is: give it with --base")
+    loaded = load_base(str(name))
+    merged = load_adapter(loaded.model, folder)
+    whole: Any = merged
+    tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return save_model(whole.merge_and_unload(safe_merge=True), tokenizer, out)

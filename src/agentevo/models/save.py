@@ -1,0 +1,55 @@
+"""Writing a model and its tokenizer in transformers' format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from agentevo.errors import ModelError
+from agentevo.files import atomic_folder
+from agentevo.models.adapters import is_adapted, is_adapter_folder, write_adapter
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
+    """Saves both into `folder` so that readers see all or nothing; an older model there is
+    replaced. Returns the folder.
+
+    Raises `ModelError` rather than replace a folder that holds something else.
+    """
+    folder = Path(folder)
+    holds_model = (folder / "config.json").is_file() or is_adapter_folder(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not holds_model):
+        raise ModelError(
+            f"{folder} exists and holds no model, so it is not replaced by one: choose another "
+            "folder"
+        )
+    with atomic_folder(folder) as staging:
+        write_model(model, tokenizer, staging)
+    return folder
+
+
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes both into an existing folder, file by file; of a model with adapters, the adapter in
+    use alone. For callers that make the whole folder appear at once by `atomic_folder`."""
+    with no_progress_bars():
+        if is_adapted(model):
+            write_adapter(model, folder)
+        else:
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers' progress bars off the terminal, which belongs to the live view."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
