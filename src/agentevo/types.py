@@ -222,6 +222,30 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One call within an attempt: of the policy, a tool, the environment or a scorer. What was said
+    in it is in the trajectory; a call says when, for how long, and inside of which other call."""
+
+    id: str
+    """`RECORDER-NUMBER`, unique in a store; a recorder belongs to one process."""
+    trajectory_id: str
+    parent: str | None = None
+    """Id of the call in which this one was made. None for the attempt itself, of which every try
+    has one."""
+    kind: str
+    """`attempt`, `policy`, `tool`, `environment`, `scorer`, or any other word."""
+    name: str
+    started_at: float
+    """Unix time in seconds."""
+    ended_at: float | None = None
+    """None while it is running, and for ever where its process was killed."""
+    status: Status | None = None
+    """None until it has ended. `cancelled`: it was broken off."""
+    error: str | None = None
+    attributes: dict[str, str | int | float | bool] = {}
+    """Small facts such as `turn` and `completion_tokens`, never a prompt."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One root-to-leaf path of a trajectory, ready for training; every list has one entry per token
     of `ids`."""

@@ -101,40 +101,27 @@ def test_groups_are_found_without_a_walk_over_their_split(
     assert not any("trajectories_by_split" in plan for plan in plans), "\n\n".join(plans)
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"), [(1, "agentevo store export"), (99, "pip install -U agentevo")]
-)
-def test_a_postgresql_schema_of_another_version_is_refused(
-    postgresql: PostgreSQL, version: int, advice: str
-) -> None:
+def test_a_postgresql_schema_of_a_newer_version_is_refused(postgresql: PostgreSQL) -> None:
     async def scenario() -> None:
         url = postgresql.url(unused_name())
         async with await PostgreSQLStore.open(url) as store:
-            change = text(f"UPDATE agentevo_store SET version = {version}")
+            change = text("UPDATE agentevo_store SET version = 99")
             await store._run("test", lambda connection: connection.execute(change), write=True)
         with pytest.raises(
             StoreError,
-            match=f"has version {version}, this AgentEvo knows {tables.SCHEMA_VERSION}: .*{advice}",
+            match=f"has version 99, this AgentEvo knows {tables.SCHEMA_VERSION}: upgrade with",
         ):
             await open_store(url)
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"),
-    [(0, "older AgentEvo's.*agentevo store export"), (99, "newer AgentEvo's.*pip install -U")],
-)
-def test_a_mongodb_schema_of_another_version_is_refused(
-    mongodb: MongoDB, version: int, advice: str
-) -> None:
+def test_a_mongodb_schema_of_a_newer_version_is_refused(mongodb: MongoDB) -> None:
     async def scenario() -> None:
         url = mongodb.url(unused_name())
         async with await MongoDBStore.open(url) as store:
-            await store._database["meta"].update_one(
-                {"_id": "schema"}, {"$set": {"version": version}}
-            )
-        with pytest.raises(StoreError, match=f"its schema {version} is an? {advice}"):
+            await store._database["meta"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
+        with pytest.raises(StoreError, match=r"its schema 99 is a newer AgentEvo's.*pip install"):
             await open_store(url)
 
     asyncio.run(scenario())

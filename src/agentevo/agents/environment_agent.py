@@ -149,8 +149,8 @@ class EnvironmentAgent:
                 environment.close()
 
         try:
-            environment = await thread.call(make)
-            observation, _ = await thread.call(lambda: environment.reset(seed=task.seed))
+            environment = await thread.call(make, "make")
+            observation, _ = await thread.call(lambda: environment.reset(seed=task.seed), "reset")
             episode = _Episode(observation=observation)
             messages = first_messages(environment, observation, self._section)
             for _ in range(self._section.max_turns):

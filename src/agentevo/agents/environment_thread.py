@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from agentevo.errors import EnvironmentFailure
+from agentevo.store.call_log import record_call
 
 T = TypeVar("T")
 
@@ -72,10 +73,11 @@ class EnvironmentThread:
         self._pending: Future[Any] | None = None
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises."""
+    async def call(self, function: Callable[[], T], name: str = "step") -> T:
+        """What the function returns or raises. Recorded as a call of the environment from where it
+        is no longer waited for on the spot."""
         answer = self._ask(function)
-        await self._wait(answer)
+        await self._wait(answer, name)
         return answer.result()
 
     async def end(self, close: Callable[[], None]) -> None:
@@ -85,7 +87,7 @@ class EnvironmentThread:
         closing = self._ask(close)
         try:
             if idle:
-                await self._wait(closing, within_s=CLOSE_S)
+                await self._wait(closing, "close", within_s=CLOSE_S)
         finally:
             if not closing.done():
                 _hung.add(self)  # before the thread can end, which takes it out
@@ -99,11 +101,12 @@ class EnvironmentThread:
         self._calls.put((answer, function))
         return answer
 
-    async def _wait(self, answer: Future[Any], *, within_s: float | None = None) -> None:
+    async def _wait(self, answer: Future[Any], name: str, *, within_s: float | None = None) -> None:
         try:
             answer.exception(timeout=self._pace.grace_s)
         except TimeoutError:
-            await asyncio.wait([asyncio.wrap_future(answer)], timeout=within_s)
+            with record_call("environment", name):
+                await asyncio.wait([asyncio.wrap_future(answer)], timeout=within_s)
 
     def _work(self) -> None:
         while (wanted := self._calls.get()) is not None:

@@ -13,6 +13,7 @@ import msgspec
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError
 from agentevo.inference.conversation import Conversation
+from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.types import Message, SamplingOverrides, Turn
 
 Prompt = Sequence[Message | Mapping[str, Any]] | Sequence[int]
@@ -96,6 +97,11 @@ class Policy:
         )
         replies = [_reply(turn) for turn in turns]
         return replies[0] if n is None else replies
+
+    def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
+        """Records what the agent does besides asking the policy, so that it can be watched: `async
+        with policy.call("tool", "search"): ...`."""
+        return self.conversation.calls.call(kind, name, **attributes)
 
 
 def _reply(turn: Turn) -> Reply:

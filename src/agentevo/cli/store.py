@@ -42,7 +42,8 @@ def store_stats(target: StoreOf) -> None:
     """Count tasks, trajectories, turns and steps by their place in the ledger."""
 
     async def work(store: Store) -> tuple[dict[str, int], int]:
-        return await store.counts(), await store.size_bytes()
+        counts = await store.counts() | {"calls": await store.num_calls()}
+        return counts, await store.size_bytes()
 
     counts, size = _with_store(target, work)
     print_table((name, f"{count:,}") for name, count in counts.items() if count or "/" not in name)
@@ -69,6 +70,7 @@ def store_gc(
             ("leases queued again", f"{done['leases']:,}"),
             ("orphans deleted", f"{done['orphans']:,}"),
             ("dropped trajectories emptied", f"{done['tokens']:,}"),
+            ("calls deleted", f"{done['calls']:,}"),
             ("given back", f"{done['bytes'] / 1e6:,.1f} MB"),
         ]
     )

@@ -32,6 +32,7 @@ from agentevo.inference.engine import Engine, SleepingEngine
 from agentevo.models.chat import ChatFormat
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.seeds import derive_seed
+from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Completion, Message, SamplingOverrides, SamplingParams, Turn
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Conversation:
         seed: int,
         context_length: int,
         timeout_s: float,
+        calls: AttemptCalls | None = None,
     ) -> None:
         self._engine, self._chat, self._sampling = engine, chat, sampling
         self._name, self._seed = name, seed
@@ -90,6 +92,8 @@ class Conversation:
         self._pending: Counter[int] = Counter()
         """Version when a call was made -> calls without an answer."""
         self._closed = False
+        self.calls = calls or AttemptCalls(None, name)
+        """Where its calls are recorded."""
         self.broken: BaseException | None = None
         """The engine's first failure, whatever the agent made of it. A request that is too long is
         the agent's own."""
@@ -143,12 +147,15 @@ class Conversation:
                 f"{self._context_length}: allow fewer turns"
             )
         requests = [self._request(overrides, number, room) for number in range(n)]
-        with self._waiting():
+        call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
+        with self._waiting(), call:
             completions = await self._all_completed(joined.ids, requests)
-            return [
+            turns = [
                 self._record(joined, sampling, completion)
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
+            call.note(**_facts(turns))
+            return turns
 
     def recognise(self, turn: int, message: Message) -> None:
         """From now on `message` in the place of what turn `turn` said is that turn as well: for a
@@ -291,3 +298,14 @@ def _longest_recorded(history: _History, messages: Sequence[Message]) -> tuple[i
         if history.turn is not None:
             turn, known = history.turn, size
     return turn, known
+
+
+def _facts(turns: Sequence[Turn]) -> dict[str, int]:
+    """What is recorded of a call that was answered."""
+    versions = [version for turn in turns for version in turn.versions]
+    return {
+        "turn": turns[0].index,
+        "completions": len(turns),
+        "completion_tokens": sum(len(turn.completion_ids) for turn in turns),
+        "version": max(versions, default=-1),
+    }

@@ -32,6 +32,7 @@ from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.store_opening import open_run_store
 from agentevo.seeds import derive_seed
+from agentevo.store.call_log import call_log
 from agentevo.store.store import Store
 from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.training.roles.model_copy import copy_policy
@@ -146,7 +147,9 @@ async def open_components(
     player = find_agent(config, agent)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
-        store = await stack.enter_async_context(await open_run_store(store_url or config.store_url))
+        url = store_url or config.store_url
+        store = await stack.enter_async_context(await open_run_store(url))
+        calls = await stack.enter_async_context(call_log(url, tell=note))
         weights = open_local(transport, model, engine, config, note)
         await weights.begin(0)
         context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
@@ -157,7 +160,7 @@ async def open_components(
             chat=chat,
             engine=engine,
             weights=weights,
-            sampler=Sampler(config, engine, chat, player, store, context),
+            sampler=Sampler(config, engine, chat, player, store, context, calls),
             store=store,
             tasks=TaskSource(config, tasks),
         )

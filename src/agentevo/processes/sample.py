@@ -35,6 +35,7 @@ from agentevo.rollout.service import STOPPING_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.store_opening import open_run_store
 from agentevo.signals import LOOK_S, asked_to_stop, finished_before_stop
+from agentevo.store.call_log import call_log
 from agentevo.store.store import Store
 from agentevo.types import Task
 
@@ -145,8 +146,8 @@ async def _sample(
         list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s
     )
     try:
-        async with opening.result() as store:
-            sampler = Sampler(config, engine, chat, player, store, context_length)
+        async with opening.result() as store, call_log(config.store_url, tell=note) as calls:
+            sampler = Sampler(config, engine, chat, player, store, context_length, calls)
             service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
             note(f"{name}: sampling for {config.run_dir}")
             await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)

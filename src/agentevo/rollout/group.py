@@ -54,8 +54,14 @@ class Attempt:
                 self._playing.cancel()
 
     async def run(self, *, task_id: str, group_id: str, number: int) -> Trajectory:
-        """Plays until the agent, the time limit or `cut` ends it; the only place where an agent's
-        failure is caught."""
+        """Plays until the agent, the time limit or `cut` ends it, as one recorded call."""
+        with self.policy.conversation.calls.attempt(type(self._agent).__name__) as call:
+            trajectory = await self._run(task_id, group_id, number)
+            call.outcome(trajectory.status, trajectory.error)
+            return trajectory
+
+    async def _run(self, task_id: str, group_id: str, number: int) -> Trajectory:
+        """The only place where an agent's failure is caught."""
         started, clock = time.time(), time.perf_counter()
         self._playing = asyncio.create_task(self._play())
         if self._cut is not None:

@@ -26,6 +26,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
 from agentevo.seeds import derive_seed
+from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.store import RETRIES, Split, Store
 from agentevo.types import SamplingParams, Task, Trajectory
 
@@ -51,13 +52,16 @@ class Sampler:
         agent: Agent,
         store: Store,
         context_length: int,
+        calls: CallLog | None = None,
     ) -> None:
+        """Calls of attempts are recorded in `calls`, if given."""
         self._config = config
         self._engine = engine
         self._chat = chat
         self._agent = agent
         self._store = store
         self._context_length = context_length
+        self._calls = calls
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The recipe's sampling parameters; filters don't matter to a greedy draw."""
@@ -166,6 +170,7 @@ class Sampler:
                 seed=derive_seed(self._config.run.seed, name),
                 context_length=self._context_length,
                 timeout_s=self._config.engine.timeout_s,
+                calls=AttemptCalls(self._calls, name),
             )
         )
 

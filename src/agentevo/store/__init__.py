@@ -1,5 +1,6 @@
 """Where tasks, trajectories and steps live. Importing this loads no database driver."""
 
+from agentevo.store.calls import CallFilter, CallState, StoredCall
 from agentevo.store.clock import Clock, Now
 from agentevo.store.export import export_jsonl, export_store, import_store
 from agentevo.store.store import (
@@ -22,6 +23,8 @@ from agentevo.store.store import (
 )
 
 __all__ = [
+    "CallFilter",
+    "CallState",
     "Clock",
     "Emptied",
     "Lease",
@@ -31,6 +34,7 @@ __all__ = [
     "StepRecord",
     "Store",
     "StoreOpener",
+    "StoredCall",
     "StoredTask",
     "StoredTrajectory",
     "TaskEvent",

@@ -5,10 +5,10 @@ its turns: ids, log-probs, versions, messages) and beside them `split`, `step`, 
 `trained_step`, `drop_reason`, `written_at`, `tokens_deleted` and `emptied`.
 
 `export_store` writes all of a store, for `import_store`: the lines above with `"kind":
-"trajectory"`, and lines of the kinds `task` and `step`. Tasks come first, then trajectories in the
-order of writing, then steps, so that an import that breaks off can just be repeated; a store that
-is exported, imported into any backend and exported again gives the same bytes, but for leases,
-which don't travel.
+"trajectory"`, and lines of the kinds `task`, `step` and `call`. Tasks come first, then trajectories
+in the order of writing, then steps, then calls, so that an import that breaks off can just be
+repeated; a store that is exported, imported into any backend and exported again gives the same
+bytes, but for leases, which don't travel.
 
 The file appears whole or not at all; the same store gives the same bytes.
 """
@@ -27,10 +27,24 @@ import msgspec
 from agentevo.errors import StoreError
 from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory, TrajectoryFilter
 from agentevo.store.streams import PAGE
-from agentevo.types import Trajectory
+from agentevo.types import Call, Trajectory
 
 _JSON = msgspec.json.Encoder()
-_KINDS: dict[str, Any] = {"task": StoredTask, "trajectory": StoredTrajectory, "step": StepRecord}
+
+
+class _CallLine(msgspec.Struct):
+    """A call has a kind of its own, so it is not flat. Whether it runs is not said: nobody can say
+    so later."""
+
+    call: Call
+
+
+_KINDS: dict[str, Any] = {
+    "task": StoredTask,
+    "trajectory": StoredTrajectory,
+    "step": StepRecord,
+    "call": _CallLine,
+}
 
 
 async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[TrajectoryFilter]) -> int:
@@ -68,6 +82,8 @@ async def export_store(store: Store, path: Path | str) -> int:
             write("trajectory", _flat(trajectory))
         for step in await store.steps():
             write("step", msgspec.structs.asdict(step))
+        async for stored in store.calls():
+            write("call", {"call": stored.call})
         if await _progress(store) != before:
             raise StoreError(
                 f"can't export to {path}: the run goes on, and its rows would be of different "
@@ -104,8 +120,10 @@ async def _put(store: Store, page: list[Any]) -> int:
             return await store.put(tasks=page)
         case StoredTrajectory():
             return await store.put(trajectories=page)
-        case _:
+        case StepRecord():
             return await store.put(steps=page)
+        case _:
+            return await store.put(calls=[line.call for line in page])
 
 
 def _flat(stored: StoredTrajectory) -> dict[str, Any]:

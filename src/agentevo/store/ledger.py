@@ -11,12 +11,12 @@ from typing import Any
 from sqlalchemy import delete, exists, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from agentevo.store import rules
+from agentevo.store import call_rows, rules
 from agentevo.store.codec import decode_step
 from agentevo.store.queries import rows_by_id
 from agentevo.store.store import StepRecord
 from agentevo.store.streams import chunks
-from agentevo.store.tables import steps, tasks, tokens, trajectories
+from agentevo.store.tables import calls, steps, tasks, tokens, trajectories
 
 _READY = {"state": "ready", "trained_step": None}
 
@@ -101,6 +101,7 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
         trajectories.c.step > step
     )  # DISTINCT would make SQLite walk over all tasks
     task_ids = dict.fromkeys((await connection.execute(orphaned)).scalars())
+    await call_rows.delete_after(connection, step)
     deleted = (
         await connection.execute(delete(trajectories).where(trajectories.c.step > step))
     ).rowcount
@@ -154,9 +155,9 @@ async def delete_orphans(connection: AsyncConnection) -> int:
 async def clear(connection: AsyncConnection) -> int:
     counts = [
         (await connection.execute(delete(table))).rowcount
-        for table in (tokens, trajectories, tasks, steps)
+        for table in (calls, tokens, trajectories, tasks, steps)
     ]
-    return sum(counts[1:])
+    return sum(counts[2:])
 
 
 async def read_steps(

@@ -2,12 +2,13 @@
 store: whole or not at all.
 
 A step is plain SQL and the formats of its time, never `tables.metadata`, which is only ever the
-newest schema. Only SQLite had a version 1.
+newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -91,5 +92,27 @@ async def _from_1_to_2(connection: AsyncConnection) -> None:
     await connection.exec_driver_sql("DROP TABLE turns")
 
 
-MIGRATIONS: dict[int, Callable[[AsyncConnection], Awaitable[None]]] = {1: _from_1_to_2}
-"""From this version to the next."""
+_CALLS_3 = """CREATE TABLE calls (
+    seq {serial} PRIMARY KEY, trajectory_id TEXT NOT NULL, id TEXT NOT NULL, parent TEXT,
+    kind TEXT NOT NULL, name TEXT NOT NULL, started_at {double} NOT NULL, ended_at {double},
+    status TEXT, error TEXT, attributes TEXT NOT NULL, seen_at {double},
+    UNIQUE (trajectory_id, id))"""
+_CALLS_BY_SEEN_3 = "CREATE INDEX calls_by_seen ON calls (seen_at) WHERE seen_at IS NOT NULL"
+
+
+async def _from_2_to_3(connection: AsyncConnection, *, serial: str, double: str) -> None:
+    """A table for the calls of every attempt."""
+    await connection.exec_driver_sql(_CALLS_3.format(serial=serial, double=double))
+    await connection.exec_driver_sql(_CALLS_BY_SEEN_3)
+
+
+Migration = Callable[[AsyncConnection], Awaitable[None]]
+
+MIGRATIONS: dict[str, dict[int, Migration]] = {
+    "sqlite": {
+        1: _from_1_to_2,
+        2: partial(_from_2_to_3, serial="INTEGER NOT NULL", double="DOUBLE"),
+    },
+    "postgresql": {2: partial(_from_2_to_3, serial="BIGSERIAL", double="DOUBLE PRECISION")},
+}
+"""Database -> a version of the schema -> the step from it to the next."""

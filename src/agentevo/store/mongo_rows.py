@@ -420,6 +420,9 @@ class Rows:
         later = await self.find(self.trajectories, {"step": {"$gt": step}}, "task_id")
         for chunk in chunks(document["_id"] for document in later):
             await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)
+            await self.database["calls"].delete_many(
+                {"trajectory_id": {"$in": chunk}}, session=self.session
+            )
         await self.trajectories.delete_many({"step": {"$gt": step}}, session=self.session)
         await self.trajectories.update_many(
             {"trained_step": {"$gt": step}}, {"$set": _READY}, session=self.session

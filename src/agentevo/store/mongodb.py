@@ -36,6 +36,7 @@ from agentevo.store.codec import (
     encode_task,
     encode_trajectories,
 )
+from agentevo.store.mongo_calls import CALL_INDEXES, MongoCalls
 from agentevo.store.mongo_rows import INDEXES, LET_GO, Document, Rows, row_of
 from agentevo.store.store import (
     RETRIES,
@@ -51,14 +52,13 @@ from agentevo.store.store import (
     checked_filters,
     stores,
 )
-from agentevo.store.streams import Streaming
-from agentevo.types import Task, Trajectory
+from agentevo.types import Call, Task, Trajectory
 
 if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
     from pymongo.errors import PyMongoError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the documents in mongo_rows.py."""
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ _LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
 _DUPLICATE_KEY, _NAMESPACE_EXISTS = 11000, 48
 
 
-class MongoDBStore(Streaming):
+class MongoDBStore(MongoCalls):
     """See `Store` for what the methods promise; make one with `MongoDBStore.open` or
     `open_store`."""
 
@@ -154,11 +154,9 @@ class MongoDBStore(Streaming):
                     "with pip install -U agentevo; it was left as it is"
                 )
             if known["version"] < SCHEMA_VERSION:
-                raise StoreError(
-                    f"store {self.where}: its schema {known['version']} is an older AgentEvo's, "
-                    f"this knows {SCHEMA_VERSION}: move it with "
-                    "`agentevo store export` of that version and `agentevo store import` into a "
-                    "new database; it was left as it is"
+                await self._make_calls()
+                await self._database["meta"].update_one(
+                    {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
                 )
             return
         if not create:
@@ -168,6 +166,7 @@ class MongoDBStore(Streaming):
             "trajectories",
             "tokens",
             "steps",
+            "calls",
         }
         if there:
             for name in sorted(
@@ -188,12 +187,22 @@ class MongoDBStore(Streaming):
                 if error.code != _NAMESPACE_EXISTS:
                     raise
         for name in ("trainer", "tasks", "trajectories"):
-            await self._database["meta"].update_one(
-                {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
-            )
+            await self._make_counter(name)
+        await self._make_calls()
         await self._database["meta"].update_one(
             {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
         )
+
+    async def _make_counter(self, name: str) -> None:
+        await self._database["meta"].update_one(
+            {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
+        )
+
+    async def _make_calls(self) -> None:
+        """What version 2 has and version 1 had not. Again is harmless."""
+        for columns in CALL_INDEXES:
+            await self._database["calls"].create_index([(column, 1) for column in columns])
+        await self._make_counter("calls")
 
     async def close(self) -> None:
         async with self._deadline("close"):
@@ -510,6 +519,7 @@ class MongoDBStore(Streaming):
         tasks: Iterable[StoredTask] = (),
         trajectories: Iterable[StoredTrajectory] = (),
         steps: Iterable[StepRecord] = (),
+        calls: Iterable[Call] = (),
     ) -> int:
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
         encoded = await asyncio.to_thread(
@@ -527,7 +537,7 @@ class MongoDBStore(Streaming):
             new += await rows.insert_trajectories(encoded, first, 0.0) if encoded else 0
             return new + (await rows.insert_steps(new_steps) if new_steps else 0)
 
-        return await self._run("put", work, turn=True)
+        return await self._run("put", work, turn=True) + await self._put_calls(calls)
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """The server keeps the space of what was deleted for what comes next: `bytes` is what its
@@ -542,6 +552,7 @@ class MongoDBStore(Streaming):
                 "tokens": await self._in_pieces(Rows.delete_dropped_tokens, turn=True)
                 if dropped
                 else 0,
+                "calls": await self._delete_calls(grace_s=lease_grace_s, dropped=dropped),
             }
         return done | {"bytes": before - await self.size_bytes()}
 
@@ -552,6 +563,7 @@ class MongoDBStore(Streaming):
 
         async def work() -> int:
             nonlocal deleted
+            await self._database["calls"].delete_many({})
             await self._database["tokens"].delete_many({})
             for name in ("trajectories", "tasks", "steps"):
                 deleted += (await self._database[name].delete_many({})).deleted_count

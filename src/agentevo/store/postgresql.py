@@ -29,6 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from agentevo.errors import MissingExtraError, StoreError
 from agentevo.store.clock import Clock, Now
+from agentevo.store.migrations import MIGRATIONS
 from agentevo.store.sql import Lock, SQLStore, T, Work
 from agentevo.store.store import RETRIES, RetryPolicy, stores, without_password
 from agentevo.store.tables import SCHEMA_VERSION, metadata
@@ -46,7 +47,7 @@ _GONE = ("08", "53300", "57P0")
 """Of them, those of a server that can't be reached."""
 _LATE = ("57014", "25P03")
 _OPTIONS = ("host", "port", "ssl", "sslmode")
-_TABLES = ("tasks", "trajectories", "tokens", "steps")
+_TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
 
 
 class PostgreSQLStore(SQLStore):
@@ -234,16 +235,17 @@ async def _check_or_make_schema(
     names = set((await connection.execute(text(query), {"schema": store.schema})).scalars())
     if "agentevo_store" in names:
         version = await connection.scalar(text("SELECT version FROM agentevo_store"))
-        if version != SCHEMA_VERSION:
-            move = (
-                "move it with `agentevo store export` of the older AgentEvo and `agentevo "
-                "store import` into a new schema"
-            )
-            advice = "upgrade with pip install -U agentevo" if version > SCHEMA_VERSION else move
+        if version > SCHEMA_VERSION:
             raise StoreError(
                 f"{store.where}: the schema {store.schema!r} has version {version}, this "
-                f"AgentEvo knows {SCHEMA_VERSION}: {advice}; it was "
+                f"AgentEvo knows {SCHEMA_VERSION}: upgrade with pip install -U agentevo; it was "
                 "left as it is"
+            )
+        for old in range(version, SCHEMA_VERSION):
+            await MIGRATIONS["postgresql"][old](connection)
+        if version < SCHEMA_VERSION:
+            await connection.execute(
+                text("UPDATE agentevo_store SET version = :version"), {"version": SCHEMA_VERSION}
             )
         return
     if names:

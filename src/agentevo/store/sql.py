@@ -19,7 +19,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
-from agentevo.store import leases, ledger, queries, rules
+from agentevo.store import call_rows, leases, ledger, queries, rules
+from agentevo.store.calls import NEVER_SEEN, CallState, StoredCall, check_recorder, encode_call
 from agentevo.store.clock import Now
 from agentevo.store.codec import (
     encode_record,
@@ -41,7 +42,7 @@ from agentevo.store.store import (
     checked_filters,
 )
 from agentevo.store.streams import Streaming
-from agentevo.types import Task, Trajectory
+from agentevo.types import Call, Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
 """Who may write at the same time: any number of workers and one trainer; or nobody else. (SQLite
@@ -306,12 +307,60 @@ class SQLStore(Streaming):
     async def counts(self) -> dict[str, int]:
         return await self._run("counts", queries.count)
 
+    async def write_calls(self, calls: Iterable[Call]) -> None:
+        wanted = list(calls)
+
+        async def work(connection: AsyncConnection) -> None:
+            now = await self._now(connection)
+            rows = [encode_call(call, now.steady) for call in wanted]
+            await call_rows.upsert(connection, rows)
+
+        if wanted:
+            await self._run("write_calls", work, write=True)
+
+    async def renew_calls(self, recorder: str) -> None:
+        check_recorder(recorder)
+
+        async def work(connection: AsyncConnection) -> None:
+            await call_rows.renew(connection, recorder, await self._now(connection))
+
+        await self._run("renew_calls", work, write=True)
+
+    async def _newest_call_seq(self) -> int:
+        return await self._run("calls", call_rows.newest_seq)
+
+    async def _call_page(
+        self,
+        trajectory_id: str | None,
+        state: CallState | None,
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
+    ) -> list[tuple[int, StoredCall]]:
+        async def work(connection: AsyncConnection) -> list[tuple[int, StoredCall]]:
+            return await call_rows.read_page(
+                connection,
+                trajectory_id,
+                state,
+                seqs=seqs,
+                limit=limit,
+                newest_first=newest_first,
+                now=await self._now(connection),
+            )
+
+        return await self._run("calls", work)
+
+    async def num_calls(self) -> int:
+        return await self._run("num_calls", call_rows.count)
+
     async def put(
         self,
         *,
         tasks: Iterable[StoredTask] = (),
         trajectories: Iterable[StoredTrajectory] = (),
         steps: Iterable[StepRecord] = (),
+        calls: Iterable[Call] = (),
     ) -> int:
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
         encoded = await asyncio.to_thread(
@@ -321,10 +370,12 @@ class SQLStore(Streaming):
             msgspec.structs.asdict(step) | {"record": encode_record(step.step, step.record)}
             for step in steps
         ]
+        call_list = [encode_call(call, NEVER_SEEN) for call in calls]
 
         async def work(connection: AsyncConnection) -> int:
             new = await queries.insert_tasks(connection, encoded_tasks) if encoded_tasks else 0
             new += await queries.insert_trajectories(connection, encoded, 0.0) if encoded else 0
+            new += await call_rows.insert_new(connection, call_list) if call_list else 0
             return new + (await queries.insert_steps(connection, rows) if rows else 0)
 
         return await self._run("put", work, write=True, lock="alone")
@@ -338,6 +389,8 @@ class SQLStore(Streaming):
                 "leases": await leases.requeue_old(connection, now.steady - lease_grace_s),
                 "orphans": await ledger.delete_orphans(connection),
                 "tokens": await ledger.delete_dropped_tokens(connection) if dropped else 0,
+                "calls": await call_rows.delete_abandoned(connection, now, lease_grace_s)
+                + (await call_rows.delete_of_emptied(connection) if dropped else 0),
             }
 
         done = await self._run("gc", work, write=True, lock="alone")

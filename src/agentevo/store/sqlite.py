@@ -67,6 +67,7 @@ _SHARES = {
         "trajectories_by_state": "100000 1",
         "trajectories_by_split": "500000 1",
     },
+    "calls": {"sqlite_autoindex_calls_1": "10 1", "calls_by_seen": "100"},
 }
 """Index -> rows that share its first column, its first two, ..., of a million."""
 _STEPS_BETWEEN_LOOKS = 100_000
@@ -324,7 +325,7 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
                 "pip install -U agentevo; the file was left as it is"
             )
         for old in range(version, SCHEMA_VERSION):
-            await MIGRATIONS[old](connection)
+            await MIGRATIONS["sqlite"][old](connection)
         if version < SCHEMA_VERSION:
             await _tell_the_planner(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")

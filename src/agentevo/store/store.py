@@ -41,8 +41,9 @@ import msgspec
 
 from agentevo.errors import StoreError
 from agentevo.registry import Registry
+from agentevo.store.calls import CallFilter, StoredCall
 from agentevo.store.clock import Clock
-from agentevo.types import Status, Task, Trajectory
+from agentevo.types import Call, Status, Task, Trajectory
 
 Split = Literal["train", "eval", "doctor"]
 TaskState = Literal["queued", "leased", "completed", "failed", "poison"]
@@ -346,6 +347,18 @@ class Store(Protocol):
         """`tasks/STATE`, `trajectories/SPLIT/STATE` for every split and state, `turns` and
         `steps`."""
 
+    async def write_calls(self, calls: Iterable[Call]) -> None:
+        """Writes calls that have begun, or writes them again once they have ended. Those that have
+        not ended count as running for LOST_S seconds (calls.py)."""
+
+    async def renew_calls(self, recorder: str) -> None:
+        """Those calls of this recorder that have not ended are running, for LOST_S seconds more."""
+
+    def calls(self, **filters: Unpack[CallFilter]) -> AsyncIterator[StoredCall]:
+        """Streams, as `trajectories` does."""
+
+    async def num_calls(self) -> int: ...
+
     async def size_bytes(self) -> int:
         """What the store takes on its server's or this machine's disk."""
 
@@ -355,26 +368,28 @@ class Store(Protocol):
         tasks: Iterable[StoredTask] = (),
         trajectories: Iterable[StoredTrajectory] = (),
         steps: Iterable[StepRecord] = (),
+        calls: Iterable[Call] = (),
     ) -> int:
         """An import: rows with their places in the ledger, in this order; returns how many are new.
-        Content is compared as on writing.
+        Content is compared as on writing, and known calls stay as they are.
 
-        A lease does not travel: a leased task is queued here.
+        A lease does not travel: a leased task is queued here, and a running call is lost.
         """
 
     async def gc(self, *, dropped: bool = False, lease_grace_s: float = 3600.0) -> dict[str, int]:
         """Tidies up: `leases` that ran out longer ago than the grace are queued again, `orphans`
-        (tokens without a trajectory) deleted.
+        (tokens without a trajectory) deleted, and so are the `calls` of attempts that began longer
+        ago than the grace and never became a trajectory.
 
-        With `dropped` the turns of dropped trajectories are deleted too (`tokens`), but for those
-        that a resumed trainer may ask for: that were sampled for a step after the last committed
+        With `dropped` the turns of dropped trajectories are deleted too (`tokens`), and their
+        calls, but for those that a resumed trainer may ask for: that were sampled for a step after the last committed
         one, or while another attempt at their task is ready or reserved. Then the space is given
         back to the disk (`bytes`: how much less). Returns these numbers.
         """
 
     async def clear(self) -> int:
-        """Takes away all tasks, trajectories and steps, for a run that replaces another; returns
-        how many. Nobody else may be at work: a worker with an old lease could not be told from one
+        """Takes away all calls, tasks, trajectories and steps, for a run that replaces another;
+        returns how many of the last three. Nobody else may be at work: a worker with an old lease could not be told from one
         of the new run."""
 
 

@@ -10,6 +10,7 @@ from typing import Self, TypeVar, Unpack
 
 from agentevo.errors import StoreError
 from agentevo.store import rules
+from agentevo.store.calls import CallFilter, CallState, StoredCall, checked_call_filters
 from agentevo.store.store import (
     Lease,
     StoredTask,
@@ -22,6 +23,7 @@ from agentevo.types import Task, Trajectory
 
 PAGE = 64
 """Rows read with one query while streaming."""
+CALL_PAGE = 500
 CHUNK = 500
 """Ids in one IN list: below every database's limit on bound parameters."""
 
@@ -93,6 +95,21 @@ class Streaming(ABC):
         """At most `limit` (seq, task), with seq above `after`, in that order."""
 
     @abstractmethod
+    async def _newest_call_seq(self) -> int: ...
+
+    @abstractmethod
+    async def _call_page(
+        self,
+        trajectory_id: str | None,
+        state: CallState | None,
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
+    ) -> list[tuple[int, StoredCall]]:
+        """At most `limit` matching (seq, call), with seq in `seqs` unless None."""
+
+    @abstractmethod
     async def stored_task(self, task_id: str) -> StoredTask: ...
 
     @abstractmethod
@@ -137,23 +154,55 @@ class Streaming(ABC):
     async def trajectories(
         self, **filters: Unpack[TrajectoryFilter]
     ) -> AsyncIterator[StoredTrajectory]:
-        properties, left, newest_first = checked_filters(filters)
-        seqs: range | None = None
-        while left != 0 and (seqs is None or seqs):
-            size = PAGE if left is None else min(PAGE, left)
-            page = await self._page(properties, seqs=seqs, limit=size, newest_first=newest_first)
-            if seqs is None and len(page) == size and not newest_first:
-                seqs = range(
-                    1, await self._newest_seq() + 1
-                )  # what is written while the caller is busy with the pages is not among them
-            for _, stored in page:
-                yield stored
-            if len(page) < size:
-                return
-            last = page[-1][0]
-            seqs = (
-                range(1, last)
-                if newest_first
-                else range(last + 1, seqs.stop if seqs is not None else last + 1)
+        properties, limit, newest_first = checked_filters(filters)
+
+        def page(seqs: range | None, size: int) -> Awaitable[list[tuple[int, StoredTrajectory]]]:
+            return self._page(properties, seqs=seqs, limit=size, newest_first=newest_first)
+
+        async for stored in _pages(
+            page, self._newest_seq, size=PAGE, limit=limit, newest_first=newest_first
+        ):
+            yield stored
+
+    async def calls(self, **filters: Unpack[CallFilter]) -> AsyncIterator[StoredCall]:
+        trajectory_id, state, limit = checked_call_filters(filters)
+        newest_first = bool(filters.get("newest_first"))
+
+        def page(seqs: range | None, size: int) -> Awaitable[list[tuple[int, StoredCall]]]:
+            return self._call_page(
+                trajectory_id, state, seqs=seqs, limit=size, newest_first=newest_first
             )
-            left = None if left is None else left - len(page)
+
+        async for stored in _pages(
+            page, self._newest_call_seq, size=CALL_PAGE, limit=limit, newest_first=newest_first
+        ):
+            yield stored
+
+
+async def _pages(
+    page: Callable[[range | None, int], Awaitable[list[tuple[int, T]]]],
+    newest_seq: Callable[[], Awaitable[int]],
+    *,
+    size: int,
+    limit: int | None,
+    newest_first: bool,
+) -> AsyncIterator[T]:
+    """At most `limit` rows in the order of seq, a page at a time. What is written after the first
+    page was read, while the caller is busy with it, is not among them."""
+    left = limit
+    seqs: range | None = None
+    while left != 0 and (seqs is None or seqs):
+        length = size if left is None else min(size, left)
+        rows = await page(seqs, length)
+        if seqs is None and len(rows) == length and not newest_first:
+            seqs = range(1, await newest_seq() + 1)
+        for _, row in rows:
+            yield row
+        if len(rows) < length:
+            return
+        last = rows[-1][0]
+        if newest_first:
+            seqs = range(1, last)
+        else:
+            seqs = range(last + 1, seqs.stop if seqs is not None else last + 1)
+        left = None if left is None else left - len(rows)

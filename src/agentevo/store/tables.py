@@ -6,6 +6,10 @@ says how to come from the one before.
 `reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py), all others Unix
 times. `not_before` is 0 for a task that waits for nothing, and never NULL, so that an index can
 tell those apart and keep their order.
+
+A call names its trajectory and refers to no row: it is written before the trajectory is.
+`calls.seen_at` is when, on the steady clock, its recorder last said that it is running; NULL once
+it has ended.
 """
 
 from __future__ import annotations
@@ -26,12 +30,13 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    UniqueConstraint,
 )
 from sqlalchemy.types import TypeDecorator
 
 from agentevo.store.store import SPLITS, TASK_STATES, TRAJECTORY_STATES
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -145,4 +150,28 @@ steps = Table(
     Column("record", ExactText, nullable=False),
     Column("num_trajectories", BIG, nullable=False),
     Column("committed_at", Double, nullable=False),
+)
+
+calls = Table(
+    "calls",
+    metadata,
+    Column("seq", BIG, primary_key=True),
+    Column("trajectory_id", ExactText, nullable=False),
+    Column("id", ExactText, nullable=False),
+    Column("parent", ExactText),
+    Column("kind", ExactText, nullable=False),
+    Column("name", ExactText, nullable=False),
+    Column("started_at", Double, nullable=False),
+    Column("ended_at", Double),
+    Column("status", Text),
+    Column("error", ExactText),
+    Column("attributes", ExactText, nullable=False),
+    Column("seen_at", Double),
+    UniqueConstraint("trajectory_id", "id"),
+)
+Index(
+    "calls_by_seen",
+    calls.c.seen_at,
+    sqlite_where=calls.c.seen_at.is_not(None),
+    postgresql_where=calls.c.seen_at.is_not(None),
 )

@@ -1,0 +1,363 @@
+"""Recording calls while they happen, so that a running attempt can be watched.
+
+    log = CallLog(lambda: open_store(url))      one of a process
+    calls = log.attempt(trajectory_id)          one of every try of an attempt
+    with calls.attempt("MyAgent") as attempt:   the attempt itself is the outermost call
+        async with calls.call("tool", "search") as call:
+            call.note(results=3)
+
+Recording is a line in a table in memory: it never waits, never fails, and puts nothing on the event
+loop, whose order of events decides which requests share a step of the engine. A thread with a
+connection of its own writes what is new every FLUSH_S. A store that is slow or away costs calls and
+nothing else: at most MAX_HELD are kept in memory and MAX_STARTS begin in a FLUSH_S; what exceeds
+that is counted (`dropped`) and not recorded.
+
+Which call is inside of which follows from where it is made: a call that begins inside of another's
+block, in the same asyncio task or one that was started there, has it as its parent.
+
+What is not promised: that every call of a process that was killed is there, or has its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Self
+
+from agentevo.errors import AgentEvoError, DeadlineExceededError, StoreUnavailableError
+from agentevo.store.calls import LOST_S
+from agentevo.store.store import Store, open_store
+from agentevo.types import Call, Status
+
+FLUSH_S = 0.5
+"""How often what is new is written: a watcher sees a call at most about a second after it began."""
+RENEW_S = LOST_S / 6
+MAX_HELD = 20_000
+"""Calls in memory: those that are running, and those not yet written. Some 10 MB."""
+MAX_STARTS = 2_000
+"""Calls that begin between two writes."""
+BATCH = 500
+"""Calls in one transaction."""
+MAX_TEXT, MAX_ATTRIBUTES = 300, 16
+WRITE_TIMEOUT_S = 10.0
+CLOSE_S = 5.0
+"""How long the end of a run waits for what is not yet written."""
+LONGEST_PAUSE_S = 30.0
+
+Attribute = str | int | float | bool
+
+_current: ContextVar[RunningCall | None] = ContextVar("agentevo call", default=None)
+
+
+class CallLog:
+    """See the module. Its thread begins with the block of `async with` and ends with it. The store
+    is opened for the first call."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], Awaitable[Store]],
+        *,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`tell` hears at the end of calls that were not recorded."""
+        self.recorder = secrets.token_hex(6)
+        self.dropped = 0
+        """Calls that were not recorded."""
+        self._open_store, self._tell = open_store, tell
+        self._problem = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
+        self._lock = threading.Lock()
+        self._new: dict[int, RunningCall] = {}  # to be written, by number
+        self._writing: list[tuple[int, RunningCall]] = []
+        self._num_held = self._num_started = self._num_recorded = 0
+        self._closed = False
+        self._wake: Callable[[], object] | None = None
+        self._thread = threading.Thread(target=self._work, name="agentevo-calls", daemon=True)
+
+    def attempt(self, trajectory_id: str) -> AttemptCalls:
+        return AttemptCalls(self, trajectory_id)
+
+    def admit(self, call: RunningCall) -> bool:
+        """Whether a call that begins is recorded; gives it its number."""
+        with self._lock:
+            if self._closed or self._num_held >= MAX_HELD or self._num_started >= MAX_STARTS:
+                self.dropped += 1
+                return False
+            self._num_held += 1
+            self._num_started += 1
+            self._num_recorded += 1
+            call.number = self._num_recorded
+            self._new[call.number] = call
+            return True
+
+    def changed(self, call: RunningCall) -> None:
+        with self._lock:
+            self._new[call.number] = call
+
+    async def __aenter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Writes what is left, for CLOSE_S at most; what is left then is counted as dropped."""
+        with self._lock:
+            self._closed = True
+            wake = self._wake
+        if wake is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has just ended
+                wake()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        with self._lock:
+            self.dropped += len(self._new.keys() | dict(self._writing).keys())
+            self._new, self._writing = {}, []
+        if self.dropped:
+            self._tell(f"{self.dropped} calls of attempts were not recorded: {self._problem}")
+
+    def _work(self) -> None:
+        asyncio.run(self._write_until_closed())
+
+    async def _write_until_closed(self) -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._wake = lambda: loop.call_soon_threadsafe(ended.set)
+            if self._closed:
+                ended.set()
+        store: Store | None = None
+        pause, renewed_at = FLUSH_S, time.monotonic()
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), pause)
+                try:
+                    if store is None and self._new:
+                        store = await self._open_store()
+                    if store is not None:
+                        await self._write(store)
+                        if self._num_held and time.monotonic() - renewed_at > RENEW_S:
+                            await store.renew_calls(self.recorder)
+                            renewed_at = time.monotonic()
+                    pause = FLUSH_S
+                except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
+                    self._problem = f"{type(error).__name__}: {error}"
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                if ended.is_set():
+                    return
+        finally:
+            if store is not None:
+                with contextlib.suppress(AgentEvoError):
+                    await store.close()
+
+    async def _write(self, store: Store) -> None:
+        """What is new, in pieces. A piece that can't be written now is new again."""
+        with self._lock:
+            waiting, self._new = list(self._new.items()), {}
+            self._writing = waiting
+            self._num_started = 0
+        done = 0
+        try:
+            while done < len(waiting):
+                batch = waiting[done : done + BATCH]
+                await store.write_calls([call.record(self.recorder) for _, call in batch])
+                self._let_go(batch)
+                done += len(batch)
+        except (StoreUnavailableError, DeadlineExceededError):
+            with self._lock:
+                self._new = dict(waiting[done:]) | self._new
+                self._writing = []
+            raise
+        except Exception:  # refused, and another try would be refused too
+            with self._lock:
+                self.dropped += len(waiting) - done
+            self._let_go(waiting[done:])
+            raise
+
+    def _let_go(self, batch: list[tuple[int, RunningCall]]) -> None:
+        """Of these, what has ended and is not to be written again needs no more memory."""
+        with self._lock:
+            self._writing = self._writing[len(batch) :]
+            for number, call in batch:
+                if call.has_ended and not call.is_let_go and number not in self._new:
+                    call.is_let_go = True
+                    self._num_held -= 1
+
+
+def call_log(url: str, *, tell: Callable[[str], None] = lambda line: None) -> CallLog:
+    """A log that writes to the store at `url`, which is there."""
+    return CallLog(lambda: open_store(url, timeout_s=WRITE_TIMEOUT_S, create=False), tell=tell)
+
+
+def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
+    """A block that is recorded as a call of whichever attempt it runs in; of none, nothing is."""
+    outer = _current.get()
+    calls = AttemptCalls(None, "") if outer is None else outer.calls
+    return calls.call(kind, name, **attributes)
+
+
+class AttemptCalls:
+    """The calls of one try of an attempt. Without a log nothing is recorded."""
+
+    def __init__(self, log: CallLog | None, trajectory_id: str) -> None:
+        self.trajectory_id = trajectory_id
+        self.dropped = 0
+        self._log = log
+        self._root: RunningCall | None = None
+        self._open: dict[int, RunningCall] = {}
+
+    def attempt(self, name: str) -> RunningCall:
+        """The attempt itself, `name` being its agent's. What it leaves running ends with it."""
+        self._root = RunningCall(self, "attempt", name, {})
+        return self._root
+
+    def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
+        """A block (`with` or `async with`) that is recorded as a call: of `kind` policy, tool,
+        environment, scorer or any other word."""
+        return RunningCall(self, kind, name, attributes)
+
+    def parent_of(self, call: RunningCall) -> int:
+        """Number of the recorded call that this one begins inside of, 0 for none."""
+        outer = _current.get()
+        while outer is not None and (outer.calls is not self or not outer.number):
+            outer = outer.outer
+        outer = outer or self._root
+        return outer.number if outer is not None and outer is not call else 0
+
+    def begin(self, call: RunningCall) -> None:
+        if self._log is None:
+            return
+        if self._log.admit(call):
+            self._open[call.number] = call
+        else:
+            self.dropped += 1
+
+    def end(self, call: RunningCall) -> None:
+        self._open.pop(call.number, None)
+        if call is self._root:
+            if self.dropped:
+                call.note(calls_dropped=self.dropped)
+            for left in list(self._open.values()):
+                left.end("cancelled", "its attempt ended")
+        if self._log is not None and call.number:
+            self._log.changed(call)
+
+
+class RunningCall:
+    """One call, from its block's begin to its end. `number` is 0 if it is not recorded."""
+
+    def __init__(
+        self, calls: AttemptCalls, kind: str, name: str, attributes: dict[str, Attribute]
+    ) -> None:
+        self.calls, self.kind, self.name = calls, kind, name
+        self.number = 0
+        self.is_let_go = False
+        self.outer: RunningCall | None = None
+        self._attributes = attributes
+        self._parent = 0
+        self._started_at, self._clock = 0.0, 0.0
+        self._ended_at: float | None = None
+        self._status: Status | None = None
+        self._error: str | None = None
+        self._token: Token[RunningCall | None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended_at is not None
+
+    def note(self, **attributes: Attribute) -> None:
+        """Adds small facts. They are written with the call's end."""
+        self._attributes = self._attributes | attributes
+
+    def outcome(self, status: Status, error: str | None) -> None:
+        """How it ends, where its block does not say so by an exception."""
+        self._status, self._error = status, error
+
+    def end(self, status: Status, error: str | None) -> None:
+        """Only the first end counts."""
+        if self._ended_at is None:
+            self._status, self._error = self._status or status, self._error or error
+            self._ended_at = self._started_at + (time.monotonic() - self._clock)
+            self.calls.end(self)
+
+    def record(self, recorder: str) -> Call:
+        """The call as it is now. Called by the log's thread, at any moment."""
+        ended_at, attributes = self._ended_at, self._attributes
+        return Call(
+            id=f"{recorder}-{self.number}",
+            trajectory_id=self.calls.trajectory_id,
+            parent=f"{recorder}-{self._parent}" if self._parent else None,
+            kind=_storable(self.kind),
+            name=_storable(self.name),
+            started_at=self._started_at,
+            ended_at=ended_at,
+            status=None if ended_at is None else self._status,
+            error=None if ended_at is None or self._error is None else _storable(self._error),
+            attributes={
+                _storable(name): _small(value)
+                for name, value in list(attributes.items())[:MAX_ATTRIBUTES]
+            },
+        )
+
+    def __enter__(self) -> Self:
+        self._started_at, self._clock = time.time(), time.monotonic()
+        self._parent = self.calls.parent_of(self)
+        self.calls.begin(self)
+        self.outer = _current.get()
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._token is not None:
+            with contextlib.suppress(ValueError):  # it ends in another task than it began in
+                _current.reset(self._token)
+        if error is None:
+            self.end("completed", None)
+        elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+            self.end("cancelled", None)
+        else:
+            self.end("failed", f"{type(error).__name__}: {error}")
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+
+def _storable(text: str) -> str:
+    """Short, and in an encoding that every database takes."""
+    if len(text) <= MAX_TEXT and text.isascii():
+        return text
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")
+
+
+def _small(value: object) -> Attribute:
+    if isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    return _storable(str(value))

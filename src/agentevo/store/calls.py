@@ -1,0 +1,89 @@
+"""Calls in the store: what they are there, and their rows.
+
+A call is written while it is running and again when it has ended, by the recorder of the process
+that makes it (call_log.py). While it runs, its recorder says so every few seconds. So a call without
+an end is `running` if somebody has just said so, and `lost` if not: its process was killed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, get_args
+
+import msgspec
+
+from agentevo.errors import StoreError
+from agentevo.store.clock import CLOCK_TOLERANCE_S
+from agentevo.types import Call
+
+CallState = Literal["running", "lost", "ended"]
+
+LOST_S = 30.0
+"""A call that has not ended, and of which nothing was heard for so long, is lost."""
+NEVER_SEEN = -1e9
+"""Of a call from another store, whose clock says nothing here."""
+
+_JSON = msgspec.json.Encoder(order="deterministic")
+_ATTRIBUTES = msgspec.json.Decoder(dict[str, str | int | float | bool])
+COLUMNS = tuple(Call.__struct_fields__)
+
+
+class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call, and whether it is still running."""
+
+    call: Call
+    state: CallState
+
+
+class CallFilter(TypedDict, total=False):
+    """Which calls, in the order in which they were first written. An absent key or None leaves that
+    property free."""
+
+    trajectory_id: str | None
+    state: CallState | None
+    limit: int | None
+    newest_first: bool
+
+
+def checked_call_filters(filters: CallFilter) -> tuple[str | None, CallState | None, int | None]:
+    """(trajectory id, state, limit). Refuses a state that does not exist and a negative limit."""
+    state, limit = filters.get("state"), filters.get("limit")
+    if state is not None and state not in get_args(CallState):
+        raise StoreError(
+            f"calls: state={state!r} is unknown: use one of {', '.join(get_args(CallState))}"
+        )
+    if limit is not None and limit < 0:
+        raise StoreError(f"calls: limit={limit} is negative: leave it out to get all")
+    return filters.get("trajectory_id"), state, limit
+
+
+def check_recorder(recorder: str) -> None:
+    if not re.fullmatch("[0-9a-f]+", recorder):
+        raise StoreError(f"{recorder!r} is no recorder of calls: it is what their ids begin with")
+
+
+def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
+    """The row of a call, without `seq`. `seen_at` is of a call that has not ended."""
+    try:
+        attributes = _JSON.encode(call.attributes).decode()
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise StoreError(
+            f"call {call.id!r} of {call.trajectory_id!r} can't be stored: {error}; attributes are "
+            "texts, numbers and truth values"
+        ) from error
+    row = {name: getattr(call, name) for name in COLUMNS}
+    seen_at = seen_at if call.ended_at is None else None
+    return row | {"attributes": attributes, "seen_at": seen_at}
+
+
+def decode_call(row: Mapping[Any, Any], now: float) -> StoredCall:
+    """`now` is on the store's steady clock. A time of it that lies ahead is of another clock: the
+    machine was started again, or the call comes from another store."""
+    fields = {name: row[name] for name in COLUMNS}
+    call = Call(**(fields | {"attributes": _ATTRIBUTES.decode(row["attributes"])}))
+    state: CallState = "ended"
+    if row["seen_at"] is not None:
+        is_seen = -CLOCK_TOLERANCE_S <= now - row["seen_at"] <= LOST_S
+        state = "running" if is_seen else "lost"
+    return StoredCall(call=call, state=state)

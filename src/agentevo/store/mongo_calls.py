@@ -1,0 +1,196 @@
+"""Calls in MongoDB: a collection `calls`, a document for a row of tables.py, `_id` being the call's
+id. Each document is written by itself, and writing it again changes nothing, so none of this is a
+transaction."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+from agentevo.store.calls import (
+    LOST_S,
+    NEVER_SEEN,
+    CallState,
+    StoredCall,
+    check_recorder,
+    decode_call,
+    encode_call,
+)
+from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
+from agentevo.store.streams import CHUNK, Streaming
+from agentevo.types import Call
+
+Document = dict[str, Any]
+T = TypeVar("T")
+
+CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"), ("seen_at",))
+
+
+def _in_state(state: CallState, now: Now) -> Document:
+    if state == "ended":
+        return {"seen_at": None}
+    first, last = now.steady - LOST_S, now.steady + CLOCK_TOLERANCE_S
+    if state == "running":
+        return {"seen_at": {"$gte": first, "$lte": last}}
+    return {"$or": [{"seen_at": {"$lt": first}}, {"seen_at": {"$gt": last}}]}
+
+
+class MongoCalls(Streaming):
+    """What `Store` says of calls. `_database`, `_again`, `_now` and `_numbers` are the store's."""
+
+    _database: Any
+
+    @abstractmethod
+    async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T: ...
+
+    @abstractmethod
+    async def _now(self) -> Now: ...
+
+    @abstractmethod
+    async def _numbers(self, kind: str, count: int) -> int: ...
+
+    async def write_calls(self, calls: Iterable[Call]) -> None:
+        wanted = list(calls)
+        if not wanted:
+            return
+        now = await self._now()
+        rows = [encode_call(call, now.steady) for call in wanted]
+        await self._upsert("write_calls", rows, changing=True)
+
+    async def _put_calls(self, calls: Iterable[Call]) -> int:
+        """Store.put."""
+        rows = [encode_call(call, NEVER_SEEN) for call in calls]
+        return await self._upsert("put", rows, changing=False) if rows else 0
+
+    async def _upsert(self, what: str, rows: list[Document], *, changing: bool) -> int:
+        """Returns how many are new. Known ones are left as they are unless `changing`."""
+        from pymongo import UpdateOne
+
+        first = await self._numbers("calls", len(rows))
+
+        def update(row: Document, seq: int) -> Any:
+            fields = {name: value for name, value in row.items() if name != "id"}
+            new: Document = {"$setOnInsert": {"seq": seq}}
+            if changing:
+                new["$set"] = fields
+            else:
+                new["$setOnInsert"] |= fields
+            return UpdateOne({"_id": row["id"]}, new, upsert=True)
+
+        updates = [update(row, first + i) for i, row in enumerate(rows)]
+
+        async def work() -> int:
+            result = await self._database["calls"].bulk_write(updates, ordered=True)
+            return int(result.upserted_count)
+
+        return await self._again(what, work)
+
+    async def renew_calls(self, recorder: str) -> None:
+        check_recorder(recorder)
+        now = await self._now()
+        own = {"seen_at": {"$ne": None}, "_id": {"$regex": f"^{recorder}-"}}
+
+        async def work() -> None:
+            await self._database["calls"].update_many(own, {"$set": {"seen_at": now.steady}})
+
+        await self._again("renew_calls", work)
+
+    async def _newest_call_seq(self) -> int:
+        async def work() -> int:
+            newest = await self._database["calls"].find_one({}, ["seq"], sort=[("seq", -1)])
+            return int(newest["seq"]) if newest else 0
+
+        return await self._again("calls", work)
+
+    async def _call_page(
+        self,
+        trajectory_id: str | None,
+        state: CallState | None,
+        *,
+        seqs: range | None,
+        limit: int,
+        newest_first: bool,
+    ) -> list[tuple[int, StoredCall]]:
+        now = await self._now()
+        where: Document = {} if state is None else _in_state(state, now)
+        if trajectory_id is not None:
+            where["trajectory_id"] = trajectory_id
+        if seqs is not None:
+            where["seq"] = {"$gte": seqs.start, "$lt": seqs.stop}
+
+        async def work() -> list[Document]:
+            cursor = self._database["calls"].find(where).sort("seq", -1 if newest_first else 1)
+            documents: list[Document] = await cursor.limit(limit).to_list()
+            return documents
+
+        documents = await self._again("calls", work)
+        return [(d["seq"], decode_call({**d, "id": d["_id"]}, now.steady)) for d in documents]
+
+    async def num_calls(self) -> int:
+        async def work() -> int:
+            return int(await self._database["calls"].count_documents({}))
+
+        return await self._again("num_calls", work)
+
+    async def _delete_calls(self, *, grace_s: float, dropped: bool) -> int:
+        """Store.gc: a page after the other in the order of seq, and of a trajectory with many calls
+        perhaps not all in the same one."""
+        now, deleted, after = await self._now(), 0, 0
+        while True:
+            page = await self._places_of_calls(after)
+            doomed = await self._doomed({one["trajectory_id"] for one in page}, dropped=dropped)
+            old = now.wall - grace_s
+            running = now.steady - LOST_S
+            ids = [
+                one["_id"]
+                for one in page
+                if doomed.get(one["trajectory_id"]) == "dropped"
+                or (
+                    doomed.get(one["trajectory_id"]) == "absent"
+                    and one["started_at"] < old
+                    and (one["seen_at"] is None or one["seen_at"] < running)
+                )
+            ]
+
+            async def work(ids: list[str] = ids) -> int:
+                result = await self._database["calls"].delete_many({"_id": {"$in": ids}})
+                return int(result.deleted_count)
+
+            deleted += await self._again("gc", work) if ids else 0
+            if len(page) < CHUNK:
+                return deleted
+            after = page[-1]["seq"]
+
+    async def _places_of_calls(self, after: int) -> list[Document]:
+        names = ["seq", "trajectory_id", "started_at", "seen_at"]
+
+        async def work() -> list[Document]:
+            cursor = self._database["calls"].find({"seq": {"$gt": after}}, names).sort("seq", 1)
+            documents: list[Document] = await cursor.limit(CHUNK).to_list()
+            return documents
+
+        return await self._again("gc", work)
+
+    async def _doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
+        """Trajectory id -> `absent`, or `dropped` if its turns are deleted too."""
+        wanted = list(names)
+        chosen = {"_id": {"$in": wanted}}
+
+        async def work() -> dict[str, str]:
+            states = {
+                d["_id"]: d["state"]
+                for d in await self._database["trajectories"].find(chosen, ["state"]).to_list()
+            }
+            whole = {
+                d["_id"] for d in await self._database["tokens"].find(chosen, ["_id"]).to_list()
+            }
+            absent = {name: "absent" for name in wanted if name not in states}
+            emptied = {
+                name: "dropped"
+                for name, state in states.items()
+                if dropped and state == "dropped" and name not in whole
+            }
+            return absent | emptied
+
+        return await self._again("gc", work)
