@@ -1,4 +1,4 @@
-"""Two worlds of this test's own, so that these tests say nothing about the real environments'
+"""Two environments of this test's own, so that these tests say nothing about the real environments'
 options."""
 
 import random

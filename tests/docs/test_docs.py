@@ -1,0 +1,103 @@
+"""What the pages say exists: links, files, configuration keys, and the recipes and overrides of
+every command that they print."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from agentevo.config import config_keys, load_config
+from agentevo.config.sources import OVERRIDE, packaged_recipes
+from agentevo.config.sweep import load_sweep
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|json|txt|css))(?:::?\w+)?`")
+KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(=[^`]*)?`")
+COMMAND = re.compile(r"^(?:\.venv/bin/)?agentevo .*", re.MULTILINE)
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def anchors(page):
+    """What GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    kept = (re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings)
+    return {heading.strip().replace(" ", "-") for heading in kept}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for target, anchor in LINK.findall(FENCE.sub("", read(name))):
+        file = (page.parent / target) if target else page
+        assert file.exists(), f"{name}: {target} does not exist"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{name}: {target} has no heading #{anchor}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "lab-notebook" not in name])
+def test_named_files_exist(name):
+    """A file may be named from the root, from the package, or from beside the page."""
+    for path in FILE.findall(read(name)):
+        if path.startswith(("runs/", "RUN/", "checkpoints/", "plots/", "profile/")):
+            continue
+        places = (ROOT, ROOT / "src" / "agentevo", (ROOT / name).parent)
+        assert any((place / path).is_file() for place in places), f"{name}: {path} does not exist"
+
+
+def keys_here(row):
+    """Our keys in a row of docs/coming_from.md, in its last column: (key, `=value` or nothing)."""
+    for key, value in KEY.findall(row.rstrip("| ").rpartition("|")[2]):
+        if not key.startswith(("agentevo.", "policy.")) and not key.endswith((".jsonl", ".html")):
+            yield key, value
+
+
+def test_the_keys_that_peers_settings_become_exist():
+    rows = [line for line in read("docs/coming_from.md").splitlines() if line.startswith("| ")]
+    num_keys = 0
+    for row in rows:
+        keys = list(keys_here(row))
+        num_keys += len(keys)
+        for key, _ in keys:
+            config_keys().explain(key)  # raises for a key that does not exist
+        overrides = [key + value for key, value in keys if value]
+        for order in (overrides, overrides[::-1]):  # of two values of one key the last counts
+            load_config("coins", order)
+    assert num_keys > 100
+
+
+def commands(name):
+    blocks = [body for language, body in FENCE.findall(read(name)) if language in ("bash", "")]
+    for line in COMMAND.findall("\n".join(blocks).replace("\\\n", " ")):
+        words = shlex.split(line, comments=True)[1:]
+        yield line, [word for word in words if word not in ("&", "&&", "|")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_printed_commands_have_recipes_and_keys_that_exist(name):
+    for line, words in commands(name):
+        overrides = [word for word in words if OVERRIDE.fullmatch(word)]
+        if words[0] in ("train", "sft", "learn", "sample", "serve") and words[1][0] not in "-$":
+            recipe = words[1]
+            if recipe in packaged_recipes():
+                assert load_sweep(recipe, overrides) or load_config(recipe, overrides), line
+            elif recipe != "RECIPE":
+                assert recipe.endswith((".yaml", ".yml")), f"{name}: no recipe {recipe!r}: {line}"
+        else:
+            for override in overrides:
+                config_keys().explain(override.partition("=")[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_examples_compile(name):
+    for language, body in FENCE.findall(read(name)):
+        if language == "python":
+            compile(body, name, "exec")
