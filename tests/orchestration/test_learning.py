@@ -9,8 +9,11 @@ from agentevo.api.run import train
 from agentevo.config import load_config
 from agentevo.observability import read_metrics
 
+pytestmark = pytest.mark.usefixtures("same_order")
+
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_success_rises(tmp_path, quiet_view):
     """FrozenLake after a cold start that teaches little more than the form of an answer."""
     overrides = [

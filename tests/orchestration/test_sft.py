@@ -17,6 +17,8 @@ from agentevo.observability import read_metrics
 from agentevo.orchestration.sft_data import best_attempts
 from agentevo.types import Trajectory, Turn
 
+pytestmark = pytest.mark.usefixtures("same_order")
+
 SFT = (
     "data.demonstrations=24",
     "data.eval_share=0.2",
