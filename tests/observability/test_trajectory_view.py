@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from agentevo.observability.trajectory_view import (
     probability_level,
     render_trajectory,
 )
-from agentevo.types import Message, Trajectory, Turn
+from agentevo.types import ImagePart, Message, TextPart, ToolCall, Trajectory, Turn
 
 Decode = Callable[[int], str]
 
@@ -138,3 +139,24 @@ def test_outcome_names_limits_and_failures() -> None:
         "no success, ended by a limit"
     )
     assert outcome(trajectory(status="failed")).startswith("failed: no reason recorded")
+
+
+def test_calls_thoughts_results_and_images_are_shown(decode: Decode) -> None:
+    messages = [
+        Message("user", (TextPart("What is this? "), ImagePart("ab" * 32, "image/jpeg"))),
+        Message("assistant", "Let me see.", (ToolCall("zoom", '{"x": 1}', "c1"),), reasoning="hm"),
+        Message("tool", "a cat", tool_call_id="c1", name="zoom"),
+        Message("assistant", "said by the policy"),
+    ]
+    view = trajectory()
+    turn = msgspec.structs.replace(view.turns[0], messages=messages)
+    text = shown(msgspec.structs.replace(view, turns=[turn]), decode)
+    for part in (
+        "user: What is this? [image image/jpeg, SHA-256 abababababab...]",
+        "assistant: [thought] hm",
+        "Let me see.",
+        '[calls zoom as c1] {"x": 1}',
+        "tool: [result of zoom of call c1]",
+        "a cat",
+    ):
+        assert part in text, part
