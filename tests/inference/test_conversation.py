@@ -148,7 +148,7 @@ def test_any_histories_make_the_same_tree_as_comparing_them_whole(name: str, see
         histories.append(next_history(rng, conversation.turns, histories))
         asyncio.run(conversation.complete(histories[-1]))
     recorded = [
-        (turn.parent, turn.completion_ids, turn.prompt_ids, turn.seed, turn.messages)
+        (turn.parent, list(turn.completion_ids), list(turn.prompt_ids), turn.seed, turn.messages)
         for turn in conversation.turns
     ]
     assert recorded == turns_by_scanning(CHATS[name], Babbling(CHATS[name]), histories)
@@ -172,7 +172,7 @@ def test_nothing_that_the_model_said_is_encoded_again(name: str, seed: int) -> N
             assert prompt == CHATS[name].first_prompt(history)
             continue
         before = whole.turns[parent]
-        drawn = engine.requests[parent][0] + before.completion_ids
+        drawn = [*engine.requests[parent][0], *before.completion_ids]
         assert prompt[: len(drawn)] == drawn
         known = len(histories[parent]) + 1
         assert history[: known - 1] == histories[parent]
@@ -273,8 +273,8 @@ def test_token_ids_extend_the_longest_context_that_they_begin_with() -> None:
     (again,) = asyncio.run(conversation.complete(context))
     (other,) = asyncio.run(conversation.complete([*context, 60]))
     assert [turn.parent for turn in conversation.turns] == [None, 0, 1, None, 0]
-    assert (second.prompt_ids, third.prompt_ids, other.prompt_ids) == ([50], [51], [60])
-    assert again.prompt_ids == context
+    assert [list(turn.prompt_ids) for turn in (second, third, other)] == [[50], [51], [60]]
+    assert list(again.prompt_ids) == context
     whole = trajectory(conversation)
     for turn, (prompt, _) in zip(conversation.turns, engine.requests, strict=True):
         assert whole.context_ids(turn.index) == prompt
