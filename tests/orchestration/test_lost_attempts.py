@@ -46,8 +46,8 @@ async def poison(store, names):
 
 
 @pytest.fixture
-def open_run_store(small_config, tmp_path, monkeypatch):
-    """`async with open_run_store(*keys) as (config, store, lost, notes, stream)`."""
+def opened(small_config, tmp_path, monkeypatch):
+    """`async with opened(*keys) as (config, store, lost, notes, stream)`."""
     monkeypatch.setattr(attempts, "LOOK_S", 0.0)
 
     @asynccontextmanager
@@ -72,7 +72,7 @@ def open_run_store(small_config, tmp_path, monkeypatch):
 
 def test_tasks_that_are_set_aside_are_told_once_with_their_error(opened):
     async def work():
-        async with open_run_store() as (_, store, lost, notes, _):
+        async with opened() as (_, store, lost, notes, _):
             await poison(store, ["old"])
             await lost.look()
             assert lost.stats()["sampler/tasks_set_aside"] == 0, "an earlier life's"
@@ -100,7 +100,7 @@ def test_tasks_that_are_set_aside_are_told_once_with_their_error(opened):
 
 def test_attempts_are_counted_once_however_many_came(opened):
     async def work():
-        async with open_run_store() as (_, store, lost, _, _):
+        async with opened() as (_, store, lost, _, _):
             await store.write_trajectories(
                 [attempt("old", "t/train@1", "cancelled")], split="train", step=1
             )
@@ -135,7 +135,7 @@ def test_a_step_that_waits_while_every_task_is_set_aside_ends_the_run(opened):
     """Samplers queue new tasks for those: without this they would do so for ever."""
 
     async def work():
-        async with open_run_store("rollout.staleness=1", "rollout.policy=mask") as (
+        async with opened("rollout.staleness=1", "rollout.policy=mask") as (
             config,
             store,
             lost,
@@ -164,7 +164,7 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
     opened,
 ):
     async def work():
-        async with open_run_store("rollout.staleness=1", "rollout.policy=wait") as (
+        async with opened("rollout.staleness=1", "rollout.policy=wait") as (
             config,
             store,
             _,
@@ -201,7 +201,7 @@ def test_a_step_whose_weights_served_though_it_trained_on_nothing_is_repeated_so
     commit."""
 
     async def work():
-        async with open_run_store("rollout.staleness=1", "rollout.policy=mask") as (
+        async with opened("rollout.staleness=1", "rollout.policy=mask") as (
             config,
             store,
             _,
@@ -237,7 +237,7 @@ def test_a_greedy_attempt_is_no_group_of_its_own(opened):
             "algorithm.name=remax",
             "trainer.group_size=1",
         )
-        async with open_run_store(*keys) as (config, store, _, _, stream):
+        async with opened(*keys) as (config, store, _, _, stream):
             for k in range(config.trainer.groups_per_step):
                 both = [
                     attempt(f"{k}/train@1#0", f"{k}/train@1"),
