@@ -19,7 +19,7 @@ from agentevo.agents import Outcome
 from agentevo.api.run import train
 from agentevo.config import build_config, to_yaml
 from agentevo.errors import CheckpointError, ConfigError, TrainingError
-from agentevo.orchestration.loop import Loop
+from agentevo.orchestration.run import TrainingRun
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
@@ -246,14 +246,14 @@ def test_a_checkpoint_whose_step_was_not_committed_goes(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same, monkeypatch
 ):
     """What a kill between the two leaves; it is no sign of a store that has lost steps."""
-    config, commit = small_config(tmp_path / "run"), Loop._commit
+    config, commit = small_config(tmp_path / "run"), TrainingRun._commit
 
     async def killed(self, step, *rest):
         if step == 2:
             raise RuntimeError("power cut")
         await commit(self, step, *rest)
 
-    monkeypatch.setattr(Loop, "_commit", killed)
+    monkeypatch.setattr(TrainingRun, "_commit", killed)
     with pytest.raises(RuntimeError, match="power cut"):
         train(config, view=quiet_view())
     monkeypatch.undo()

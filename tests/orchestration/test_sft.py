@@ -14,7 +14,7 @@ from agentevo.config import ModelSection, RunConfig, build_config
 from agentevo.errors import CheckpointError, ConfigError
 from agentevo.models.resolve import resolve
 from agentevo.observability import read_metrics
-from agentevo.orchestration.sft_data import best_attempts
+from agentevo.orchestration.conversations import best_attempts
 from agentevo.types import Trajectory, Turn
 
 pytestmark = pytest.mark.usefixtures("same_order")

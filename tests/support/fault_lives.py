@@ -46,14 +46,14 @@ PRELOADED = [
     "fault_lives",
     "fault_warm",
 ]
-_LOOP = "agentevo.orchestration.loop:Loop."
+_LOOP = "agentevo.orchestration.run:TrainingRun."
 _SQL, _MONGODB = "agentevo.store.sql:SQLStore.", "agentevo.store.mongodb:MongoDBStore."
 PHASES = {
-    "begin": ["agentevo.orchestration.training_run:find_resume_point"],
+    "begin": ["agentevo.orchestration.run:find_resume_point"],
     "redo": ["agentevo.orchestration.resume:_replay_step"],
     "collect": ["agentevo.orchestration.collect:Collector.collect"],
     "prepare": ["agentevo.training.trainer:Trainer.prepare"],
-    "reserve": [_LOOP + "_reserve"],
+    "reserve": ["agentevo.orchestration.run:reserve"],
     "train": ["agentevo.training.trainer:Trainer.step"],
     "evaluate": [_LOOP + "evaluate"],
     "checkpoint": ["agentevo.training.checkpoint:Checkpoints.save"],

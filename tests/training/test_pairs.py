@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from agentevo.config import AlgorithmSection
-from agentevo.training.pairs import make_pairs, win_probabilities
-from agentevo.training.preference import PairData, mismatched
+from agentevo.training.pairs import PairData, make_pairs, win_probabilities
+from agentevo.training.preference import mismatched
 from agentevo.types import Sample, Trajectory, Turn
 
 

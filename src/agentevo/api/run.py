@@ -15,7 +15,6 @@ from agentevo.config import RunConfig
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
 from agentevo.orchestration import run as training
-from agentevo.orchestration import sft as fine_tuning
 from agentevo.orchestration.components import AgentFunction, Components, open_components
 from agentevo.orchestration.evaluation import evaluate, reference_players
 from agentevo.processes.supervisor import Supervisor
@@ -127,8 +126,8 @@ def train(
 
 
 def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> Run:
-    """`orchestration.sft.sft`, and the run that it made."""
-    fine_tuning.sft(config, resume=resume, view=view)
+    """`orchestration.run.train` with `sft`, and the run that it made."""
+    training.train(config, command="sft", resume=resume, view=view)
     return Run(config)
 
 

@@ -15,7 +15,8 @@ from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import AgentFunction, open_components
 from agentevo.orchestration.resume import replay_step
-from agentevo.orchestration.training_run import make_trainer
+from agentevo.orchestration.rollout_sources import SynchronousRollouts
+from agentevo.orchestration.run import make_trainer
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
 
@@ -49,7 +50,7 @@ async def rebuild(
                 f"version {unknown[0]} can't be made again: {config.run_dir} has no committed "
                 f"step {unknown[0]}"
             )
-        trainer = make_trainer(parts)
+        trainer, source = make_trainer(parts, SynchronousRollouts(parts))
         if path is not None:
             trainer.load_state_dict(checkpoints.load(path)[0])
         else:
@@ -62,6 +63,6 @@ async def rebuild(
             trainer.begin()
         for version in range(start or 0, max(versions) + 1):
             if version > (start or 0):
-                await replay_step(trainer, parts.store, steps[version - (start or 0) - 1])
+                await replay_step(trainer, source, steps[version - (start or 0) - 1])
             if version in versions:
                 yield trained_weights(parts.model)

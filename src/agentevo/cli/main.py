@@ -185,9 +185,9 @@ def sft(
         print(to_yaml(config), end="")
         return
     from agentevo.observability import LiveView
-    from agentevo.orchestration.sft import sft as run_sft
+    from agentevo.orchestration.run import train as train_run
 
-    run_sft(config, resume=resume, view=LiveView(config.run.name))
+    train_run(config, command="sft", resume=resume, view=LiveView(config.run.name))
 
 
 app.command()(processes.learn)

@@ -12,7 +12,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import check_memory, load_policy
-from agentevo.orchestration.sft_data import SFTData, check_sft_data, load_sft_data
+from agentevo.orchestration.conversations import SFTData, check_sft_data, load_sft_data
 from agentevo.seeds import derive_seed
 from agentevo.training.batching.partition import split_by_tokens
 from agentevo.training.supervised import plan_batches

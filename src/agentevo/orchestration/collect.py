@@ -32,16 +32,18 @@ STALE = "stale"
 class Collected:
     """What a step has sampled and what of it is trained on."""
 
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] = field(default_factory=list)
     """Everything that was sampled and is in the store, greedy attempts included, with rewards as
     they were earned."""
-    kept: list[Trajectory]
+    kept: list[Trajectory] = field(default_factory=list)
     """To train on, in order, with their final rewards."""
-    dropped: dict[str, str]
+    given: Sequence[Any] = ()
+    """Samples or pairs that were not sampled by this run."""
+    dropped: dict[str, str] = field(default_factory=dict)
     """Id of each other trajectory -> why it is not trained on."""
-    baselines: dict[str, float]
+    baselines: dict[str, float] = field(default_factory=dict)
     """Task id -> final reward of the greedy attempt; empty unless the advantage needs it."""
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,8 +67,6 @@ class Collector:
     async def collect(self, step: int) -> Collected:
         """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as
         it needs and may have."""
-        if self._config.data.given:  # the recipe gives what is trained on
-            return Collected([], [], {}, {}, {})
         algorithm = self._config.algorithm
         tasks, refill = self._tasks.train(step), self._tasks.refill(step)
         wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,17 +26,18 @@ from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
 from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
-from agentevo.models.load import LoadedModel, find_device, load_model
+from agentevo.models.load import LoadedModel, find_device, load_model, load_reward_model
 from agentevo.observability.console import to_stderr
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.store_opening import open_run_store
 from agentevo.seeds import derive_seed
-from agentevo.store.call_log import call_log
+from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
 from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.training.roles.model_copy import copy_policy
+from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.types import Task
 
 CORPUS_EPISODES = 64
@@ -50,19 +52,43 @@ class Components:
     config: RunConfig
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    chat: ChatFormat
     engine: UpdatableEngine
     weights: WeightSender
     """How what is trained reaches `engine`."""
-    sampler: Sampler
     store: Store
     tasks: TaskSource
+    agent: Agent | None
+    """None where nothing is played: supervised fine-tuning without an environment."""
+    calls: CallLog
+
+    @property
+    def plays(self) -> bool:
+        """Whether there are tasks to attempt."""
+        return self.agent is not None
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """Raises ModelError for a chat template that can't be continued turn by turn."""
+        return ChatFormat(self.tokenizer, getattr(self.model, "generation_config", None))
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Lets the agent attempt tasks."""
+        if self.agent is None:
+            raise ConfigError("there is nothing to play: give the recipe an environment")
+        context = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
+        return Sampler(
+            self.config, self.engine, self.chat, self.agent, self.store, context, self.calls
+        )
 
 
-def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent:
-    """Who plays: the function that a program gave, else the registered agent of the recipe."""
+def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent | None:
+    """Who plays: the function that a program gave, else the registered agent of the recipe. None
+    where that would play an environment and the recipe has none, as supervised fine-tuning may."""
     if function is not None:
         return FunctionAgent(function)
+    if config.environment is None and isinstance(config.agent, EnvironmentAgentSection):
+        return None
     return make_agent(config.agent, lambda: make_environment(config))
 
 
@@ -140,7 +166,6 @@ async def open_components(
     engine gets what is trained (`local_transport`); `note` is told what somebody should know."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
-    chat = ChatFormat(loaded.tokenizer, getattr(model, "generation_config", None))
     engine = engines.get(config.engine.type)(
         model if transport == "shared" else copy_policy(model), loaded.tokenizer, config.engine
     )
@@ -152,15 +177,26 @@ async def open_components(
         calls = await stack.enter_async_context(call_log(url, tell=note))
         weights = open_local(transport, model, engine, config, note)
         await weights.begin(0)
-        context = int(getattr(model.config, "max_position_embeddings", 1 << 30))
-        yield Components(
+        parts = Components(
             config=config,
             model=model,
             tokenizer=loaded.tokenizer,
-            chat=chat,
             engine=engine,
             weights=weights,
-            sampler=Sampler(config, engine, chat, player, store, context, calls),
+            calls=calls,
             store=store,
             tasks=TaskSource(config, tasks),
+            agent=player,
         )
+        if parts.plays:
+            _ = parts.sampler  # refuses, before anything is computed, what can't be continued
+        yield parts
+
+
+def load_token_reward_model(parts: Components) -> TokenRewardModel | None:
+    """The model that adds to the environment's rewards; None for a recipe without one."""
+    section = parts.config.reward_model
+    if section.name is None:
+        return None
+    model = load_reward_model(section.name, parts.model, parts.tokenizer)
+    return TokenRewardModel(prepare(model), section)

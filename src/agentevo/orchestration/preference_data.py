@@ -19,32 +19,24 @@ from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.pair_file import pairs_of_lines, read_pair_file
 from agentevo.training.pairs import Pair, make_pairs
-from agentevo.training.preference import PairData, PreferenceTrainer
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Sample, Trajectory
 
 
-def preference_trainer(parts: Components) -> PreferenceTrainer | None:
-    """For a recipe that trains by a preference loss; None for another. Raises ConfigError for pairs
-    that can't be had."""
-    config = parts.config
-    algorithm = config.algorithm.preference()
-    if algorithm is None:
+def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
+    """Task id -> the conversations that the environment's solver has on it; None for a recipe whose
+    pairs come from elsewhere."""
+    preference = parts.config.algorithm.preference()
+    if preference is None or preference.pairs != "demonstrations" or parts.config.data.given:
         return None
-    groups = _given_groups(parts, algorithm)
-    return PreferenceTrainer(
-        parts.model,
-        config.trainer,
-        config.algorithm,
-        temperature=config.sampling.temperature,
-        demonstrations=_solver(parts)
-        if algorithm.pairs == "demonstrations" and groups is None
-        else None,
-        memory=config.memory,
-        data=None
-        if groups is None
-        else PairData(groups, config.trainer.groups_per_step, config.run.seed),
-    )
+    return _solver(parts)
+
+
+def given_pairs(parts: Components) -> list[list[Pair]] | None:
+    """The recipe's own pairs, by line or by group; None where it gives none. Raises ConfigError for
+    pairs that can't be had."""
+    preference = parts.config.algorithm.preference()
+    return None if preference is None else _given_groups(parts, preference)
 
 
 def check_preference(config: RunConfig) -> None:

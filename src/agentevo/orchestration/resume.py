@@ -14,20 +14,23 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from agentevo.config import RunConfig
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.orchestration.loop import Loop, Progress
+from agentevo.orchestration.batch_sources import BatchSource
+from agentevo.orchestration.progress import Progress
 from agentevo.orchestration.rollout_sources import SynchronousRollouts
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.store_opening import open_run_store
-from agentevo.store.store import StepRecord, Store, without_password
-from agentevo.training.batching.step_plan import Plan
+from agentevo.store.store import StepRecord, without_password
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner
-from agentevo.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentevo.orchestration.run import TrainingRun
 
 SAME = 1e-3
 """Relative difference of a gradient norm up to which a step that was done again is taken for the
@@ -101,60 +104,50 @@ def _check_reach(config: RunConfig, checkpoints: Checkpoints, committed: int) ->
         )
 
 
-async def replay_steps(loop: Loop, start: ResumePoint) -> None:
-    """Brings trainer and loop to the newest committed step.
+async def replay_steps(run: TrainingRun, start: ResumePoint) -> None:
+    """Brings trainer and progress to the newest committed step.
 
     Of the step after it, which a kill may have left reserved, the same attempts are taken again
-    (attempts.py). Where they are those of the step's own tasks, nothing else stays of what was
+    (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of what was
     chosen among them: the recipe may choose otherwise now.
     """
-    if isinstance(loop.attempts, SynchronousRollouts) or loop.parts.config.rollout.policy == "wait":
-        store = loop.parts.store
+    if isinstance(run.rollouts, SynchronousRollouts) or run.parts.config.rollout.policy == "wait":
+        store = run.parts.store
         await with_retries(
             lambda: store.rewind(start.committed, keep=True),
             within_s=STORE_RETRY_S,
             what="releasing what was reserved",
         )
     if start.steps and start.checkpoint is None:
-        loop.trainer.begin()
+        run.trainer.begin()
     for number, step in enumerate(start.steps, start=1):
-        loop.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
-        await _replay_step(loop, step)
+        run.view.phase("doing again", f"step {step.step} ({number}/{len(start.steps)})")
+        await _replay_step(run, step)
 
 
-async def replay_step(trainer: Learner, store: Store, step: StepRecord) -> dict[str, float]:
+async def replay_step(trainer: Learner, source: BatchSource, step: StepRecord) -> dict[str, float]:
     """Trains on what the step was trained on; metrics. Raises TrainingError if the store no longer
     has that."""
-    plan = Plan.of(step.step, step.record)
-
-    async def read() -> list[Trajectory]:
-        return [one.trajectory async for one in store.trajectories(trained_step=step.step)]
-
-    stored = await with_retries(
-        read, within_s=STORE_RETRY_S, what=f"reading what step {step.step} trained on"
-    )
-    made = trainer.prepare(
-        plan.trained(stored), plan.baselines, version=step.step - 1, bound=plan.staleness
-    )
-    return trainer.step(made.samples) if made.samples else {}
+    batch = await source.replay(step)
+    return trainer.step(batch.samples) if batch.samples else {}
 
 
-async def _replay_step(loop: Loop, step: StepRecord) -> None:
-    _compare(loop, step, await replay_step(loop.trainer, loop.parts.store, step))
-    earlier = [*loop.progress.warnings]  # without those of `observe`, which the record has
-    loop.observe(
+async def _replay_step(run: TrainingRun, step: StepRecord) -> None:
+    _compare(run, step, await replay_step(run.trainer, run.source, step))
+    earlier = [*run.progress.warnings]  # without those of `observe`, which the record has
+    run.observe(
         step.step,
         {
             key: math.nan if value is None else value
             for key, value in step.record["metrics"].items()
         },
     )
-    loop.collector.load_state_dict(step.record["collector"])
+    run.source.load_state_dict(step.record["source"])
     progress = msgspec.convert(step.record["progress"], Progress)
-    loop.go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
+    run.go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
 
 
-def _compare(loop: Loop, step: StepRecord, trained: dict[str, float]) -> None:
+def _compare(run: TrainingRun, step: StepRecord, trained: dict[str, float]) -> None:
     """Tells if the step has come to something else than when it was committed: on another machine,
     say."""
     was, now = step.record["metrics"].get("actor/grad_norm"), trained.get("actor/grad_norm")
@@ -164,7 +157,7 @@ def _compare(loop: Loop, step: StepRecord, trained: dict[str, float]) -> None:
             f"committed {was}: has the recipe changed?"
         )
     if was is not None and now is not None and abs(now - was) > SAME * max(abs(was), 1e-6):
-        loop.warn(
+        run.warn(
             f"step {step.step}, done again from its plan, has a gradient norm of {now:.6g}; when "
             f"it was committed {was:.6g}"
         )

@@ -17,7 +17,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from typing import NamedTuple, Protocol, TypeVar, Unpack
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self, TypeVar, Unpack
 
 from agentevo.errors import AgentEvoError, ConfigError, EngineError
 from agentevo.inference.engine import SleepingEngine
@@ -77,6 +78,22 @@ class RolloutSource(Protocol):
 
     def stats(self) -> dict[str, float]:
         """What the sampler counts, for the step's metrics."""
+
+
+class Supervisor(Protocol):
+    """Keeps the run's samplers and engines, which are other processes, alive while it is entered."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def check(self) -> None:
+        """Raises AgentEvoError when one of them can't be kept alive."""
 
 
 class SynchronousRollouts:

@@ -1,59 +1,100 @@
-"""A run: training from a configuration, and what can be asked of it afterwards."""
+"""A training run, top to bottom: what `agentevo train`, `learn` and `sft` do, in that order.
+
+    check -> load -> make the folder -> build -> resume, or cold start -> evaluate
+    -> step by step: collect -> prepare -> reserve -> update -> publish -> evaluate, save -> commit
+    -> evaluate -> summary and report
+
+Version s of the weights is what step s left behind. Where batches come from (batch_sources.py), and
+where attempts come from (rollout_sources.py), is the only difference between reinforcement
+learning, preference and supervised training, synchronous and asynchronous. A step is committed in
+one transaction with its plan (what it trained on, in order), the run's progress and the checkpoint
+that was saved of it. So a resumed run loads the newest whole checkpoint, replays the committed
+steps after it from their plans (resume.py), and goes on, having lost nothing.
+"""
 
 from __future__ import annotations
 
-import importlib
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from types import TracebackType
-from typing import Protocol, Self
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import msgspec
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
-from agentevo.inference.engines import engines
-from agentevo.inference.transports import check_transport
-from agentevo.models.adapters import check_lora
-from agentevo.models.resolve import resolve
-from agentevo.observability import LiveView
-from agentevo.orchestration.components import AgentFunction, check_memory, make_environment
-from agentevo.orchestration.preference_data import check_preference
-from agentevo.orchestration.training_run import run_training
-from agentevo.rollout.task_source import TaskSource
-from agentevo.runs.creation import prepare_folder, write_config
+from agentevo.inference.transports import local_transport
+from agentevo.models.adapters import num_parameters
+from agentevo.models.device_peak import device_peak
+from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_from_run
+from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
+from agentevo.orchestration.checks import check_parts, check_sft_parts
+from agentevo.orchestration.cold_start import cold_start
+from agentevo.orchestration.components import (
+    AgentFunction,
+    Components,
+    load_policy,
+    load_token_reward_model,
+    open_components,
+)
+from agentevo.orchestration.conversations import ConversationBatches, SFTData, read_sft_data
+from agentevo.orchestration.evaluation import evaluate, headline, reference_players
+from agentevo.orchestration.ledger import drop_reasons, plan_of, reserve
+from agentevo.orchestration.preference_data import given_pairs, solver_answers
+from agentevo.orchestration.profiling import Profiling
+from agentevo.orchestration.progress import Progress, summary_of
+from agentevo.orchestration.resume import ResumePoint, find_resume_point, replay_steps
+from agentevo.orchestration.rollout_sources import (
+    ColocatedRollouts,
+    DisaggregatedRollouts,
+    RolloutSource,
+    StopAskedError,
+    Supervisor,
+    SynchronousRollouts,
+)
+from agentevo.orchestration.step_metrics import (
+    counted_since,
+    drop_metrics,
+    performance_metrics,
+    step_metrics,
+)
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.runs.creation import check_folder, prepare_folder, write_config
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.resume_rules import check_resume
+from agentevo.runs.shared_store import check_store
+from agentevo.runs.summary import write_summary
+from agentevo.signals import stop_on_interrupt
+from agentevo.training.batching.step_plan import KEY, Plan
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.learner import Learner, RolloutTrainer
+from agentevo.training.phases import phase
+from agentevo.training.preference import PreferenceTrainer
+from agentevo.training.supervised import SupervisedTrainer
+from agentevo.training.trainer import Trainer
 from agentevo.types import Task
 
-
-class Supervisor(Protocol):
-    """Keeps the run's other processes alive while it is entered."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def check(self) -> None:
-        """Raises AgentEvoError when one of them can't be kept alive."""
+Command = Literal["train", "learn", "sft"]
 
 
 def train(
     config: RunConfig,
     *,
+    command: Literal["train", "sft"] = "train",
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
     view: LiveView | None = None,
     supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
 ) -> None:
-    """Trains to the end, or to a clean stop at Ctrl-C; blocks. Raises ConfigError before anything
-    is created."""
+    """Trains to the end, or to a clean stop at Ctrl-C, which raises KeyboardInterrupt; blocks.
+
+    `sft` trains on the conversations of the section `data`. `supervisor(config, note)` starts the
+    other processes of a recipe with `rollout.samplers` above 0. Raises ConfigError before anything
+    is created.
+    """
     if agent is not None and tasks is None:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
     if tasks is not None and config.rollout.samplers:
@@ -62,52 +103,397 @@ def train(
         )
     view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
-    check_parts(config, tasks, resume)
+    if command == "sft":
+        check_sft_parts(config, resume)
+    else:
+        check_parts(config, tasks, resume)
     if resume:
-        for key, (was, now) in check_resume(config, checkpoints).items():
+        for key, (was, now) in check_resume(config, checkpoints, command).items():
             view.note(f"from here on with {key}={now!r}, which was {was!r}")
     else:
-        prepare_folder(config)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_trainer(config.run_dir):
-        write_config(config)
-        with (
-            supervisor(config, view.note)
-            if supervisor is not None and config.rollout.samplers
-            else nullcontext() as children
-        ):
-            check = children.check if children is not None else lambda: None
-            run_coroutine(
-                run_training(
-                    config,
-                    view,
-                    agent=agent,
-                    tasks=tasks,
-                    resume=resume,
-                    apart=children is not None,
-                    check=check,
-                )
-            )
+        check_folder(config)
+        check_store(config)
+    run_coroutine(
+        run_training(
+            config,
+            view,
+            command=command,
+            agent=agent,
+            tasks=tasks,
+            resume=resume,
+            supervisor=supervisor if config.rollout.samplers else None,
+        )
+    )
 
 
-def check_parts(
-    config: RunConfig, tasks: Sequence[Task] | None, resume: bool, *, apart: bool = False
+async def run_training(
+    config: RunConfig,
+    view: LiveView,
+    *,
+    command: Command,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    resume: bool = False,
+    supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
 ) -> None:
-    """Tells before anything is created or deleted what would otherwise fail while the parts are
-    built: an unknown engine or transport, a missing package or option of the environment or of
-    child processes, too few tasks, a model that can't be had (a known one is downloaded here).
-    `apart`: samplers and engines are other processes, whoever starts them."""
-    if config.rollout.samplers:
-        importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
-    if tasks is None:
-        make_environment(config).close()
-    TaskSource(config, tasks)
-    engines.get(config.engine.type)
-    check_transport(config, apart=apart or config.rollout.samplers > 0)
-    check_preference(config)
-    check_memory(config)
-    if config.model.name != "tiny" and not resume:
-        resolve(config.model.name)
-        check_lora(config.model.lora)
-    if config.reward_model.name is not None:
-        resolve(config.reward_model.name)
+    """`train` after its checks. Samplers and engines are apart if they are processes that are started
+    here (`supervisor`) or by somebody else (`learn`); `resume` takes up whatever its folder holds."""
+    folder = config.run_dir
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
+    apart = supervisor is not None or command == "learn"
+    with view, stop_on_interrupt(view.note) as asked, ExitStack() as stack:
+        if resume:
+            stack.enter_context(only_trainer(folder))
+        view.phase("loading", config.model.name)
+        start = ResumePoint()
+        if resume:
+            start = await find_resume_point(config, checkpoints, note=view.note)
+        loaded = load_policy(config, start.checkpoint)
+        conversations = read_sft_data(config, loaded, view) if command == "sft" else None
+        if not resume:
+            prepare_folder(config)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_trainer(folder))
+        write_config(config)
+        if conversations is not None:
+            conversations.write_reports(folder)
+        processes = None if supervisor is None else supervisor(config, view.note)
+        if processes is not None:
+            stack.enter_context(processes)
+        log = stack.enter_context(
+            MetricsLog(
+                folder / "metrics.jsonl",
+                folder / "tensorboard" if config.tracking.tensorboard else None,
+            )
+        )
+        async with open_components(
+            config,
+            agent=agent,
+            tasks=tasks,
+            loaded=loaded,
+            transport="shared" if command == "sft" else local_transport(config, apart=apart),
+            note=view.note,
+        ) as parts:
+
+            def stop() -> bool:
+                return bool(asked)
+
+            if apart:
+                check = (lambda: None) if processes is None else processes.check
+                rollouts: RolloutSource = DisaggregatedRollouts(parts, stop, check, view.warn)
+            elif config.rollout.staleness and command != "sft":
+                rollouts = ColocatedRollouts(parts, stop, view.warn)
+            else:
+                rollouts = SynchronousRollouts(parts)
+            trainer, source = make_trainer(parts, rollouts, conversations)
+            run = TrainingRun(
+                parts, trainer, rollouts, source, checkpoints, log, view, stop, command
+            )
+            await run.take_up(start, resumed=resume)
+            await run.run()
+            write_summary(folder, summary_of(run))
+        if config.tracking.report:
+            view.phase("reporting")
+            path = report_from_run(folder, lambda token: str(loaded.tokenizer.decode([token])))
+            view.note(f"report: {path}")
+    if asked:
+        raise KeyboardInterrupt
+
+
+def make_trainer(
+    parts: Components, rollouts: RolloutSource, conversations: SFTData | None = None
+) -> tuple[Learner, BatchSource]:
+    """Who trains the policy by the recipe's algorithm, and where its batches come from."""
+    config, model = parts.config, parts.model
+    if conversations is not None:
+        batches = ConversationBatches(config, conversations, model)
+        return (
+            SupervisedTrainer(
+                model,
+                config.sft,
+                batches.num_steps,
+                memory=config.memory,
+                dropout_seed=config.run.seed,
+            ),
+            batches,
+        )
+    trainer: RolloutTrainer
+    if config.algorithm.preference() is not None:
+        trainer = PreferenceTrainer(
+            model,
+            config.trainer,
+            config.algorithm,
+            temperature=config.sampling.temperature,
+            demonstrations=solver_answers(parts),
+            memory=config.memory,
+        )
+        pairs = given_pairs(parts)
+        if pairs is not None:
+            return trainer, GivenPairs(config, pairs)
+    else:
+        trainer = Trainer(
+            model,
+            config.trainer,
+            config.algorithm,
+            critic=config.critic,
+            process_reward=config.process_reward,
+            reward_model=load_token_reward_model(parts),
+            memory=config.memory,
+        )
+    return trainer, RolloutBatches(config, rollouts, parts.tasks, trainer, parts.store)
+
+
+class TrainingRun:
+    """The steps of one run; `stop` asks it to end after the current one."""
+
+    def __init__(
+        self,
+        parts: Components,
+        trainer: Learner,
+        rollouts: RolloutSource,
+        source: BatchSource,
+        checkpoints: Checkpoints,
+        log: MetricsLog,
+        view: LiveView,
+        stop: Callable[[], bool],
+        command: Command,
+    ) -> None:
+        self.parts, self.trainer, self.rollouts, self.source = parts, trainer, rollouts, source
+        self.checkpoints, self.log, self.view = checkpoints, log, view
+        self.stop, self.command = stop, command
+        self.players = reference_players(parts)
+        self.monitor = CollapseMonitor()
+        self.progress = Progress()
+        self._recorded = 0
+        """So many of the warnings are in the records of committed steps."""
+        self.profiling = Profiling(
+            parts.config.profile, parts.config.run_dir, parts.model, warn=self.warn, note=view.note
+        )
+        self.peak = device_peak(self.profiling.device, self.profiling.dtype)
+        self._clock = time.perf_counter()
+
+    async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
+        """Brings trainer and progress to where the run stands: at its beginning, after a cold start
+        if there is one, or at the newest committed step."""
+        config = self.parts.config
+        if config.model.lora.enabled:
+            trained, total = num_parameters(self.parts.model)
+            self.view.note(
+                f"training adapters: {trained:,} of {total:,} parameters ({trained / total:.1%})"
+            )
+        if resumed:
+            something = start.checkpoint is not None or start.steps
+            self.log.resume(start.committed if something else -1)
+        if start.checkpoint is not None:
+            trainer_state, run_state = self.checkpoints.load(start.checkpoint)
+            self.trainer.load_state_dict(trainer_state)
+            self.restore(run_state)
+        elif config.cold_start.episodes and self.command != "sft":
+            await self._cold_start(again=bool(start.steps))
+        if start.checkpoint is not None or not self.stop():
+            await replay_steps(self, start)
+
+    async def _cold_start(self, *, again: bool) -> None:
+        """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
+        whose log has it already."""
+        if self.parts.config.model.name != "tiny" and not again:  # random weights show nothing
+            self.progress.cold_start_before = await self.evaluate(
+                "before the cold start", full=False, label="untaught-"
+            )
+        metrics = cold_start(self.parts, self.view, self.stop)
+        if not again:
+            self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
+            self.log.log(0, metrics)
+
+    async def run(self) -> None:
+        """From where `progress` stands to the last step, or until `stop`."""
+        if self.stop() and not self.progress.before:
+            return  # asked to while the policy was loaded or taught
+        await self.rollouts.begin(self.progress.step)
+        if not self.progress.before:
+            if opening := self.source.opening_metrics():
+                self.log.log(0, opening)
+            self.trainer.begin()
+            self.progress.before = self.progress.after = await self.evaluate("before", full=True)
+        async with self.rollouts.running():
+            with self.profiling:
+                while self.progress.step < self.source.num_steps and not self.stop():
+                    with self.profiling.step(self.progress.step + 1):
+                        try:
+                            await self.step()
+                        except StopAskedError:
+                            break
+        if self.checkpoints.steps()[-1:] != [self.progress.step]:
+            self.save()
+            self.checkpoints.prune()
+
+    async def step(self) -> None:
+        """One step, committed at its end."""
+        step, source, rollouts, trainer = (
+            self.progress.step + 1,
+            self.source,
+            self.rollouts,
+            self.trainer,
+        )
+        started = time.perf_counter()
+        counters = self.parts.engine.stats()
+        self.view.phase(source.activity, f"step {step}")
+        with phase(source.activity):
+            collected = await source.collect(step)
+        sampled = time.perf_counter()
+        async with rollouts.training():
+            with phase("prepare"):
+                batch = await rollouts.compute(lambda: source.prepare(collected, step))
+            with phase("store"):
+                trained_ids = await reserve(self.parts.store, step, collected, batch)
+            prepared = time.perf_counter()
+            self.view.phase("training", f"step {step}")
+            updated = {}
+            if batch.samples:
+                updated = await rollouts.compute(lambda: trainer.step(batch.samples))
+            trained = time.perf_counter()
+            with phase("publish"):
+                await rollouts.swap(step)
+        now = time.perf_counter()
+        reasons = drop_reasons(collected, batch)
+        timings = {
+            "gen": sampled - started,
+            "adv": prepared - sampled,
+            "update_actor": trained - prepared,
+            "update_weights": now - trained,
+            "step": now - started,
+        }
+        metrics = step_metrics(step, collected, batch, updated)
+        engine = None
+        if source.samples_rollouts:
+            metrics |= rollouts.stats() | drop_metrics(reasons)
+            engine = counted_since(counters, self.parts.engine.stats())
+        metrics |= performance_metrics(timings, engine, metrics, self.peak.flops_per_s)
+
+        self.progress.step = step
+        self.progress.generated_tokens += sum(
+            t.num_completion_tokens() for t in collected.trajectories
+        )
+        self.progress.trained_tokens += int(metrics.get("trainer/trained_tokens", 0))
+        self.log.log(step, metrics)
+        self.observe(step, metrics)
+        checkpoint = await self._milestones(last=step == source.num_steps)
+        with phase("store"):
+            plan = plan_of(self.parts.config, trained_ids, collected, metrics)
+            await self._commit(step, plan, metrics, checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.prune()
+        await rollouts.announce(step)
+        self.view.step(step, source.num_steps, metrics, Counter(reasons.values()))
+
+    def observe(self, step: int, metrics: dict[str, float]) -> None:
+        """Warns of what looks like a collapse."""
+        for warning in self.monitor.observe(step, metrics):
+            self.warn(f"step {warning.step}: {warning.message}")
+
+    def warn(self, text: str) -> None:
+        self.progress.warnings.append(text)
+        self.view.warn(text)
+
+    async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
+        """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts.
+        `label` tells two of one step apart."""
+        self.view.phase("evaluating", name)
+        started, step = time.perf_counter(), self.progress.step
+        with phase("evaluation"):
+            metrics = self.source.evaluate()
+        if metrics:
+            texts = (
+                f"{key.rpartition('/')[2].replace('_', ' ')} {value:.4g}"
+                for key, value in metrics.items()
+            )
+            self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
+        if self.parts.plays:
+            samples = self.parts.config.evaluation.samples if full else 0
+            with phase("evaluation"):
+                played, tokens = await evaluate(
+                    self.parts, step, samples=samples, players=self.players, label=label
+                )
+            metrics |= played
+            self.progress.generated_tokens += tokens
+            self.view.evaluation(step, metrics)
+        self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
+        return metrics
+
+    async def _milestones(self, *, last: bool) -> dict[str, str] | None:
+        """Evaluation and checkpoint of the step that has just been computed, when they are due;
+        what is known of the latter."""
+        config, step = self.parts.config, self.progress.step
+        value = None
+        if last or (config.evaluation.every and step % config.evaluation.every == 0):
+            self.progress.after = await self.evaluate(
+                "after" if last else f"step {step}", full=last
+            )
+            value = (
+                headline(self.progress.after)
+                if self.parts.plays
+                else self.source.value(self.progress.after)
+            )
+        due = bool(config.checkpoint.every) and step % config.checkpoint.every == 0
+        best = self.checkpoints.best_value
+        better = (
+            value is not None and bool(config.checkpoint.every) and (best is None or value > best)
+        )
+        return self.save(value) if last or due or better else None
+
+    def save(self, value: float | None = None) -> dict[str, str]:
+        """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
+        `value` is its evaluation, if any."""
+        self.view.phase("saving", f"checkpoint of step {self.progress.step}")
+        self.progress.wall_s = self.wall_s()
+        self._clock = time.perf_counter()
+        state: dict[str, Any] = {
+            "command": "sft" if self.command == "sft" else "train",
+            "progress": msgspec.to_builtins(self.progress),
+            "monitor": self.monitor.state_dict(),
+            "source": self.source.state_dict(),
+        }
+        with phase("checkpoint"):
+            path, sha256 = self.checkpoints.save(
+                self.progress.step,
+                self.parts.model,
+                self.parts.tokenizer,
+                self.trainer.state_dict(),
+                state,
+                value,
+                prune=False,
+            )
+        return {"path": str(path.relative_to(self.parts.config.run_dir)), "sha256": sha256}
+
+    def restore(self, run_state: dict[str, Any]) -> None:
+        """The inverse of what `save` wrote."""
+        self.source.load_state_dict(run_state["source"])
+        self.go_on_from(msgspec.convert(run_state["progress"], Progress))
+        self.monitor.load_state_dict(run_state["monitor"])
+        self._clock = time.perf_counter()
+
+    def go_on_from(self, progress: Progress) -> None:
+        """That much is committed, all its warnings included."""
+        self.progress, self._recorded = progress, len(progress.warnings)
+
+    def wall_s(self) -> float:
+        """Seconds of training and evaluation so far, pauses left out."""
+        return self.progress.wall_s + time.perf_counter() - self._clock
+
+    async def _commit(
+        self, step: int, plan: Plan, metrics: dict[str, float], checkpoint: dict[str, str] | None
+    ) -> None:
+        new = self.progress.warnings[self._recorded :]
+        record = {
+            "metrics": metrics,
+            KEY: plan.to_record(),
+            "source": self.source.state_dict(),
+            "progress": msgspec.to_builtins(msgspec.structs.replace(self.progress, warnings=new)),
+            "checkpoint": checkpoint,
+        }
+        await with_retries(
+            lambda: self.parts.store.commit_step(step, record, ids=plan.ids),
+            within_s=STORE_RETRY_S,
+            what=f"committing step {step}",
+        )
+        self._recorded += len(new)

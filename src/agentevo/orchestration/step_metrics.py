@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
+from typing import TYPE_CHECKING
 
 import psutil
 
+from agentevo.training.learner import PreparedBatch
 from agentevo.training.workload import speed_metrics
 from agentevo.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentevo.orchestration.collect import Collected
 
 
 def _spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
@@ -86,14 +91,17 @@ def collection_metrics(
 
 def performance_metrics(
     timings: Mapping[str, float],
-    engine: Mapping[str, float],
+    engine: Mapping[str, float] | None,
     trained: Mapping[str, float],
     peak_flops_per_s: float,
 ) -> dict[str, float]:
-    """Seconds per phase, tokens per second, and MFU; `engine` holds what its counters grew by in
-    this step."""
+    """Seconds per phase, tokens per second, and MFU. `engine` holds what its counters grew by in
+    this step; None: the step had nothing sampled."""
     step_s = timings["step"]
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
+    metrics |= speed_metrics(trained, timings.get("update_actor", 0.0), peak_flops_per_s)
+    if engine is None:
+        return metrics
     generated = engine.get("engine/generated_tokens", 0.0)
     logical = trained.get("trainer/logical_tokens", 0.0)
     metrics |= {
@@ -106,4 +114,16 @@ def performance_metrics(
         "perf/throughput": (generated + logical) / step_s,
         "perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30,
     }
-    return metrics | speed_metrics(trained, timings.get("update_actor", 0.0), peak_flops_per_s)
+    return metrics
+
+
+def step_metrics(
+    step: int, collected: Collected, batch: PreparedBatch, updated: Mapping[str, float]
+) -> dict[str, float]:
+    """What collecting, preparing and updating have measured, under the step's number."""
+    return {"training/global_step": float(step), **collected.metrics, **batch.metrics, **updated}
+
+
+def counted_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """By how much each counter has grown."""
+    return {key: value - before.get(key, 0.0) for key, value in now.items()}

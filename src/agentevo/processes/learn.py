@@ -7,10 +7,9 @@ from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
-from agentevo.orchestration.run import check_parts
-from agentevo.orchestration.training_run import run_training
+from agentevo.orchestration.checks import check_parts
+from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import ensure_run_folder
-from agentevo.runs.lock import only_trainer
 
 
 def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
@@ -32,5 +31,4 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
     check_parts(config, None, resume=False, apart=True)
     ensure_run_folder(config)
     view = view if view is not None else LiveView(config.run.name)
-    with only_trainer(config.run_dir):
-        run_coroutine(run_training(config, view, resume=True, apart=True))
+    run_coroutine(run_training(config, view, command="learn", resume=True))

@@ -39,7 +39,7 @@ from agentevo.config.sweep import Member, Sweep
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
-from agentevo.orchestration.run import check_parts
+from agentevo.orchestration.checks import check_parts
 from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
 from agentevo.runs.result_table import check_page, write_sweep_table, write_table
 from agentevo.runs.resume_rules import changes

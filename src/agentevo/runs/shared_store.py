@@ -14,13 +14,18 @@ from agentevo.store.store import Store
 CLEAR_TIMEOUT_S = 600.0
 
 
+def check_store(config: RunConfig) -> None:
+    """Raises ConfigError for a store that another run has filled: nobody said that it may go."""
+    _prepare(config, clear=False)
+
+
 def prepare_store(config: RunConfig) -> None:
     """Leaves an empty store to a new run. With run.overwrite the run that is in the folder loses
-    what it has in the store too.
+    what it has in the store too. Raises as `check_store`, and then leaves all as it was."""
+    _prepare(config, clear=True)
 
-    Raises ConfigError, and leaves all as it was, for a store that another run has filled: nobody
-    said that it may go.
-    """
+
+def _prepare(config: RunConfig, *, clear: bool) -> None:
     url = config.store.url
     if url is None:  # in the folder, and goes with it
         return
@@ -39,7 +44,7 @@ def prepare_store(config: RunConfig) -> None:
                     "?schema=NAME or database, resume that run with "
                     "--resume, or delete it by run.overwrite=true with its own run.dir"
                 )
-            if held:
+            if held and clear:
                 await store.clear()
 
     with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook

@@ -18,9 +18,11 @@ from functools import cached_property
 from itertools import combinations
 
 import msgspec
+import torch
 
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import AlgorithmSection
+from agentevo.seeds import derive_seed
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
 
@@ -196,3 +198,23 @@ def _compared(
                 )
             )
     return found
+
+
+class PairData:
+    """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles
+    anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
+
+    def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
+        self.groups, self.seed = groups, seed
+        self.per_step = min(per_step, len(groups))
+
+    def of_step(self, step: int) -> list[Pair]:
+        """Of step `step`, from 1."""
+        round_, place = divmod(step - 1, len(self.groups) // self.per_step)
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "pairs", round_))
+        order = torch.randperm(len(self.groups), generator=generator).tolist()
+        return [
+            pair
+            for index in order[place * self.per_step : (place + 1) * self.per_step]
+            for pair in self.groups[index]
+        ]

@@ -11,7 +11,6 @@ policy at the temperature that it is sampled with, of the solver's and given ans
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import PreTrainedModel
 
 from agentevo.algorithms.preference import bind_preference_loss
 from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
-from agentevo.seeds import derive_seed
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     backward_through_sums,
@@ -31,6 +29,7 @@ from agentevo.training.batching.passes import (
 )
 from agentevo.training.batching.staleness import leave_out_stale
 from agentevo.training.kernels.output_layer import token_logprobs
+from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
 from agentevo.training.parallel import gathered
@@ -48,36 +47,6 @@ METRICS = {
 """Ours -> TRL's."""
 
 
-@dataclass
-class PreparedPairs:
-    """What a step trains on."""
-
-    samples: list[Pair]
-    metrics: dict[str, float] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Id of each trajectory that is in no pair -> "no-pair"."""
-
-
-class PairData:
-    """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles
-    anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
-
-    def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
-        self.groups, self.seed = groups, seed
-        self.per_step = min(per_step, len(groups))
-
-    def of_step(self, step: int) -> list[Pair]:
-        """Of step `step`, from 1."""
-        round_, place = divmod(step - 1, len(self.groups) // self.per_step)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "pairs", round_))
-        order = torch.randperm(len(self.groups), generator=generator).tolist()
-        return [
-            pair
-            for index in order[place * self.per_step : (place + 1) * self.per_step]
-            for pair in self.groups[index]
-        ]
-
-
 class PreferenceTrainer:
     """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
     the reference policy."""
@@ -90,10 +59,8 @@ class PreferenceTrainer:
         *,
         temperature: float = 1.0,
         demonstrations: Demonstrations | None = None,
-        data: PairData | None = None,
         memory: MemorySection | None = None,
     ) -> None:
-        """data: pairs to train on in place of those that trajectories make."""
         algorithm = section.preference()
         if algorithm is None:
             raise ValueError(
@@ -104,7 +71,7 @@ class PreferenceTrainer:
         self.algorithm_section = section
         self.algorithm = algorithm
         self.loss = bind_preference_loss(algorithm.loss, algorithm.hyper)
-        self.temperature, self.demonstrations, self.data = temperature, demonstrations, data
+        self.temperature, self.demonstrations = temperature, demonstrations
         self.optimization = Optimization(model.parameters(), trainer, memory=memory)
         self.flops = FlopCounter(model)
         self.reference: Reference | None = None
@@ -123,9 +90,8 @@ class PreferenceTrainer:
         *,
         version: int | None = None,
         bound: int | None = None,
-    ) -> PreparedPairs:
-        """Pairs for `step`: of the trajectories, or the next given ones. `baselines` are for
-        others.
+    ) -> PreparedBatch:
+        """Pairs of the trajectories, for `step`. `baselines` are for other trainers.
 
         version: committed steps so far; then an attempt with a token more than `bound` versions
         away from it is left out whole, because the losses compare whole answers (see
@@ -142,15 +108,12 @@ class PreferenceTrainer:
             trajectories, stale, ages = leave_out_stale(
                 trajectories, trainer_version=version, bound=bound
             )
-        if self.data is not None:
-            pairs = self.data.of_step(self.steps + 1)
-        else:
-            pairs = make_pairs(
-                trajectories, self.algorithm, self.algorithm_section, self.demonstrations
-            )
+        pairs = make_pairs(
+            trajectories, self.algorithm, self.algorithm_section, self.demonstrations
+        )
         used = {answer.name for pair in pairs for answer in pair.answers}
         dropped = {t.id: "no-pair" for t in trajectories if t.id not in used}
-        return PreparedPairs(
+        return PreparedBatch(
             pairs, {"preference/num_pairs": float(len(pairs)), **ages}, dropped | stale
         )
 

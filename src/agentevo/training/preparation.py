@@ -8,7 +8,7 @@ process reward, which first learns from the step's outcomes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
 from agentevo.training.batching.samples import Row, Tables, advantages_of, trajectory_rows
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
+from agentevo.training.learner import PreparedBatch
 from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
@@ -38,16 +39,6 @@ class Roles:
     critic: Critic | None = None
     process_reward: ImplicitProcessReward | None = None
     reward_model: TokenRewardModel | None = None
-
-
-@dataclass
-class Prepared:
-    """What a step trains on."""
-
-    samples: list[Sample]
-    metrics: dict[str, float] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Id of each trajectory that is left out after all -> why."""
 
 
 class Preparation:
@@ -72,12 +63,12 @@ class Preparation:
         kl_coef: float,
         baselines: Mapping[str, float],
         monte_carlo: bool,
-    ) -> Prepared:
+    ) -> PreparedBatch:
         """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust
         no critic (while one is pretrained)."""
         rows = [row for trajectory in trajectories for row in trajectory_rows(trajectory)]
         if not rows:
-            return Prepared([])
+            return PreparedBatch([])
         tables, metrics = self._tables(rows, roles)
         bonus, found = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
@@ -92,7 +83,7 @@ class Preparation:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         if roles.critic is not None:
             found["critic/vf_explained_var"] = _foreseen(samples)
-        return Prepared(samples, metrics | found)
+        return PreparedBatch(samples, metrics | found)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
         """By name, [S, T] float32 each."""

@@ -17,7 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.config import ColdStartSection, MemorySection, SFTSection, TrainerSection
+from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
+from agentevo.seeds import derive_seed
 from agentevo.training.batching.passes import device_of, micro_batches
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import all_logits, token_logprobs
@@ -65,9 +67,12 @@ class SupervisedTrainer:
         key: str = "sft",
         *,
         memory: MemorySection | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
+        """dropout_seed: each step draws its adapters' dropout from it and the step's number; None
+        leaves dropout to the caller."""
         self.model, self.section, self.total_steps = model, section, total_steps
-        self.flops = FlopCounter(model)
+        self.flops, self._dropout_seed = FlopCounter(model), dropout_seed
         self.optimization = Optimization(
             model.parameters(),
             TrainerSection(
@@ -85,9 +90,19 @@ class SupervisedTrainer:
         """Optimizer steps so far."""
         return self.optimization.steps
 
+    def begin(self) -> None:
+        """There is no model beside the policy."""
+
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes
         no weight, if a number is not finite."""
+        if self._dropout_seed is None:
+            return self._step(samples)
+        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1)
+        with dropping_out(self.model, seed):
+            return self._step(samples)
+
+    def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         section = self.section
         lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
         trained = sum(sum(s.loss_mask) for s in samples)

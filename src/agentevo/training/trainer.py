@@ -25,11 +25,12 @@ from agentevo.config import (
 from agentevo.training.batching.passes import device_of, micro_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import Listener
+from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.parallel import gathered, summed
 from agentevo.training.phases import phase
 from agentevo.training.policy_loss import MinibatchLoss
-from agentevo.training.preparation import Preparation, Prepared, Roles
+from agentevo.training.preparation import Preparation, Roles
 from agentevo.training.roles.critic import Critic
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.reference import Reference
@@ -101,7 +102,7 @@ class Trainer:
         *,
         version: int | None = None,
         bound: int | None = None,
-    ) -> Prepared:
+    ) -> PreparedBatch:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
         algorithm compares with it.
 

@@ -7,29 +7,37 @@ Whatever is not used is in a RowReport, with its reason and its place.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentevo.agents.environment_agent import demonstrate
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
 from agentevo.errors import ConfigError
 from agentevo.models.chat import ChatFormat
+from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import solver_samples
+from agentevo.orchestration.collect import Collected
 from agentevo.orchestration.components import make_environment
 from agentevo.orchestration.preference_data import check_tokenizer
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.seeds import derive_seed
+from agentevo.store.store import StepRecord
 from agentevo.training.assistant_tokens import AssistantTokens, TokenRow, token_row
+from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
+from agentevo.training.supervised import held_out_metrics, plan_batches
 from agentevo.types import Sample, Trajectory
 
+HELD_OUT = "sft/eval/"
+"""Prefix of the metrics on held-out conversations."""
+LEFT_OUT = " left out, "
 BAD_ROWS = "bad_rows.jsonl"
 """In the run's folder: every row that is not used."""
 Conversations = dict[str, list[TokenRow]]
@@ -51,8 +59,100 @@ class SFTData:
     def batch(self, names: Iterable[str]) -> list[Sample]:
         return [row.sample() for name in names for row in self.train[name]]
 
+    def write_reports(self, folder: Path) -> None:
+        """Replaces BAD_ROWS in the run's folder."""
+        (folder / BAD_ROWS).unlink(missing_ok=True)
+        for report in self.reports:
+            report.write(folder / BAD_ROWS)
+
     def held_out_samples(self) -> list[Sample]:
         return [row.sample() for rows in self.held_out.values() for row in rows]
+
+
+class ConversationBatches:
+    """Conversations by the batch, in an order that follows from the run's seed (supervised
+    fine-tuning).
+
+    Some of them may be held out: then the best checkpoint is the one with the lowest loss on those,
+    unless the recipe has an environment to play.
+    """
+
+    activity = "reading"
+    samples_rollouts = False
+
+    def __init__(self, config: RunConfig, data: SFTData, model: PreTrainedModel) -> None:
+        self._config, self._data, self._model = config, data, model
+        seed = derive_seed(config.run.seed, "sft-order")
+        self._batches = plan_batches(data.sizes(), config.sft, seed)
+        self.num_steps = len(self._batches)
+        self._held_out = data.held_out_samples()
+
+    async def collect(self, step: int) -> Collected:
+        """The step's conversations."""
+        epochs = step / self.num_steps * self._config.sft.epochs
+        samples = self._data.batch(self._batches[step - 1])
+        return Collected(given=samples, metrics={"training/epoch": epochs})
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch:
+        """They are trained on as they are."""
+        return PreparedBatch(collected.given)
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """The same conversations: they follow from the data, the seed and the step."""
+        return self.prepare(await self.collect(record.step), record.step)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss, perplexity and token accuracy on the held-out conversations, if there are any."""
+        if not self._held_out:
+            return {}
+        return held_out_metrics(self._model, self._held_out, self._config.sft.micro_batch_tokens)
+
+    def opening_metrics(self) -> dict[str, float]:
+        """How many rows were read, and what became of them."""
+        return {
+            key: value for report in self._data.reports for key, value in report.metrics().items()
+        }
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """The negative held-out loss."""
+        loss = metrics.get(f"{HELD_OUT}loss")
+        return None if loss is None else -loss
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        """The account of the rows, and the held-out conversations before and after."""
+        return {
+            "held_out": {
+                "conversations": len(self._data.held_out),
+                "before": _held_out_only(before),
+                "after": _held_out_only(after),
+            },
+            "data": {report.kind: report.summary() for report in self._data.reports},
+        }
+
+    def warnings(self) -> list[str]:
+        """Rows that were left out."""
+        return [
+            line for report in self._data.reports for line in report.lines() if LEFT_OUT in line
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"planned_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the data gives another number of steps than it gave then."""
+        if state["planned_steps"] != self.num_steps:
+            raise ConfigError(
+                f"data: it gives {self.num_steps} steps, but gave {state['planned_steps']} when "
+                "the run was started: restore it, or start again with run.overwrite=true"
+            )
+
+
+def _held_out_only(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {
+        key.removeprefix(HELD_OUT): value
+        for key, value in metrics.items()
+        if key.startswith(HELD_OUT)
+    }
 
 
 def check_sft_data(config: RunConfig) -> None:
@@ -95,6 +195,15 @@ def check_sft_data(config: RunConfig) -> None:
             )
 
 
+def read_sft_data(config: RunConfig, loaded: LoadedModel, view: LiveView) -> SFTData:
+    """`load_sft_data` for a model. Raises ConfigError if no row is left to train on."""
+    context = int(getattr(loaded.model.config, "max_position_embeddings", 1 << 30))
+    chat = None
+    if config.environment is not None:
+        chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    return load_sft_data(config, loaded.tokenizer, chat, context, view)
+
+
 def load_sft_data(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -127,7 +236,7 @@ def load_sft_data(
     elif section.eval_share:
         found.held_out = _hold_out(found.train, section.eval_share, config.run.seed)
     for line in (line for report in found.reports for line in report.lines()):
-        (view.warn if " left out, " in line else view.note)(line)
+        (view.warn if LEFT_OUT in line else view.note)(line)
     if not found.train:
         raise ConfigError(
             "data: no row is left to train on:\n"

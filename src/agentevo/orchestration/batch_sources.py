@@ -1,0 +1,170 @@
+"""Where the batch of a step comes from: attempts of the policy itself, or data that was given.
+
+    collect(step)             what there is to train on in this step
+    prepare(collected, step)  the samples of it, as the trainer's `step` takes them
+    replay(record)            those of a committed step, again
+
+The loop (run.py) is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from agentevo.config import RunConfig
+from agentevo.orchestration.collect import Collected, Collector
+from agentevo.orchestration.rollout_sources import RolloutSource
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.task_source import TaskSource
+from agentevo.store.store import StepRecord, Store
+from agentevo.training.batching.step_plan import Plan
+from agentevo.training.learner import PreparedBatch, RolloutTrainer
+from agentevo.training.pairs import Pair, PairData
+from agentevo.types import Trajectory
+
+
+class BatchSource(Protocol):
+    """See the module. `num_steps` is how many steps the run has."""
+
+    num_steps: int
+    activity: str
+    """What `collect` does, for people: "sampling" or "reading"."""
+    samples_rollouts: bool
+    """Whether batches are made of attempts, so that the engine's and the attempts' metrics say
+    something about a step."""
+
+    async def collect(self, step: int) -> Collected: ...
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch: ...
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """Raises TrainingError if the store no longer has what the step was trained on."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the policy on held-out data; empty where there is none."""
+
+    def opening_metrics(self) -> dict[str, float]:
+        """What is logged of the data before the first step."""
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """What the best checkpoint has most of, out of `evaluate`'s metrics; None if they do not
+        say."""
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        """Entries of summary.json that only this source has."""
+
+    def warnings(self) -> list[str]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; JSON."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class WithoutHeldOutData:
+    """What the sources have in common that hold out no data of their own: held-out tasks say how
+    good the policy is."""
+
+    def evaluate(self) -> dict[str, float]:
+        return {}
+
+    def opening_metrics(self) -> dict[str, float]:
+        return {}
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        return None
+
+    def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
+        return {}
+
+    def warnings(self) -> list[str]:
+        return []
+
+
+class RolloutBatches(WithoutHeldOutData):
+    """Groups of attempts at a step's tasks, made by the policy (reinforcement learning)."""
+
+    activity = "sampling"
+    samples_rollouts = True
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rollouts: RolloutSource,
+        tasks: TaskSource,
+        trainer: RolloutTrainer,
+        store: Store,
+    ) -> None:
+        self.num_steps = config.trainer.steps
+        self.collector = Collector(config, rollouts, tasks)
+        self._staleness, self._trainer, self._store = config.rollout.staleness, trainer, store
+
+    async def collect(self, step: int) -> Collected:
+        """See Collector.collect."""
+        return await self.collector.collect(step)
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch:
+        """Advantages, or pairs, of what was kept; nothing older than `rollout.staleness` is in
+        it."""
+        return self._trainer.prepare(
+            collected.kept, collected.baselines, version=step - 1, bound=self._staleness
+        )
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """From the step's plan and the attempts that the store holds."""
+        plan = Plan.of(record.step, record.record)
+
+        async def read() -> list[Trajectory]:
+            stored = self._store.trajectories(trained_step=record.step)
+            return [one.trajectory async for one in stored]
+
+        trajectories = await with_retries(
+            read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
+        )
+        return self._trainer.prepare(
+            plan.trained(trajectories),
+            plan.baselines,
+            version=record.step - 1,
+            bound=plan.staleness,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.collector.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.collector.load_state_dict(state)
+
+
+class GivenPairs(WithoutHeldOutData):
+    """Pairs of answers from a file or from another run (preference training without sampling).
+
+    Groups of pairs come in an order that the run's seed shuffles anew each round. What does not
+    fill a step at a round's end waits: no step has a group twice.
+    """
+
+    activity = "reading"
+    samples_rollouts = False
+
+    def __init__(self, config: RunConfig, groups: Sequence[Sequence[Pair]]) -> None:
+        self.num_steps = config.trainer.steps
+        self._data = PairData(groups, config.trainer.groups_per_step, config.run.seed)
+
+    async def collect(self, step: int) -> Collected:
+        """The step's pairs."""
+        return Collected(given=self._data.of_step(step))
+
+    def prepare(self, collected: Collected, step: int) -> PreparedBatch:
+        """They are trained on as they are."""
+        pairs = collected.given
+        return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
+
+    async def replay(self, record: StepRecord) -> PreparedBatch:
+        """The same pairs: they follow from the seed and the step."""
+        return self.prepare(await self.collect(record.step), record.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return

@@ -1,0 +1,50 @@
+"""What is refused before a run creates or deletes anything."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from agentevo.config import RunConfig
+from agentevo.inference.engines import engines
+from agentevo.inference.transports import check_transport
+from agentevo.models.adapters import check_lora
+from agentevo.models.resolve import resolve
+from agentevo.orchestration.components import check_memory, make_environment
+from agentevo.orchestration.conversations import check_sft_data
+from agentevo.orchestration.preference_data import check_preference
+from agentevo.rollout.task_source import TaskSource
+from agentevo.types import Task
+
+
+def check_parts(
+    config: RunConfig, tasks: Sequence[Task] | None, resume: bool, *, apart: bool = False
+) -> None:
+    """Raises ConfigError or ModelError for what would otherwise fail while a training run's parts
+    are built: an unknown engine or transport, a missing package or option of the environment or of
+    child processes, too few tasks, a model that can't be had (a known one is downloaded here).
+    `apart`: samplers and engines are other processes, whoever starts them."""
+    if config.rollout.samplers:
+        importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+    if tasks is None:
+        make_environment(config).close()
+    TaskSource(config, tasks)
+    engines.get(config.engine.type)
+    check_transport(config, apart=apart or config.rollout.samplers > 0)
+    check_preference(config)
+    check_memory(config)
+    if config.model.name != "tiny" and not resume:
+        resolve(config.model.name)
+        check_lora(config.model.lora)
+    if config.reward_model.name is not None:
+        resolve(config.reward_model.name)
+
+
+def check_sft_parts(config: RunConfig, resume: bool) -> None:
+    """The same for `agentevo sft`, whose environment is optional."""
+    check_sft_data(config)
+    check_memory(config)
+    if config.environment is not None:
+        make_environment(config).close()
+    if config.model.name != "tiny" and not resume:
+        resolve(config.model.name)

@@ -1,0 +1,51 @@
+"""What the ledger is told of a step: what goes into it, why the rest does not, and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agentevo.config import RunConfig
+from agentevo.orchestration.collect import Collected
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.sampler import BASELINE
+from agentevo.store.store import Store
+from agentevo.training.batching.step_plan import Plan
+from agentevo.training.learner import PreparedBatch
+
+
+async def reserve(store: Store, step: int, collected: Collected, batch: PreparedBatch) -> list[str]:
+    """Reserves the attempts that the step trains on, and drops the others with their reasons.
+    Returns the ids of the former, in order."""
+    dropped = collected.dropped | batch.dropped
+    trained_ids = [t.id for t in collected.kept if t.id not in dropped]
+
+    async def write() -> None:
+        for reason in sorted(set(dropped.values())):
+            ids = [t.id for t in collected.trajectories if dropped.get(t.id) == reason]
+            await store.drop(ids, reason)
+        await store.reserve(trained_ids, step)
+
+    await with_retries(write, within_s=STORE_RETRY_S, what=f"reserving step {step}")
+    return trained_ids
+
+
+def drop_reasons(collected: Collected, batch: PreparedBatch) -> dict[str, str]:
+    """Id -> reason of each attempt that is not trained on, without the greedy ones, which never
+    are."""
+    reasons = collected.dropped | batch.dropped
+    return {name: reason for name, reason in reasons.items() if reason != BASELINE}
+
+
+def plan_of(
+    config: RunConfig, ids: Sequence[str], collected: Collected, metrics: Mapping[str, float]
+) -> Plan:
+    """What the step has trained on, so that it can be checked and replayed."""
+    by_id = {t.id: t for t in collected.kept}
+    return Plan.make(
+        [by_id[name] for name in ids],
+        earned={t.id: t.reward for t in collected.trajectories},
+        baselines=collected.baselines,
+        staleness=config.rollout.staleness,
+        policy=config.rollout.policy,
+        masked_tokens=int(metrics.get("staleness/masked_tokens", 0)),
+    )
