@@ -173,7 +173,7 @@ def test_it_learns_from_a_file_without_sampling(
     assert stored(run.dir) == []
     rows = updates(run.dir)
     assert [row["preference/num_pairs"] for row in rows] == [16.0 if name == "dpo" else 32.0] * 12
-    assert all(row["engine/generated_tokens"] == 0 for row in rows)
+    assert not any("engine/generated_tokens" in row for row in rows)
     with pytest.raises(KeyboardInterrupt):
         train(config("parts"), view=quiet_view(step=5))
     train(config("parts"), resume=True, view=quiet_view())

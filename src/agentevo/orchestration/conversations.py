@@ -143,7 +143,8 @@ class ConversationBatches:
         if state["planned_steps"] != self.num_steps:
             raise ConfigError(
                 f"data: it gives {self.num_steps} steps, but gave {state['planned_steps']} when "
-                "the run was started: restore it, or start again with run.overwrite=true"
+                "the run was started, so it has changed since: restore it, or start again with "
+                "run.overwrite=true"
             )
 
 
