@@ -82,13 +82,10 @@ class Components:
         )
 
 
-def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent | None:
-    """Who plays: the function that a program gave, else the registered agent of the recipe. None
-    where that would play an environment and the recipe has none, as supervised fine-tuning may."""
+def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent:
+    """Who plays: the function that a program gave, else the registered agent of the recipe."""
     if function is not None:
         return FunctionAgent(function)
-    if config.environment is None and isinstance(config.agent, EnvironmentAgentSection):
-        return None
     return make_agent(config.agent, lambda: make_environment(config))
 
 
@@ -169,7 +166,9 @@ async def open_components(
     engine = engines.get(config.engine.type)(
         model if transport == "shared" else copy_policy(model), loaded.tokenizer, config.engine
     )
-    player = find_agent(config, agent)
+    needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
+    plays = config.environment is not None or not needs_environment
+    player = find_agent(config, agent) if plays else None
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
         url = store_url or config.store_url
