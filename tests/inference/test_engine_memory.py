@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slow import slow
 
 from agentevo.config import EngineSection
 from agentevo.errors import RequestTooLongError
@@ -146,7 +147,7 @@ def check(name, random_model, difference, mix: list[Ask], engine: TorchEngine, b
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["mistral", *slow("llama")])
 def test_any_mix_of_requests(name, random_model, difference):
     @settings(max_examples=30, deadline=None, derandomize=True)
     @given(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from slow import slow
 from transformers import LlamaConfig, LlamaForTokenClassification
 
 from agentevo.api.run import train
@@ -61,9 +62,10 @@ CASES = {
         ["reward_parts/environment/mean", "reward_parts/format/mean"],
     ),
 }
+QUICK = ("turn_ppo", "remax", "gdpo", "corrected")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in CASES if name not in QUICK))])
 def test_an_algorithm_trains_through_the_whole_loop(name, tmp_path, small_config, quiet_view):
     overrides, expected = CASES[name]
     folder = tmp_path / "run"
@@ -91,14 +93,16 @@ def test_value_pretraining_comes_first(tmp_path, small_config, quiet_view):
     "overrides",
     [
         ["algorithm.name=ppo", "critic.pretrain_steps=1", "critic.learning_rate=1e-3"],
-        ["algorithm.name=ppo", "critic.trunk=shared"],
-        ["algorithm.name=prime", "process_reward.learning_rate=1e-3"],
-        [
-            "algorithm.name=remax",
-            "algorithm.kl_coef=0.1",
-            "algorithm.kl_in=reward",
-            "algorithm.kl_target=0.01",
-        ],
+        *slow(
+            ["algorithm.name=ppo", "critic.trunk=shared"],
+            ["algorithm.name=prime", "process_reward.learning_rate=1e-3"],
+            [
+                "algorithm.name=remax",
+                "algorithm.kl_coef=0.1",
+                "algorithm.kl_in=reward",
+                "algorithm.kl_target=0.01",
+            ],
+        ),
     ],
 )
 def test_a_run_with_more_models_resumes_bit_for_bit(

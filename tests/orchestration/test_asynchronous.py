@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 import pytest
+from slow import slow
 
 from agentevo.agents import EnvironmentAgent
 from agentevo.api.run import Run, train
@@ -97,7 +98,7 @@ def test_an_interrupted_run_goes_on(tmp_path, small_config, quiet_view):
     assert names == {name for found in trained_on(whole.dir).values() for name, _ in found}
 
 
-@pytest.mark.parametrize("policy", ["mask", "wait"])
+@pytest.mark.parametrize("policy", ["wait", *slow("mask")])
 def test_a_step_that_was_reserved_gets_the_same_attempts_again(
     policy, tmp_path, small_config, quiet_view
 ):
@@ -131,6 +132,7 @@ def test_a_step_that_was_reserved_gets_the_same_attempts_again(
     assert run.audit().violations == []
 
 
+@pytest.mark.slow
 def test_an_agent_function_and_given_tasks_of_several_rounds(tmp_path, small_config, quiet_view):
     """Tools are waited for while the trainer computes."""
     config = small_config(

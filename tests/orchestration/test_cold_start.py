@@ -80,6 +80,7 @@ def test_a_world_without_a_solver_is_refused(quiet_view, tmp_path):
         with_parts(config, tmp_path, lambda parts: demonstrations(parts, quiet_view()))
 
 
+@pytest.mark.slow
 def test_a_cold_start_learns_what_it_is_shown(small_config, quiet_view, tmp_path):
     config = small_config(
         tmp_path / "run",

@@ -43,6 +43,7 @@ def checkpointed(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_a_run_in_bfloat16_goes_on_bit_for_bit(
     tmp_path, small_config, quiet_view, outcome_of, assert_same, checkpointed
 ):

@@ -44,6 +44,7 @@ def _table(folder: Path) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines if line}
 
 
+@pytest.mark.slow
 def test_a_run_is_profiled(small_config: SmallConfig, tmp_path: Path):
     view, stream = _view()
     plain = train(small_config(tmp_path / "plain"), view=_view()[0])
@@ -139,6 +140,7 @@ def test_a_run_that_is_too_short_says_so(small_config: SmallConfig, tmp_path: Pa
     assert any("profile.after=9" in text for text in run.summary["warnings"])
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_within_the_profile_writes_what_there_is(
     small_config: SmallConfig, tmp_path: Path
 ):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slow import slow
 
 from agentevo.agents import Outcome
 from agentevo.api.run import train
@@ -51,6 +52,7 @@ def test_the_same_configuration_twice_is_the_same_run(
     assert_same(outcome_of(tmp_path / "run"), whole)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, outcome_of):
     train(
         small_config(tmp_path / "run", "run.seed=6", "trainer.steps=1", "evaluation.every=0"),
@@ -66,11 +68,13 @@ def test_another_seed_is_another_run(whole, tmp_path, small_config, quiet_view, 
     "interruption",
     [
         {"step": 1},
-        {"step": 2},
-        {"step": 3},
-        {"phase": ("training", "step 3")},
-        {"phase": ("evaluating", "before")},
         {"phase": ("evaluating", "step 2")},
+        *slow(
+            {"step": 2},
+            {"step": 3},
+            {"phase": ("training", "step 3")},
+            {"phase": ("evaluating", "before")},
+        ),
     ],
     ids=str,
 )
@@ -88,6 +92,7 @@ def test_a_clean_stop_and_a_resume(
     assert_same(outcome_of(config.run_dir), whole)
 
 
+@pytest.mark.slow
 def test_stopping_after_every_step(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -109,6 +114,7 @@ def test_a_resume_of_a_finished_run_changes_nothing(
     assert_same(outcome_of(config.run_dir), before)
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer(
     tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -124,6 +130,7 @@ def test_a_finished_run_can_be_made_longer(
     assert_same(grown["records"], long["records"])
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_change_what_is_learned(
     tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -150,6 +157,7 @@ async def counter(task: Task, policy) -> Outcome:
     return Outcome(reward=sum(ord(letter) % 7 for letter in text) / 10, success=len(text) % 2 == 0)
 
 
+@pytest.mark.slow
 def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, assert_same):
     tasks = [Task(id=f"t{n}", query=f"the number {n}") for n in range(7)]
     tree = {
@@ -178,6 +186,7 @@ def test_an_agent_function_on_given_tasks(tmp_path, quiet_view, outcome_of, asse
     assert sum("actor/grad_norm" in row for row in one["metrics"]) == 4
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_cold_start_starts_again(
     whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -190,7 +199,7 @@ def test_a_stop_during_the_cold_start_starts_again(
     assert_same(outcome_of(config.run_dir), whole)
 
 
-@pytest.mark.parametrize("torn", ["newest", "all"])
+@pytest.mark.parametrize("torn", ["newest", *slow("all")])
 def test_torn_checkpoints_cost_time_only(
     torn, whole, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -218,6 +227,7 @@ KEPT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["all", "some"])
 def test_a_store_that_has_lost_steps_costs_no_checkpoint(lost, tmp_path, small_config, quiet_view):
     config = small_config(tmp_path / "run", *KEPT)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from slow import slow
 from transformers import AutoTokenizer
 
 from agentevo.api.run import Run, sft, train
@@ -90,7 +91,7 @@ def test_the_solver_is_imitated(tmp_path, small_config, quiet_view):
     assert run.eval()["val-core/frozen_lake/n"] == 3
 
 
-@pytest.mark.parametrize("step", [2, 3, 5])
+@pytest.mark.parametrize("step", [3, *slow(2, 5)])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tmp_path, small_config, quiet_view, outcome_of, assert_same, step
 ):

@@ -14,6 +14,8 @@ import pytest
 from agentevo.processes import supervisor as module
 from agentevo.processes.supervisor import ChildFailedError, Supervisor
 
+pytestmark = pytest.mark.slow
+
 FOR_EVER = "exec sleep 60"
 
 

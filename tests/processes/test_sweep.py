@@ -73,6 +73,7 @@ def whole(tmp_path_factory) -> tuple[Path, str, str]:
     return folder, table, stream.getvalue()
 
 
+@pytest.mark.slow
 def test_each_member_is_a_run_of_its_own(whole):
     folder, _, shown = whole
     for name, seed, algorithm in [
@@ -93,6 +94,7 @@ def test_each_member_is_a_run_of_its_own(whole):
     assert "(4 of 4)" in shown
 
 
+@pytest.mark.slow
 def test_the_table_is_that_of_the_runs(whole):
     folder, table, _ = whole
     assert table == (folder / "table.md").read_text()
@@ -114,6 +116,7 @@ def test_the_table_is_that_of_the_runs(whole):
     assert [line.split(" | ")[0] for line in table.splitlines()[2:4]] == ["| plain", "| leave"]
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_goes_on_with_what_is_missing_only(whole):
     folder, _, _ = whole
     before = runs_in(folder)
@@ -124,6 +127,7 @@ def test_a_finished_sweep_goes_on_with_what_is_missing_only(whole):
     assert len(make_rows(read_results([folder]))) == 2, "the table is of everything in the folder"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "resume", "expected"),
     [

@@ -362,7 +362,7 @@ class Ledger(RuleBasedStateMachine):
             assert found == whole
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_ledger_does_what_its_model_does(
     new_url: Callable[[], str], clock: Any, request: pytest.FixtureRequest
 ) -> None:

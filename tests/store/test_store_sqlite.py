@@ -379,6 +379,7 @@ await store.commit_step(1, {})
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_never_tear_the_ledger(
     sqlite_url: str, start_script: Start
 ) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from servers import MongoDB, PostgreSQL, unused_name
+from slow import slow
 
-BACKENDS = ("sqlite", "postgresql", "mongodb")
+BACKENDS = ["sqlite", *slow("postgresql", "mongodb")]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from slow import slow
 
 from agentevo.config import AlgorithmSection, CriticSection, LoraSection, TrainerSection
 from agentevo.models.adapters import add_adapter
@@ -38,6 +39,7 @@ ARCHITECTURES = [
     "mixtral",
     "qwen3-moe",
 ]
+QUICK = ("llama", "gemma2", "qwen3-moe")
 GRPO = AlgorithmSection(aggregation="token-mean", entropy_coef=0.02, clip_high=0.28)
 TOLERANCE = 1e-5
 
@@ -140,7 +142,9 @@ def check_update(model, alone, samples, tokens: int, slow_loss, gradient) -> Non
             assert metrics["trainer/distinct_tokens"] == distinct
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *slow(*(name for name in ARCHITECTURES if name not in QUICK))]
+)
 def test_updates_of_random_tries(name, random_model, samples_of, slow_loss, gradient):
     one = copy.deepcopy(random_model(name))
 

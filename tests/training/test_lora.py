@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+from slow import slow
 
 from agentevo.config import (
     AlgorithmSection,
@@ -93,7 +94,7 @@ def trained(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", *slow("qwen2")])
 def test_loss_and_gradient_are_those_of_one_sequence_at_a_time(
     name, kind, random_model, samples_of, slow_loss, gradient
 ):

@@ -250,6 +250,7 @@ def saved_bytes(num_rows, num_tokens):
     return sum(sizes)
 
 
+@pytest.mark.slow
 def test_what_is_saved_does_not_grow_with_the_vocabulary():
     of_rows = saved_bytes(40, 2000) - module.KEPT_BYTES
     assert of_rows <= 40 * 4 * 10, "a few numbers a row"
@@ -282,6 +283,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_is_far_below_the_logits():
     """160 MB of logits, by an update that may keep 8 MB."""
     if sys.platform != "linux":

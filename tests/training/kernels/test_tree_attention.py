@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from slow import slow
 
 from agentevo.training.kernels import attention_kernels, tree_attention
 from agentevo.training.kernels.tree_attention import TreeAttention, lay_out
@@ -51,7 +52,7 @@ def random_heads(tree, dim=8, dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("block", [1, 5, 128])
+@pytest.mark.parametrize("block", [5, 128, *slow(1)])
 @pytest.mark.parametrize(
     ("window", "softcap"), [(None, None), (3, None), (17, None), (None, 1.5), (4, 2.0)]
 )

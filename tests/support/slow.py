@@ -1,0 +1,13 @@
+"""Parameters that `make test` leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def slow(*values: Any) -> list[Any]:
+    """`["llama", *slow("qwen2", "mistral")]`: further values of a test whose first ones say most of
+    what all of them say; `make test-all` takes them too."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
