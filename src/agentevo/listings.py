@@ -28,6 +28,15 @@ def agents() -> list[Row]:
     ]
 
 
+def rewards() -> list[Row]:
+    from agentevo.rewards import rewards as registry
+
+    return [
+        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
+        for name in registry.names()
+    ]
+
+
 def algorithms() -> list[Row]:
     """Presets, and below them the entries that any of them can be made of."""
     from agentevo.catalogue.describe import ENTRIES
@@ -116,6 +125,7 @@ def stores() -> list[Row]:
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "environments": environments,
     "agents": agents,
+    "rewards": rewards,
     "algorithms": algorithms,
     "models": models,
     "recipes": recipes,

@@ -201,9 +201,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How an attempt ended."""
 
-    reward: float
-    """Of the whole attempt, penalties included."""
-    success: bool
+    reward: float | None
+    """Of the whole attempt, penalties included. None leaves it to a scorer."""
+    success: bool = False
     reward_parts: dict[str, float] = {}
     """What the reward is the sum of, by name; empty if it is not taken apart. A ValueError if the
     sum is another."""
@@ -215,10 +215,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         total = sum(self.reward_parts.values())
-        if self.reward_parts and not math.isclose(total, self.reward, rel_tol=1e-6, abs_tol=1e-6):
+        reward = self.reward or 0.0
+        if self.reward_parts and not math.isclose(total, reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(
-                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is "
-                f"{self.reward:g}: give parts that sum to the reward, or none"
+                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is {reward:g}: give parts that sum to the reward, or none"
             )
 
 

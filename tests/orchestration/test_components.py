@@ -129,7 +129,8 @@ def test_too_few_tasks_are_refused(num_tasks):
 @pytest.mark.parametrize(
     ("returned", "reward", "success"),
     [
-        (None, 0.0, False),
+        (None, None, False),
+        ({"right": 1.0, "short": -0.25}, 0.75, False),
         (0, 0.0, False),
         (0.5, 0.5, False),
         (1, 1.0, True),

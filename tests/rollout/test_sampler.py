@@ -167,7 +167,7 @@ def failing(attempt: int, error):
     """Raises in one attempt of task `one` only."""
 
     def then(task, policy):
-        if task.id == "one" and policy._name.endswith(f"#{attempt}"):
+        if task.id == "one" and policy.name.endswith(f"#{attempt}"):
             raise error
 
     return then
@@ -242,7 +242,7 @@ def test_an_engine_that_always_fails_ends_the_pass_and_nothing_is_made_up(
 
 def test_an_episode_that_hangs_is_ended_at_its_deadline(sample):
     def hang(task, policy):
-        return asyncio.sleep(3600) if task.id == "two" and policy._name.endswith("#0") else None
+        return asyncio.sleep(3600) if task.id == "two" and policy.name.endswith("#0") else None
 
     found, *_ = sample(Asker(hang), ["left"] * 8)
     assert [t.status for t in found] == ["completed", "completed", "failed", "completed"]
@@ -280,7 +280,7 @@ def test_the_first_attempts_to_complete_are_enough(sample):
     off with what they have said."""
 
     def then(task, policy):
-        number = policy._name[-1]
+        number = policy.name[-1]
         if number == "1":
             raise ValueError("no")
         return asyncio.sleep(3600) if number in "03" else None

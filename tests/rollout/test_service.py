@@ -330,7 +330,7 @@ def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_tur
         engine = moving_engine()
         agent = two_turns(
             lambda task, policy: (
-                hold.wait() if policy._name.endswith("#0") and "@1" in policy._name else None
+                hold.wait() if policy.name.endswith("#0") and "@1" in policy.name else None
             )
         )
         async with await open_store(url) as store:

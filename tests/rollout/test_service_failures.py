@@ -153,7 +153,7 @@ def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(
 
 def test_a_failing_agent_is_data(url, make_service, moving_engine, two_turns):
     def between(task, policy):
-        if policy._name.endswith("#1"):
+        if policy.name.endswith("#1"):
             raise ValueError("no such move")
 
     async def scenario():
@@ -239,7 +239,7 @@ def test_a_greedy_attempt_beside_a_group_in_which_nothing_completed_is_put_aside
     url, make_service, moving_engine, two_turns
 ):
     def between(task, policy):
-        if "/train@" in policy._name and task.id in ("t0", "t1", "t2"):
+        if "/train@" in policy.name and task.id in ("t0", "t1", "t2"):
             raise ValueError("no")
 
     async def scenario():
@@ -268,7 +268,7 @@ def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_
         async def run(self, task, policy):
             await policy.generate(ASKED)
             return Outcome(
-                reward=float("nan") if policy._name.endswith("#0") else 1.0, success=False
+                reward=float("nan") if policy.name.endswith("#0") else 1.0, success=False
             )
 
     async def scenario():

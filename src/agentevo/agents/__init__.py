@@ -3,6 +3,7 @@
 from agentevo.agents.agent import Agent, AgentFunction, FunctionAgent, make_agent
 from agentevo.agents.environment_agent import EnvironmentAgent
 from agentevo.agents.policy import Policy, Reply
+from agentevo.agents.single_turn import SingleTurnAgent
 from agentevo.types import Outcome
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "Outcome",
     "Policy",
     "Reply",
+    "SingleTurnAgent",
     "make_agent",
 ]

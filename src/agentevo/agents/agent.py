@@ -1,7 +1,8 @@
 """The agent contract: make one attempt at a task by asking a policy.
 
-What an agent's `run` may return: an `Outcome`; a number, which is the reward; or a mapping of named
-parts, whose sum is the reward. None is 0. A reward of 1 or more counts as success.
+What an agent's `run` may return: an `Outcome`; a number, which is the reward; a mapping of named
+parts, whose sum is the reward; or None where a scorer decides (the recipe's `rewards`, or the
+task's own). A reward of 1 or more counts as success.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ def outcome_of(returned: Any) -> Outcome:
     """What an agent returned, as a record; see the module. Raises TypeError for anything else."""
     if isinstance(returned, Outcome):
         return returned
+    if returned is None:
+        return Outcome(reward=None)
     if isinstance(returned, Mapping):
         parts = {str(name): float(value) for name, value in returned.items()}
         reward = sum(parts.values())
         return Outcome(reward=reward, success=reward >= 1.0, reward_parts=parts)
     try:
-        reward = float(returned or 0.0)
+        reward = float(returned)
     except (TypeError, ValueError):
         raise TypeError(
             f"the agent returned a {type(returned).__name__}: return a number, a mapping of named "

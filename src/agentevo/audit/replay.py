@@ -31,6 +31,7 @@ from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.orchestration.components import AgentFunction, find_agent
 from agentevo.rollout.group import Attempt, InfrastructureFailure
+from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.seeds import derive_seed
 from agentevo.store.store import Store, open_store
@@ -311,7 +312,9 @@ def _keep_first(one: Replay, *differences: Difference) -> None:
 
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
     """None where the agent is a function that was not given again."""
-    has_agent = config.agent.type != "function" and config.environment is not None
+    has_agent = config.agent.type != "function" and (
+        config.environment is not None or config.tasks.given
+    )
     return find_agent(config, agent) if agent is not None or has_agent else None
 
 
@@ -356,6 +359,12 @@ async def _play(
         played = await attempt.run(
             task_id=trajectory.task_id, group_id=trajectory.group_id, number=trajectory.attempt
         )
+        scoring = Scoring(config.rewards)
+        if not scoring.compares(task):
+            (played,) = await scoring.score([played], [attempt.is_unrewarded], task)
+        elif played.status == "completed":  # the others of its group are not played again
+            told = {name: getattr(trajectory, name) for name in ("reward", "success")}
+            played = msgspec.structs.replace(played, **told)
     found.turns = engine.asked
     if engine.difference is not None:
         _keep_first(found, engine.difference)

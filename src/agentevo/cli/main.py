@@ -402,7 +402,7 @@ def list_names(
         str,
         typer.Argument(
             metavar="KIND",
-            help="environments, agents, algorithms, models, recipes, engines or stores.",
+            help="environments, agents, rewards, algorithms, models, recipes, engines or stores.",
         ),
     ],
 ) -> None:

@@ -63,12 +63,25 @@ class FunctionAgentSection(AgentSection):
     type: Literal["function"] = "function"
 
 
+class SingleTurnSection(AgentSection):
+    """Asks the policy a task's query once; the recipe's `rewards` judge the reply."""
+
+    type: Literal["single_turn"] = "single_turn"
+    system_prompt: str | None = None
+    """System message. None leaves the chat template's own default."""
+    instruction: str | None = None
+    """What follows the query in the user's message, such as `Put the answer in <answer> tags.`"""
+    max_turns: Literal[1] = 1
+    """Calls of the policy per episode: one."""
+
+
 agents: Registry[Any] = Registry("agents")
 """Name -> async function or class. The built-in ones are filed when `agentevo.agents` is imported;
 their sections are in SECTIONS."""
 SECTIONS: dict[str, type[AgentSection]] = {
     "environment": EnvironmentAgentSection,
     "function": FunctionAgentSection,
+    "single_turn": SingleTurnSection,
 }
 
 

@@ -40,6 +40,7 @@ from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
+from agentevo.config.rewards import read_rewards
 from agentevo.config.rollout import RolloutSection, rollout_contradictions
 from agentevo.config.section import Section
 from agentevo.config.sections import (
@@ -60,9 +61,11 @@ from agentevo.config.sections import (
     TrainerSection,
 )
 from agentevo.config.sft import SFTSection
+from agentevo.config.tasks import TasksSection, play_problems, with_absolute_paths
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
+from agentevo.rewards import RewardConfig
 
 
 class RunConfig(Section):
@@ -79,8 +82,15 @@ class RunConfig(Section):
     """The environment, chosen by `type` (`agentevo list environments`), with its difficulty
     options. A recipe must have one; only a run of an agent function on given tasks (Python API) has
     none."""
+    tasks: TasksSection = TasksSection()
+    """Tasks in place of an environment's. Off while train is empty."""
     agent: SerializeAsAny[AgentSection] = EnvironmentAgentSection()
-    """Who plays, chosen by `type` (`agentevo list agents`), with its options."""
+    """Who plays, chosen by `type` (`agentevo list agents`), with its options. Default:
+    `environment`, or `single_turn` where there are tasks."""
+    rewards: tuple[SerializeAsAny[RewardConfig], ...] = ()
+    """What an attempt is worth, as a list of rewards (`agentevo list rewards`), each a name or a
+    mapping such as {name: format, pattern: ..., weight: 0.1}: their weighted sum replaces what the
+    agent returned, and the first of them says what counts as success."""
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
@@ -297,27 +307,29 @@ def build_config(
     if isinstance(run, dict):
         run.setdefault("name", name)
     plain["import"] = imports
+    plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
+    if isinstance(plain.get("tasks"), (str, list)):
+        plain["tasks"] = {"train": plain["tasks"]}
+    plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), folder or Path.cwd())
+    has_tasks = isinstance(plain["tasks"], dict) and bool(plain["tasks"].get("train"))
     agent = plain.setdefault("agent", {})
     if isinstance(agent, dict):
-        agent.setdefault("type", "environment")
+        agent.setdefault("type", "single_turn" if has_tasks else "environment")
     variants = section_variants()
     chosen = {
         section: str(plain[section]["type"])
         for section, models in variants.items()
         if isinstance(plain.get(section), dict) and plain[section].get("type") in list(models)
     }
-    lines = keys.misplaced_booleans(plain, chosen=chosen)
+    lines += keys.misplaced_booleans(plain, chosen=chosen)
+    lines += play_problems(plain, needs_environment, environments.names())
     errors: list[ErrorDetails] = []
-    has_environment = plain.get("environment") is not None
     for section, models in variants.items():
         if isinstance(plain.get(section), dict):
             read, wrong, refusal = _read_variant(section, plain.pop(section), models)
             plain |= {section: read} if read is not None else {}
             errors += wrong
             lines += [refusal] if refusal else []
-    if needs_environment and not has_environment:
-        lines.append(f"environment.type: missing; choose one of {', '.join(environments.names())}")
-        plain.pop("environment", None)
     try:
         config = RunConfig.model_validate(plain)
     except pydantic.ValidationError as error:

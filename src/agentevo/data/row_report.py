@@ -25,6 +25,7 @@ REASONS = {
     "low_reward": "attempt without success, or below data.min_reward",
     "beyond_per_task": "attempt beyond data.per_task",
     "duplicate": "the same tokens as a better attempt",
+    "duplicate_task": "a task that an earlier row has",
 }
 """Why a row is left out, in metrics and in words."""
 

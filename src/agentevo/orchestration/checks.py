@@ -10,10 +10,9 @@ from agentevo.inference.engines import engines
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
-from agentevo.orchestration.components import check_memory, make_environment
+from agentevo.orchestration.components import check_memory, check_play, make_environment
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.preference_data import check_preference
-from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
 
 
@@ -26,9 +25,7 @@ def check_parts(
     `apart`: samplers and engines are other processes, whoever starts them."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
-    if tasks is None:
-        make_environment(config).close()
-    TaskSource(config, tasks)
+    check_play(config, tasks)
     engines.get(config.engine.type)
     check_transport(config, apart=apart or config.rollout.samplers > 0)
     check_preference(config)

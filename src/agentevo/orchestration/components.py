@@ -28,7 +28,9 @@ from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model, load_reward_model
 from agentevo.observability.console import to_stderr
+from agentevo.rewards.answers import references
 from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.store_opening import open_run_store
@@ -89,6 +91,18 @@ def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent:
     return make_agent(config.agent, lambda: make_environment(config))
 
 
+def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
+    """Raises ConfigError, before anything is created, for what can't be played or judged: a missing
+    package or wrong option of the environment, an agent that can't be made, files that can't be
+    read, too few tasks, unknown rewards, or none."""
+    if config.environment is not None and tasks is None:
+        make_environment(config).close()
+    if config.agent.type != "function":
+        find_agent(config, None)
+    scored = config.agent.type == "single_turn"
+    Scoring(config.rewards).check(TaskSource(config, tasks).given(), needed=scored)
+
+
 def make_environment(config: RunConfig) -> TextEnvironment:
     """A fresh environment, with the limit on actions that environment and agent have in common."""
     if config.environment is None:
@@ -97,7 +111,12 @@ def make_environment(config: RunConfig) -> TextEnvironment:
 
 
 def _corpus(config: RunConfig) -> Iterable[str]:
-    """Texts that hold every word of the environment's conversations, for the word tokenizer."""
+    """Texts that hold every word of the environment's conversations, or of the tasks' queries and
+    answers, for the word tokenizer."""
+    if config.environment is None:
+        for task in TaskSource(config, None).given():
+            yield from (task.query or "", *map(str, references(task.answer)))
+        return
     environment = make_environment(config)
     agent = config.agent
     if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
@@ -141,7 +160,8 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
-    corpus = (lambda: _corpus(config)) if config.environment is not None else None
+    has_words = config.environment is not None or config.tasks.given
+    corpus = (lambda: _corpus(config)) if has_words else None
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
     return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
 

@@ -35,6 +35,7 @@ from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import (
     AgentFunction,
     Components,
+    find_agent,
     load_policy,
     load_token_reward_model,
     open_components,
@@ -61,6 +62,7 @@ from agentevo.orchestration.step_metrics import (
     step_metrics,
 )
 from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.creation import check_folder, prepare_folder, write_config
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.resume_rules import check_resume
@@ -95,11 +97,14 @@ def train(
     other processes of a recipe with `rollout.samplers` above 0. Raises ConfigError before anything
     is created.
     """
-    if agent is not None and tasks is None:
+    if agent is not None and tasks is None and not config.tasks.given:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
-    if tasks is not None and config.rollout.samplers:
+    find_agent(config, agent)
+    if (tasks is not None or config.agent.type == "function") and config.rollout.samplers:
         raise ConfigError(
-            "an agent function and given tasks live in this process: set rollout.samplers=0"
+            "an agent function and given tasks live in this process: set rollout.samplers=0, or "
+            "put the agent into a file (@agentevo.agent(NAME), key import) and the tasks into "
+            "another (key tasks)"
         )
     view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
@@ -174,6 +179,8 @@ async def run_training(
             transport="shared" if command == "sft" else local_transport(config, apart=apart),
             note=view.note,
         ) as parts:
+            if parts.tasks.read is not None and command != "sft":
+                begin_with(config, parts.tasks.read, view.note)
 
             def stop() -> bool:
                 return bool(asked)

@@ -8,6 +8,7 @@ from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
 from agentevo.orchestration.checks import check_parts
+from agentevo.orchestration.components import find_agent
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import ensure_run_folder
 
@@ -28,6 +29,7 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
             "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
             "train"
         )
+    find_agent(config, None)
     check_parts(config, None, resume=False, apart=True)
     ensure_run_folder(config)
     view = view if view is not None else LiveView(config.run.name)

@@ -25,11 +25,12 @@ from agentevo.models.resolve import fetch
 from agentevo.observability.console import to_stderr
 from agentevo.orchestration.components import (
     AgentFunction,
+    check_play,
     find_agent,
     load_policy,
-    make_environment,
 )
 from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.given_tasks import check_same_tasks
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.service import STOPPING_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
@@ -67,14 +68,15 @@ def sample(
     from agentevo.runs.identity import ensure_run_folder
 
     name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
-    if agent is None:
-        make_environment(config).close()
+    check_play(config, tasks)
     source = TaskSource(config, tasks)
     player = find_agent(config, agent)
     with asked_to_stop(parent) as stop:
         chat, context_length = conversation(config)
         if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
             return
+        if source.read is not None:
+            check_same_tasks(config, source.read)
         asyncio.run(
             _sample(
                 config,

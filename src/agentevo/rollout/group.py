@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from agentevo.agents.agent import Agent, Outcome
+from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Policy
 from agentevo.errors import AgentEvoError
-from agentevo.types import Status, Task, Trajectory
+from agentevo.types import Outcome, Status, Task, Trajectory
 
 LETTING_GO_S = 5.0
 """How long an agent that was broken off may take to end. One that goes on is left alone, with a
@@ -26,6 +26,11 @@ policy that answers no more."""
 LOOK_S = 0.05
 """How often, at most, to look whether an attempt's time is over: it stands still while the engine
 sleeps."""
+
+
+Score = Callable[[Sequence[Trajectory], Sequence[bool]], Awaitable[list[Trajectory]]]
+"""The trajectories of one group with their rewards; of each it is said whether its agent returned
+none (see Scoring.score)."""
 
 
 class InfrastructureFailure(AgentEvoError):
@@ -40,6 +45,8 @@ class Attempt:
         self, agent: Agent, task: Task, policy: Policy, *, name: str, limit_s: float
     ) -> None:
         self.name, self.policy = name, policy
+        self.is_unrewarded = False
+        """The agent has ended and left its reward to a scorer."""
         self._agent, self._task = agent, task
         self._limit_s = limit_s
         self._playing: asyncio.Task[Outcome] | None = None
@@ -72,6 +79,7 @@ class Attempt:
         finally:
             await self._let_go(self._playing)
         outcome, status, error = self._ended(self._playing, late)
+        self.is_unrewarded = outcome.reward is None
         if self.policy.conversation.broken is not None and status != "cancelled":
             broken = self.policy.conversation.broken
             raise InfrastructureFailure(
@@ -87,7 +95,7 @@ class Attempt:
             group_id=group_id,
             attempt=number,
             turns=turns,
-            reward=outcome.reward,
+            reward=outcome.reward or 0.0,
             reward_parts=outcome.reward_parts,
             success=outcome.success,
             status=status,
@@ -153,7 +161,7 @@ class Attempt:
 
 def _checked(outcome: Outcome) -> tuple[Outcome, Status, str | None]:
     """An outcome that is no number can't be stored, averaged or trained on."""
-    numbers = {"reward": outcome.reward, **outcome.reward_parts, **outcome.metrics}
+    numbers = {"reward": outcome.reward or 0.0, **outcome.reward_parts, **outcome.metrics}
     numbers |= {f"reward of turn {turn}": reward for turn, reward in outcome.turn_rewards.items()}
     for name, value in numbers.items():
         if not math.isfinite(value):
@@ -173,13 +181,14 @@ class Group:
         *,
         wanted: int,
         beside: tuple[str, Attempt] | None,
+        score: Score,
     ) -> None:
         """`wanted` completed members are enough. beside: (group id, attempt)."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
         self.beside = beside
-        self._wanted = wanted
+        self._wanted, self._score = wanted, score
 
     @property
     def attempts(self) -> list[Attempt]:
@@ -211,11 +220,20 @@ class Group:
                     )
                     if completed >= self._wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
-            return [run.result() for run in runs]
+            return await self._scored([run.result() for run in runs])
         finally:
             for run in runs:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _scored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The one beside the group is judged alone."""
+        unrewarded = [attempt.is_unrewarded for attempt in self.attempts]
+        count = len(self.members)
+        members = await self._score(trajectories[:count], unrewarded[:count])
+        if self.beside is None:
+            return members
+        return [*members, *await self._score(trajectories[count:], unrewarded[count:])]
 
     def cut(self, reason: str) -> None:
         """Breaks off the members that are still playing."""

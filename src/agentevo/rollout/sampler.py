@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from agentevo.agents.agent import Agent
@@ -25,6 +26,7 @@ from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
+from agentevo.rollout.scoring import Scoring
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.store import RETRIES, Split, Store
@@ -62,6 +64,7 @@ class Sampler:
         self._store = store
         self._context_length = context_length
         self._calls = calls
+        self._scoring = Scoring(config.rewards)
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The recipe's sampling parameters; filters don't matter to a greedy draw."""
@@ -158,7 +161,14 @@ class Sampler:
         ]
         beside = group_name(task.id, BASELINE, step)
         greedy = (beside, attempt(beside, 0, self.sampling(0.0))) if baseline else None
-        return Group(task.id, name, members, wanted=attempts, beside=greedy)
+        return Group(
+            task.id,
+            name,
+            members,
+            wanted=attempts,
+            beside=greedy,
+            score=partial(self._scoring.score, task=shown or task),
+        )
 
     def _policy(self, name: str, sampling: SamplingParams) -> Policy:
         return Policy(

@@ -10,32 +10,31 @@ from msgspec.structs import replace
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
+from agentevo.rollout.given_tasks import GivenTasks, read_tasks
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.seeds import derive_seed
 from agentevo.types import Task
 
 
 class TaskSource:
-    """Which tasks a step trains on and which are held out.
+    """Which tasks a step trains on and which are held out: an environment's, those that a program
+    gave, or those of the recipe's files (`tasks`).
 
-    Given tasks are split once: the held-out ones are the last `evaluation.tasks` of them, at most a
-    fifth; training goes round the others in an order that the run's seed shuffles anew each round.
-    What does not fill a step at a round's end waits: no step has a task twice.
+    Given tasks are split once. Where none are given as held out, these are the last
+    `evaluation.tasks` of them, at most a fifth; training goes round the others in an order that the
+    run's seed shuffles anew each round. What does not fill a step at a round's end waits: no step
+    has a task twice.
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
-        self._config, self._given = config, list(given) if given is not None else None
-        self._held_out = (
-            max(1, min(config.evaluation.tasks, len(self._given) // 5))
-            if self._given is not None
-            else config.evaluation.tasks
-        )
-        if self._given is not None and len(self._given) < 2:
-            raise ConfigError(
-                f"tasks: {len(self._given)} given, at least 2 are needed: one to train on and "
-                "one held out"
-            )
-        self._by_id = {task.id: task for task in self._given or ()}
+        """Raises ConfigError for files that can't be read, and for too few tasks."""
+        self._config = config
+        self.read: GivenTasks | None = None
+        """What the recipe's files gave, with the account of bad rows."""
+        if given is None and config.tasks.given:
+            self.read = read_tasks(config.tasks)
+        self._pool, self._held_out = self._split(given)
+        self._by_id = {task.id: task for task in (*(self._pool or ()), *self._held_out)}
         repeated = next(
             (
                 name
@@ -50,6 +49,26 @@ class TaskSource:
                 f"{repeated.rpartition('~')[0]!r} is called: give it another"
             )
 
+    def _split(self, given: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
+        """Tasks to train on (None: an environment's, which never end) and held-out ones."""
+        count = self._config.evaluation.tasks
+        if self.read is not None and self.read.held_out:
+            return self.read.train, self.read.held_out[:count]
+        tasks = self.read.train if self.read is not None else given
+        if tasks is None:
+            return None, []
+        if len(tasks) < 2:
+            raise ConfigError(
+                f"tasks: {len(tasks)} given, at least 2 are needed: one to train on and one held "
+                "out"
+            )
+        count = max(1, min(count, len(tasks) // 5))
+        return list(tasks[:-count]), list(tasks[-count:])
+
+    def given(self) -> list[Task]:
+        """Every task that is no environment's."""
+        return [*(self._pool or ()), *self._held_out]
+
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
         if self._config.environment is None:
             raise ConfigError(
@@ -62,9 +81,9 @@ class TaskSource:
     def train(self, step: int) -> list[Task]:
         """Tasks of step `step` (from 1)."""
         count = self._config.trainer.groups_per_step
-        if self._given is None:
+        if self._pool is None:
             return self._environment("train", (step - 1) * count, count)
-        pool = self._given[: -self._held_out]
+        pool = self._pool
         count = min(count, len(pool))
         round_, place = divmod(step - 1, len(pool) // count)  # `queued` counts rounds likewise
         return [
@@ -78,9 +97,8 @@ class TaskSource:
         """Tasks of step `step` as samplers queue them: `metadata["step"]` says for which step, and
         a given task that a later round repeats is a task of its own there, ID~ROUND."""
         tasks, round_ = self.train(step), 0
-        if self._given is not None:
-            pool = len(self._given) - self._held_out
-            round_ = (step - 1) // (pool // len(tasks))
+        if self._pool is not None:
+            round_ = (step - 1) // (len(self._pool) // len(tasks))
         return [
             replace(
                 task,
@@ -92,7 +110,7 @@ class TaskSource:
 
     def as_given(self, task: Task) -> Task:
         """A queued task as the agent knows it."""
-        if self._given is None:
+        if self._pool is None:
             return replace(
                 task, metadata={key: value for key, value in task.metadata.items() if key != "step"}
             )
@@ -102,11 +120,11 @@ class TaskSource:
         """More tasks for a step that could not fill its batch, always the same ones: endless new
         ones of an environment; of given tasks all others that are not held out, each once, in an
         order of the step's own."""
-        if self._given is None:
+        if self._pool is None:
             assert self._config.environment is not None
             yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
             return
-        pool = self._given[: -self._held_out]
+        pool = self._pool
         taken = {task.id for task in self.train(step)}
         yield from (
             pool[index]
@@ -117,9 +135,9 @@ class TaskSource:
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""
         return (
-            self._environment("eval", 0, self._held_out)
-            if self._given is None
-            else self._given[-self._held_out :]
+            self._environment("eval", 0, self._config.evaluation.tasks)
+            if self._pool is None
+            else self._held_out
         )
 
     def _shuffled(self, purpose: str, number: int, size: int) -> list[int]:

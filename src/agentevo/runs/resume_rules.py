@@ -12,15 +12,16 @@ from agentevo.errors import CheckpointError, ConfigError
 from agentevo.store.store import without_password
 from agentevo.training.checkpoint import Checkpoints
 
-FIXED_SECTIONS = ("model", "environment", "agent", "cold_start", "data")
+FIXED_SECTIONS = ("model", "environment", "agent", "rewards", "cold_start", "data")
 """What a resumed run can't change: it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
 QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
 the store have that size."""
-UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite", "import")
-"""They say where a run and its user's code are and not what it is; either may have been moved."""
+UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite", "import", "tasks.train", "tasks.eval")
+"""They say where things are and not what they are: the run's folder, the user's code and tasks may
+have been moved (other tasks are refused by themselves)."""
 
 
 def check_resume(

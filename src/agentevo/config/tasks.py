@@ -1,0 +1,117 @@
+"""The recipe's key `tasks`: questions from files or datasets, for agents that play no
+environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from agentevo.config.section import Section
+
+
+class TaskFields(Section):
+    """Which key of a row is what. A key that is named must be in every row; the ones that are
+    looked for by default need not."""
+
+    query: str | None = None
+    """What the agent is asked. Default: the first that a row has of query, question, prompt,
+    problem, instruction. A list of chat messages is a conversation that goes on."""
+    answer: str | None = None
+    """The right answer, for rewards: any value, or a list of several right ones. Default: the first
+    that a row has of answer, solution, target, ground_truth."""
+    id: str | None = None
+    """Name of the task, different for each. Default: id or task_id; a row without one is named by
+    its content."""
+    scorer: str | None = None
+    """Name of the reward for this task, in place of the recipe's `rewards`. Default: scorer."""
+
+
+class TasksSection(Section):
+    """Tasks from files: .jsonl, .json (also .gz), .parquet, folders of them, saved datasets, or
+    datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. `tasks: FILE` is short for
+    tasks.train. What else a row holds is the task's metadata. Paths start at the recipe's folder."""
+
+    train: tuple[str, ...] = ()
+    """Tasks to train on."""
+    eval: tuple[str, ...] = ()
+    """Held-out tasks, of which the first evaluation.tasks are used. Default: the last ones of
+    `train`, as many as evaluation.tasks, at most a fifth."""
+    fields: TaskFields = TaskFields()
+    """Which key of a row is what."""
+    allow_bad_rows: bool = True
+    """Leave out rows that are no task, and report them (bad_rows.jsonl); false refuses the file."""
+
+    @property
+    def given(self) -> bool:
+        return bool(self.train)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_sources(cls, given: Any) -> Any:
+        return {"train": given} if isinstance(given, (str, list, tuple)) else given
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _one_source_is_a_list(cls, value: object) -> object:
+        return (str(value),) if isinstance(value, (str, Path)) and str(value) else value
+
+    @model_validator(mode="after")
+    def _held_out_of_something(self) -> TasksSection:
+        if self.eval and not self.train:
+            raise ValueError("eval is given without train: give tasks to train on")
+        return self
+
+
+def with_absolute_paths(given: Any, folder: Path) -> Any:
+    """The section as written, with sources that lie in `folder` or the current one by their
+    absolute path, so that every process of a run finds them."""
+    if not isinstance(given, dict):
+        return given
+
+    def absolute(source: object) -> object:
+        if not isinstance(source, (str, Path)) or not str(source):
+            return source
+        for base in (folder, Path.cwd()):
+            path = base / Path(source).expanduser()
+            if path.exists():
+                return str(path.resolve())
+        return str(source)
+
+    changed = dict(given)
+    for key in ("train", "eval"):
+        value = changed.get(key)
+        if isinstance(value, (str, Path)):
+            changed[key] = absolute(value)
+        elif isinstance(value, (list, tuple)):
+            changed[key] = [absolute(one) for one in value]
+    return changed
+
+
+def play_problems(
+    tree: dict[str, Any], needs_environment: bool, environments: list[str]
+) -> list[str]:
+    """What is wrong with what a recipe gives to play: an environment or tasks, never both."""
+    section, agent = tree.get("tasks"), tree.get("agent")
+    has_tasks = bool(isinstance(section, dict) and section.get("train"))
+    has_environment = tree.get("environment") is not None
+    kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)
+    if has_tasks and has_environment:
+        return [
+            "tasks: the environment makes its own tasks: leave out either `tasks` or `environment`"
+        ]
+    if has_tasks and kind == "environment":
+        return [
+            "agent.type: environment plays an environment, and this recipe has tasks: set "
+            "agent.type=single_turn, or an agent of your own"
+        ]
+    if has_environment or has_tasks or not needs_environment:
+        return []
+    names = ", ".join(environments)
+    if kind == "environment":
+        return [f"environment.type: missing; choose one of {names}"]
+    return [
+        f"tasks.train: missing; agent.type={kind} needs something to play: give tasks, or "
+        f"environment.type, one of {names}"
+    ]

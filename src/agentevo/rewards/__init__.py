@@ -1,0 +1,28 @@
+"""Scorers: what an attempt at a task is worth, decided after it has ended.
+
+Importing this package registers the built-in rewards; it imports neither torch nor an optional
+package.
+"""
+
+from agentevo.rewards import builtin  # noqa: F401 (importing it registers them)
+from agentevo.rewards.reward import (
+    GroupScorer,
+    RewardConfig,
+    Score,
+    Scorer,
+    completion_of,
+    make_reward,
+    reward,
+    rewards,
+)
+
+__all__ = [
+    "GroupScorer",
+    "RewardConfig",
+    "Score",
+    "Scorer",
+    "completion_of",
+    "make_reward",
+    "reward",
+    "rewards",
+]

@@ -1,0 +1,206 @@
+"""Tasks out of rows (`tasks` in a recipe), read alike by every process of a run.
+
+A row that is no task is left out and reported with its place and reason, or refuses the file. A
+held-out task that is also trained on is such a row. What a run was begun with is remembered in
+RUN/tasks.json: other rows under the same paths would be another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.config.tasks import TaskFields, TasksSection
+from agentevo.data import RowError, RowReport, check_source
+from agentevo.data.rows import read_rows
+from agentevo.errors import ConfigError
+from agentevo.types import Message, Task
+
+QUERY_KEYS = ("query", "question", "prompt", "problem", "instruction")
+ANSWER_KEYS = ("answer", "solution", "target", "ground_truth")
+ID_KEYS = ("id", "task_id")
+SCORER_KEYS = ("scorer",)
+RECORD = "tasks.json"
+BAD_ROWS = "bad_rows.jsonl"
+
+
+@dataclass(frozen=True)
+class GivenTasks:
+    """All that was read."""
+
+    train: list[Task]
+    held_out: list[Task]
+    """Empty where the recipe names no held-out ones."""
+    reports: list[RowReport]
+
+    @property
+    def digest(self) -> str:
+        """Of every task, in order."""
+        return hashlib.sha256(msgspec.json.encode([self.train, self.held_out])).hexdigest()
+
+
+def read_tasks(section: TasksSection) -> GivenTasks:
+    """Raises ConfigError for sources that can't be read, without a usable row, or with a bad one
+    where that is not allowed."""
+    for key, sources in (("tasks.train", section.train), ("tasks.eval", section.eval)):
+        for source in sources:
+            check_source(source, key)
+    taken: dict[str, str] = {}
+    reports = [RowReport("tasks.train"), RowReport("tasks.eval")]
+    train, held_out = (
+        _read(sources, section.fields, report, taken)
+        for sources, report in zip((section.train, section.eval), reports, strict=True)
+    )
+    reports = [report for report in reports if report.rows]
+    lines = [line for report in reports for line in report.lines()]
+    if not train or (section.eval and not held_out):
+        which = "train" if not train else "eval"
+        raise ConfigError("\n".join([f"tasks.{which}: no row is a task", *lines]))
+    if any(report.bad for report in reports) and not section.allow_bad_rows:
+        raise ConfigError("\n".join(["tasks: tasks.allow_bad_rows is false", *lines]))
+    return GivenTasks(train, held_out, reports)
+
+
+def _read(
+    sources: tuple[str, ...], fields: TaskFields, report: RowReport, taken: dict[str, str]
+) -> list[Task]:
+    """`taken`: id -> where the task of that id was read."""
+    tasks = []
+    for source in sources:
+        for row in read_rows(source):
+            report.rows += 1
+            try:
+                task = task_of(row.value, fields)
+                if task.id in taken:
+                    raise RowError(
+                        "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                    )
+            except RowError as error:
+                report.add(row.where, error)
+                continue
+            taken[task.id] = row.where
+            tasks.append(task)
+    return tasks
+
+
+def task_of(row: Any, fields: TaskFields) -> Task:
+    """One row as a task. Raises RowError."""
+    if isinstance(row, RowError):
+        raise row
+    if not isinstance(row, dict):
+        raise RowError("unknown_form", f"a {type(row).__name__}: a task is an object with keys")
+    rest = dict(row)
+    query = _take(rest, fields.query, QUERY_KEYS, "query", needed=True)
+    answer = _take(rest, fields.answer, ANSWER_KEYS, "answer")
+    name = _take(rest, fields.id, ID_KEYS, "id")
+    scorer = _take(rest, fields.scorer, SCORER_KEYS, "scorer")
+    metadata = rest
+    if isinstance(query, list):
+        metadata = {**rest, "messages": query}
+        query = _last_text(query)
+    if not isinstance(query, str) or not query.strip():
+        raise RowError("empty", f"the query is {query!r}: it must be a text that is not empty")
+    if scorer is not None and not isinstance(scorer, str):
+        raise RowError("unknown_form", f"the scorer is {scorer!r}: it must be a name")
+    if isinstance(name, (dict, list, bool)) or name == "":
+        raise RowError("unknown_form", f"the id is {name!r}: it must be a text or a number")
+    return Task(
+        id=content_id(row) if name is None else str(name),
+        query=query,
+        answer=answer,
+        scorer=scorer,
+        metadata=_plain(metadata),
+    )
+
+
+def content_id(row: Any) -> str:
+    """The name of a row without one: the same wherever and whenever it is read."""
+    text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _take(
+    row: dict[str, Any], key: str | None, known: tuple[str, ...], what: str, *, needed: bool = False
+) -> Any:
+    """Takes a value out of the row: of the named key, or of the first known one that is there."""
+    present = [one for one in ([key] if key is not None else known) if one in row]
+    if present:
+        return row.pop(present[0])
+    if needed or key is not None:
+        wanted = key if key is not None else f"one of {', '.join(known)}"
+        raise RowError(
+            "unknown_form",
+            f"no {what}: it has no key {wanted}, only {', '.join(map(str, row)) or 'none'}: set "
+            f"tasks.fields.{what}",
+        )
+    return None
+
+
+def _last_text(messages: list[Any]) -> str:
+    """What the user says last in a list of chat messages. Raises RowError for another list."""
+    try:
+        chat = msgspec.convert(messages, list[Message])
+    except msgspec.ValidationError as error:
+        raise RowError(
+            "unknown_form", f"the query is a list, but no chat messages ({error})"
+        ) from error
+    said = [one.content for one in chat if one.role == "user" and isinstance(one.content, str)]
+    if not said or chat[-1].role == "assistant":
+        raise RowError("wrong_roles", "the chat must end with a message of the user, as text")
+    return said[-1]
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What JSON can hold, since the store keeps tasks as JSON (Parquet has dates, bytes, ...)."""
+    plain: dict[str, Any] = json.loads(json.dumps(metadata, default=str))
+    return plain
+
+
+def begin_with(config: RunConfig, given: GivenTasks, note: Callable[[str], None]) -> None:
+    """A trainer's start: checks that the tasks are the run's, and says which rows are left out, all
+    of them in RUN/bad_rows.jsonl."""
+    check_same_tasks(config, given)
+    (config.run_dir / BAD_ROWS).unlink(missing_ok=True)
+    for report in given.reports:
+        if report.bad:
+            report.write(config.run_dir / BAD_ROWS)
+        for line in report.lines():
+            note(line)
+
+
+def check_same_tasks(config: RunConfig, given: GivenTasks) -> None:
+    """Remembers the tasks in the run's folder, or compares them with what is remembered there.
+    Raises ConfigError for other ones."""
+    record = config.run_dir / RECORD
+    now = {"digest": given.digest, "train": len(given.train), "eval": len(given.held_out)}
+    if not record.is_file():
+        _create(record, now)
+    before = json.loads(record.read_text(encoding="utf-8"))
+    if before != now:
+        raise ConfigError(
+            f"tasks: the run in {config.run_dir} began with {before['train']} tasks to train on "
+            f"and {before['eval']} held-out ones, and they are others now ({now['train']} and "
+            f"{now['eval']}): restore {', '.join((*config.tasks.train, *config.tasks.eval))}, or "
+            "give another run.dir"
+        )
+
+
+def _create(path: Path, content: dict[str, Any]) -> None:
+    """The file appears whole, and only if no other process has made it meanwhile."""
+    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        staging.write_text(json.dumps(content), encoding="utf-8")
+        os.link(staging, path)
+    except FileExistsError:
+        return
+    finally:
+        staging.unlink(missing_ok=True)

@@ -1,0 +1,202 @@
+"""Scores the attempts of a group when it has ended, by the task's own scorer, else by the recipe's
+`rewards`; where there is neither, the agent's own reward stands.
+
+    reward = sum of weight * score over the list;  success is what the list's first reward says
+
+A scorer that raises, is late or returns no number costs its attempt, which becomes a failed one with
+the reason: nothing counts as 0 because it could not be judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.rewards import RewardConfig, Score, make_reward
+from agentevo.rewards.reward import call_function, reward_config, score_of
+from agentevo.types import Task, Trajectory
+
+LETTING_GO_S = 5.0
+"""How long a scorer that was late may take to end."""
+
+
+class ScorerFailure(AgentEvoError):
+    """A reward could not judge an attempt."""
+
+
+class NamedReward:
+    """One reward of a list: calls whatever is registered, within its deadline."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ConfigError for a reward that can't be made."""
+        self.config = config
+        self._item = make_reward(config)
+        self._pace = Pace()
+
+    @property
+    def judges_groups(self) -> bool:
+        return hasattr(self._item, "score_group")
+
+    async def scores(
+        self, trajectories: Sequence[Trajectory], task: Task
+    ) -> list[Score | ScorerFailure]:
+        """One for each trajectory, in order."""
+        if self.judges_groups:
+            return await self._together(trajectories, task)
+        return list(await asyncio.gather(*(self._single(one, task) for one in trajectories)))
+
+    async def _single(self, trajectory: Trajectory, task: Task) -> Score | ScorerFailure:
+        async def work() -> Score:
+            if hasattr(self._item, "score"):
+                return _finite(score_of(await self._item.score(trajectory, task)))
+            return _finite(score_of(await self._call(call_function(self._item, trajectory, task))))
+
+        return await self._within_limit(work)
+
+    async def _together(
+        self, trajectories: Sequence[Trajectory], task: Task
+    ) -> list[Score | ScorerFailure]:
+        async def work() -> list[Score]:
+            returned = await self._item.score_group(list(trajectories), task)
+            scores = [_finite(score_of(one)) for one in returned]
+            if len(scores) != len(trajectories):
+                raise ValueError(f"{len(scores)} scores for {len(trajectories)} attempts")
+            return scores
+
+        scores = await self._within_limit(work)
+        return [scores] * len(trajectories) if isinstance(scores, ScorerFailure) else list(scores)
+
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        """A plain function on a thread of its own, so that one that hangs holds nobody up."""
+        thread = EnvironmentThread(self._pace)
+        try:
+            returned = await thread.call(call)
+        finally:
+            await thread.end(lambda: None)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    async def _within_limit(self, work: Callable[[], Any]) -> Any:
+        """What the work gives, or why it gives nothing. A scorer that does not even end when it is
+        cancelled is left alone."""
+        limit = self.config.timeout_s
+        working = asyncio.create_task(_guarded(work))
+        try:
+            await asyncio.wait([working], timeout=limit)
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.wait([working], timeout=LETTING_GO_S)
+        if working.done() and not working.cancelled() and (error := working.exception()) is None:
+            return working.result()
+        late = not working.done() or working.cancelled()
+        what = (
+            f"no score within timeout_s={limit:g} s" if late else f"{type(error).__name__}: {error}"
+        )
+        return ScorerFailure(f"the reward {self.config.name!r} failed: {what}")
+
+
+async def _guarded(work: Callable[[], Any]) -> Any:
+    """An event loop ends with a task that raises SystemExit."""
+    try:
+        return await work()
+    except SystemExit as error:
+        raise AgentEvoError(f"SystemExit({error.code!r})") from error
+
+
+def _finite(score: Score) -> Score:
+    for name, value in {"value": score.value, **score.parts}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"its {name} is {value}")
+    return score
+
+
+class Scoring:
+    """Every reward that a run uses, made once."""
+
+    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+        self._configured = [NamedReward(config) for config in configs]
+        self._named = {one.config.name: one for one in self._configured}
+
+    def check(self, tasks: Sequence[Task], *, needed: bool) -> None:
+        """Raises ConfigError for a task that names no known reward, and if a scorer is `needed` for
+        one that has none."""
+        for task in tasks:
+            if needed and not self._configured and task.scorer is None:
+                raise ConfigError(
+                    f"rewards: nothing judges the task {task.id!r}: set rewards=[exact_match] "
+                    "(`agentevo list rewards` has others), or give each row a scorer"
+                )
+            if task.scorer is not None:
+                try:
+                    self._list_for(task)
+                except ConfigError as error:
+                    raise ConfigError(f"tasks: {task.id!r}: scorer: {error}") from error
+
+    def compares(self, task: Task) -> bool:
+        """Whether the task's rewards depend on the other attempts of its group."""
+        return any(reward.judges_groups for reward in self._list_for(task))
+
+    def _list_for(self, task: Task) -> list[NamedReward]:
+        name = task.scorer
+        if name is None:
+            return self._configured
+        if name not in self._named:
+            self._named[name] = NamedReward(reward_config(name)(name=name))
+        return [self._named[name]]
+
+    async def score(
+        self, trajectories: Sequence[Trajectory], unrewarded: Sequence[bool], task: Task
+    ) -> list[Trajectory]:
+        """The trajectories of one group, in order, with their rewards; those that are not completed
+        as they were. `unrewarded`: the agent returned no reward of its own."""
+        judged = [one for one in trajectories if one.status == "completed"]
+        rewards = self._list_for(task)
+        if not rewards:
+            return [
+                _failed(one, NO_REWARD) if missing and one.status == "completed" else one
+                for one, missing in zip(trajectories, unrewarded, strict=True)
+            ]
+        columns = [await reward.scores(judged, task) for reward in rewards] if judged else []
+        rows = {one.id: list(row) for one, *row in zip(judged, *columns, strict=True)}
+        return [
+            _with_scores(one, rewards, rows[one.id]) if one.id in rows else one
+            for one in trajectories
+        ]
+
+
+NO_REWARD = (
+    "the agent returned no reward, and no scorer decides: return a number, or set the recipe's "
+    "rewards=[NAME] or the task's scorer"
+)
+
+
+def _failed(trajectory: Trajectory, error: str) -> Trajectory:
+    return replace(
+        trajectory, status="failed", error=error, reward=0.0, reward_parts={}, success=False
+    )
+
+
+def _with_scores(
+    trajectory: Trajectory, rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
+) -> Trajectory:
+    failures = [str(score) for score in scores if isinstance(score, ScorerFailure)]
+    if failures:
+        return _failed(trajectory, "; ".join(failures))
+    parts: dict[str, float] = {}
+    success = False
+    for index, (reward, score) in enumerate(zip(rewards, scores, strict=True)):
+        assert isinstance(score, Score)
+        if index == 0:
+            success = score.is_success
+        weight, name = reward.config.weight, reward.config.name
+        own = {f"{name}/{part}": value for part, value in score.parts.items()}
+        for part, value in (own or {name: score.value}).items():
+            parts[part] = parts.get(part, 0.0) + weight * value
+    return replace(trajectory, reward=sum(parts.values()), reward_parts=parts, success=success)
