@@ -30,7 +30,7 @@ def demonstrations(parts: Components, view: LiveView) -> list[Sample]:
 def solver_samples(
     config: RunConfig, chat: ChatFormat, episodes: int, random_action_rate: float, view: LiveView
 ) -> list[Sample]:
-    """What the environment's solver says in so many episodes, on seeds that nothing else uses."""
+    """Samples of the solver's answers in `episodes` episodes, on seeds that nothing else uses."""
     environment = make_environment(config)
     samples: list[Sample] = []
     for index in range(episodes):
@@ -51,7 +51,7 @@ def solver_samples(
 
 
 def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> dict[str, float]:
-    """Trains the model in place; metrics of the supervised phase."""
+    """Trains the model in place and returns the metrics of the supervised phase."""
     config = parts.config
     samples = demonstrations(parts, view)
     seed = derive_seed(config.run.seed, "cold-start")

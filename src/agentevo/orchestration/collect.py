@@ -1,5 +1,5 @@
-"""What a step trains on: attempts -> leave out the unusable -> filters, on the rewards as earned ->
-length shaping.
+"""The trajectories that a step trains on: attempts -> leave out the unusable -> filters, on the
+rewards as earned -> length shaping.
 
 With dynamic sampling the first two are repeated, on further tasks, while groups whose rewards
 differ are missing. Tasks and seeds of every round follow from the step, so a resumed run collects
@@ -25,7 +25,7 @@ from agentevo.training.batching.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
 
 STALE = "stale"
-"""Reason of a drop: the attempt has a token older than rollout.staleness allows."""
+"""Drop reason of an attempt that has a token older than rollout.staleness allows."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Collected:
     """Everything that was sampled and is in the store, greedy attempts included, with rewards as
     they were earned."""
     kept: list[Trajectory] = field(default_factory=list)
-    """To train on, in order, with their final rewards."""
+    """The trajectories to train on, in order, with their final rewards."""
     given: Sequence[Any] = ()
-    """Samples or pairs that were not sampled by this run."""
+    """Samples or pairs that come from data instead of this run's attempts."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Id of each other trajectory -> why it is not trained on."""
+    """Trajectory id -> why it is not trained on."""
     baselines: dict[str, float] = field(default_factory=dict)
     """Task id -> final reward of the greedy attempt; empty unless the advantage needs it."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -48,16 +48,17 @@ class Collected:
 
 @dataclass
 class _Gathered:
-    """Of a step, round by round."""
+    """The attempts of a step so far, round by round."""
 
     sampled: list[Trajectory] = field(default_factory=list)
     greedy: list[Trajectory] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
-    """What was decided on at the round's end, of those sampled."""
+    """Trajectory id -> drop reason, for the drops that were decided at the end of a round."""
 
 
 class Collector:
-    """Collects one step after the other; what it remembers between them is in `state_dict`."""
+    """Collects the trajectories of one step after another; `state_dict` holds what it remembers
+    between them."""
 
     def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: TaskSource) -> None:
         self._config, self._attempts, self._tasks = config, attempts, tasks
@@ -87,7 +88,7 @@ class Collector:
         return self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; JSON."""
+        """The state that a resumed run needs, as JSON values."""
         return {"rlpr": self._rlpr.state_dict()} if self._rlpr is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,11 +97,11 @@ class Collector:
             self._rlpr.load_state_dict(state["rlpr"])
 
     async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> bool:
-        """Gets as many groups as there are tasks and decides what has to be decided once only.
-        Whether that was the last round."""
-        found, last = await self._attempts.round(step, tasks)
-        sampled = [t for t in found if not is_baseline(t)]
-        greedy = [t for t in found if is_baseline(t)]
+        """Samples a group per task and makes the decisions that are made once per round. Returns
+        whether this was the last round."""
+        trajectories, last = await self._attempts.round(step, tasks)
+        sampled = [t for t in trajectories if not is_baseline(t)]
+        greedy = [t for t in trajectories if is_baseline(t)]
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
         kept, _ = usable(
             [t for t in sampled if t.id not in gathered.dropped], self._config.algorithm
@@ -119,8 +120,8 @@ class Collector:
         return last
 
     def _too_old(self, trajectory: Trajectory, step: int) -> bool:
-        """Whether it is left out whole: its oldest token breaks the bound, and the policy takes no
-        single tokens out."""
+        """Whether the whole trajectory is left out: its oldest token breaks the staleness bound,
+        and `rollout.policy` does not mask single tokens."""
         rollout = self._config.rollout
         if rollout.policy in ("mask", "correct") or trajectory.status != "completed":
             return False
@@ -166,7 +167,7 @@ class Collector:
 
 
 def is_baseline(trajectory: Trajectory) -> bool:
-    """Whether it is the greedy attempt beside a group."""
+    """Whether the trajectory is the greedy attempt beside a group."""
     return trajectory.group_id.startswith(f"{trajectory.task_id}/{BASELINE}@")
 
 

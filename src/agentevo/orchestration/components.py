@@ -48,8 +48,8 @@ CORPUS_EPISODES = 64
 
 @dataclass(eq=False)
 class Components:
-    """See the module. The model is the trainer's; the engine may compute with it, or have weights of
-    its own."""
+    """The parts of a run. The model is the trainer's; the engine computes with it, or has weights
+    of its own."""
 
     config: RunConfig
     model: PreTrainedModel

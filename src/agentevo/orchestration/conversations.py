@@ -214,36 +214,36 @@ def load_sft_data(
 ) -> SFTData:
     """Reads and encodes everything. Raises ConfigError if no row is left to train on. `chat` is
     needed for demonstrations."""
-    section, found = config.data, SFTData()
+    section, conversations = config.data, SFTData()
     limit = min(section.max_tokens or context_length, context_length)
     if section.train:
-        found.train |= _from_files(
-            config, section.train, "train", tokenizer, limit, found.reports, view
+        conversations.train |= _from_files(
+            config, section.train, "train", tokenizer, limit, conversations.reports, view
         )
     if section.demonstrations:
         assert chat is not None
         samples = solver_samples(
             config, chat, section.demonstrations, section.random_action_rate, view
         )
-        found.train |= _fitting(samples, "demonstrations", limit, found.reports)
+        conversations.train |= _fitting(samples, "demonstrations", limit, conversations.reports)
     if section.best_of is not None:
-        found.train |= _fitting(
-            *_best_attempts(config, section.best_of, tokenizer), limit, found.reports
+        conversations.train |= _fitting(
+            *_best_attempts(config, section.best_of, tokenizer), limit, conversations.reports
         )
     if section.eval:
-        found.held_out |= _from_files(
-            config, section.eval, "eval", tokenizer, limit, found.reports, view
+        conversations.held_out |= _from_files(
+            config, section.eval, "eval", tokenizer, limit, conversations.reports, view
         )
     elif section.eval_share:
-        found.held_out = _hold_out(found.train, section.eval_share, config.run.seed)
-    for line in (line for report in found.reports for line in report.lines()):
+        conversations.held_out = _hold_out(conversations.train, section.eval_share, config.run.seed)
+    for line in (line for report in conversations.reports for line in report.lines()):
         (view.warn if LEFT_OUT in line else view.note)(line)
-    if not found.train:
+    if not conversations.train:
         raise ConfigError(
             "data: no row is left to train on:\n"
-            + "\n".join(line for report in found.reports for line in report.lines())
+            + "\n".join(line for report in conversations.reports for line in report.lines())
         )
-    return found
+    return conversations
 
 
 def _from_files(
@@ -255,7 +255,7 @@ def _from_files(
     reports: list[RowReport],
     view: LiveView,
 ) -> Conversations:
-    section, report, found = config.data, RowReport(kind), Conversations()
+    section, report, conversations = config.data, RowReport(kind), Conversations()
     reports.append(report)
     encoder = AssistantTokens(
         tokenizer, max_tokens=limit, train_on=section.train_on, too_long=section.too_long
@@ -263,13 +263,13 @@ def _from_files(
     for source in sources:
         for conversation in read_conversations(source, section.format, report):
             try:
-                found[conversation.where], shortened = encoder.encode(conversation)
+                conversations[conversation.where], shortened = encoder.encode(conversation)
                 report.shortened += shortened
             except RowError as error:
                 report.add(conversation.where, error)
             if report.rows % 500 == 0:
                 view.phase("reading", f"{source}: {report.rows} rows")
-    return found
+    return conversations
 
 
 def _fitting(
@@ -283,7 +283,7 @@ def _fitting(
     if isinstance(report, str):
         report = RowReport(report, rows=len(grouped))
     reports.append(report)
-    found = Conversations()
+    conversations = Conversations()
     for name, members in grouped.items():
         longest = max(len(s.ids) for s in members)
         if longest > limit:
@@ -294,8 +294,8 @@ def _fitting(
                 ),
             )
         else:
-            found[name] = [token_row(name, s.ids, s.loss_mask) for s in members]
-    return found
+            conversations[name] = [token_row(name, s.ids, s.loss_mask) for s in members]
+    return conversations
 
 
 def _best_attempts(

@@ -41,7 +41,7 @@ async def evaluate(
         [("sampled", samples, config.evaluation.temperature)] if samples else []
     )
     for decoding, attempts, temperature in passes:
-        found: list[Trajectory] = await parts.sampler.sample(
+        trajectories: list[Trajectory] = await parts.sampler.sample(
             tasks,
             attempts=attempts,
             temperature=temperature,
@@ -49,14 +49,16 @@ async def evaluate(
             step=step,
             label=label + decoding,
         )
-        tokens += sum(t.num_completion_tokens() for t in found)
+        tokens += sum(t.num_completion_tokens() for t in trajectories)
         metrics[f"val-core/{name}/success/{decoding}"] = fmean(
-            t.success and t.status == "completed" for t in found
+            t.success and t.status == "completed" for t in trajectories
         )
-        if rewards := [t.reward for t in found if t.status == "completed"]:
+        if rewards := [t.reward for t in trajectories if t.status == "completed"]:
             metrics[f"val-core/{name}/reward/{decoding}"] = fmean(rewards)
-        metrics[f"val-aux/{name}/failed/{decoding}"] = fmean(t.status == "failed" for t in found)
-        metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in found)
+        metrics[f"val-aux/{name}/failed/{decoding}"] = fmean(
+            t.status == "failed" for t in trajectories
+        )
+        metrics[f"val-aux/{name}/num_turns/{decoding}"] = fmean(len(t.turns) for t in trajectories)
     metrics[f"val-core/{name}/n"] = float(len(tasks))
     for player, value in (
         (("random", players.random), ("optimal", players.optimal)) if players is not None else ()
@@ -67,5 +69,5 @@ async def evaluate(
 
 
 def headline(metrics: dict[str, float]) -> float:
-    """Greedy success out of an evaluation's metrics."""
+    """The greedy success rate among an evaluation's metrics."""
     return next(value for key, value in metrics.items() if key.endswith("/success/greedy"))

@@ -45,7 +45,7 @@ class LostAttempts:
         self._last = ""
 
     def stats(self) -> dict[str, float]:
-        """Since the first look, under the names that a sampler's own counters have."""
+        """Counts since the first look, under the names of a sampler's own counters."""
         names = ("attempts_failed", "attempts_cancelled", "cancelled_tokens", "tasks_set_aside")
         return {f"sampler/{name}": float(self._counts[name]) for name in names}
 
@@ -58,8 +58,8 @@ class LostAttempts:
         self._since_round = 0
 
     async def check(self) -> None:
-        """`look`, for a step that waits. Raises TrainingError when attempt after attempt fails, or
-        task after task is set aside."""
+        """Does what `look` does, for a step that waits. Raises TrainingError when attempt after
+        attempt fails, or task after task is set aside."""
         await self.look()
         if self._since_round >= IN_VAIN_STEPS * self._config.trainer.groups_per_step:
             raise TrainingError(
@@ -71,7 +71,7 @@ class LostAttempts:
         )
 
     async def set_aside(self, names: Sequence[str]) -> list[StoredTask]:
-        """Those of the tasks that will never have a group."""
+        """The tasks among `names` that will never have a group."""
         wanted = set(names)
         return [one for one in await self._all_set_aside() if one.task.id in wanted]
 
@@ -128,7 +128,7 @@ class LostAttempts:
 
 
 def in_vain(step: int, aside: Sequence[StoredTask]) -> TrainingError:
-    """All tasks of a step were set aside."""
+    """The error for a step all of whose tasks were set aside."""
     return TrainingError(
         f"step {step}: all of its {len(aside)} tasks were set aside, {aside[-1].task.id!r} with: "
         f"{aside[-1].error}; {_AGAIN}"

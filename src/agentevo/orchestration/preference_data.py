@@ -1,5 +1,5 @@
-"""Where a run that trains by a preference loss has its answers from: sampled groups, the
-environment's solver, a file, or another run."""
+"""The sources of the answers that preference training compares: sampled groups, the environment's
+solver, a file, or another run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
 
 
 def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[list[Pair]] | None:
-    """Pairs by line or by group; None where the recipe gives none."""
+    """The recipe's pairs, grouped by line or by group; None if it gives none."""
     data = parts.config.data
     if data.pairs is not None:
         return pairs_of_lines(

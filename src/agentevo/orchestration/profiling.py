@@ -37,7 +37,7 @@ NUM_OPERATORS = 25
 
 
 class Profiling:
-    """Entered once around a run's steps; each step inside of `step`."""
+    """Profiles a few steps. The object is entered once around all steps, `step` around each."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Profiling:
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.summary: dict[str, Any] = {}
-        """For summary.json; empty without a profile."""
+        """The profile's entry in summary.json; empty if nothing was profiled."""
         self._left = section.after + section.steps if section.enabled else 0
         self._profiled: list[int] = []
         self._profiler: Any = None
@@ -81,7 +81,7 @@ class Profiling:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step `number` and what follows it until the next."""
+        """A context around step `number` and what follows it until the next step."""
         if self._left and self._left <= self.section.steps:
             if self._profiler is None:
                 self._safely(self._begin)
@@ -154,5 +154,5 @@ class Profiling:
 
 
 def _summary(profile: Profile, steps: list[int]) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(profile)
-    return {"steps": steps, **found, "operators": found["operators"][:NUM_OPERATORS]}
+    entries: dict[str, Any] = msgspec.to_builtins(profile)
+    return {"steps": steps, **entries, "operators": entries["operators"][:NUM_OPERATORS]}

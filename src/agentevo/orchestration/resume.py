@@ -108,8 +108,8 @@ async def replay_steps(run: TrainingRun, start: ResumePoint) -> None:
     """Brings trainer and progress to the newest committed step.
 
     Of the step after it, which a kill may have left reserved, the same attempts are taken again
-    (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of what was
-    chosen among them: the recipe may choose otherwise now.
+    (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of what
+    was chosen among them: the recipe may choose otherwise now.
     """
     if isinstance(run.rollouts, SynchronousRollouts) or run.parts.config.rollout.policy == "wait":
         store = run.parts.store

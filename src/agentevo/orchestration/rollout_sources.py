@@ -1,14 +1,15 @@
-"""How a trainer comes by its attempts and gives its weights away: in turn with sampling, beside a
-sampler in the same process, or apart from samplers and engines in other processes. The loop
-(loop.py) is the same for all three.
+"""Where a trainer's attempts come from and where its weights go. The loop (run.py) is the same for
+all three sources:
 
-    SynchronousRollouts   staleness 0 in one process: sample, train, publish; nothing runs meanwhile
-    ColocatedRollouts   a SamplerService on the same event loop. `turns`: one set of weights; while the trainer computes, in a thread, the engine
-             sleeps and tools are waited for. `overlap`: the engine has a copy of the weights and goes on
-    DisaggregatedRollouts    `agentevo learn`: groups come through the store, weights go through the run's folder
+    SynchronousRollouts    staleness 0 in one process: sample, train, publish, one after the other
+    ColocatedRollouts      a SamplerService on the same event loop. With `sharing: turns` there is
+                           one set of weights, and the engine sleeps while the trainer computes in
+                           a thread; with `overlap` the engine has a copy of the weights and goes on
+    DisaggregatedRollouts  engines and samplers are other processes: groups come through the store,
+                           weights go through the run's folder
 
-A step's groups are those of its own tasks under `rollout.policy: wait`, else the first that are
-ready.
+Under `rollout.policy: wait` a step trains on the groups of its own tasks, else on the first groups
+that are ready.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class RolloutSource(Protocol):
 
 
 class Supervisor(Protocol):
-    """Keeps the run's samplers and engines, which are other processes, alive while it is entered."""
+    """Keeps the processes of a run's samplers and engines alive while it is entered."""
 
     def __enter__(self) -> Self: ...
 
@@ -113,7 +114,7 @@ class SynchronousRollouts:
         config = self._parts.config
         # An evaluation before must not change which tokens are computed together.
         await self._parts.engine.forget_cache()
-        found = await self._parts.sampler.sample(
+        trajectories = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
             temperature=config.sampling.temperature,
@@ -122,7 +123,7 @@ class SynchronousRollouts:
             label="train",
             baseline=self._baseline,
         )
-        return Round(found)
+        return Round(trajectories)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -176,14 +177,14 @@ class Stream:
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         """See Attempts.round. Raises StopAskedError, and TrainingError where waiting is in vain."""
-        found = await (
+        attempts = await (
             self._own(step)
             if self._config.rollout.policy == "wait"
             else self._ready(step, len(tasks))
         )
         await self._lost.look()
         self._lost.round_ended()
-        return found
+        return attempts
 
     async def _own(self, step: int) -> Round:
         """`wait`: the groups of the step's own tasks, in their order."""
@@ -203,9 +204,9 @@ class Stream:
         await self._until(finished)
         if len(aside) == len(groups):
             raise in_vain(step, aside)
-        found = [one.trajectory for one in await self._read(step=step, split="train")]
+        trajectories = [one.trajectory for one in await self._read(step=step, split="train")]
         order = {group: place for place, group in enumerate(groups.values())}
-        return Round(sorted(found, key=lambda one: order.get(one.group_id, len(order))))
+        return Round(sorted(trajectories, key=lambda one: order.get(one.group_id, len(order))))
 
     async def _ready(self, step: int, wanted: int) -> Round:
         """The first groups that are ready, whichever tasks they are of."""
@@ -245,17 +246,17 @@ class Stream:
     async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
         """Their members, but for those that a killed trainer has dropped already, and the greedy
         attempts beside them."""
-        found = []
+        trajectories = []
         for name in names:
-            found += [
+            trajectories += [
                 one.trajectory for one in await self._read(group_id=name) if one.state != "dropped"
             ]
             if self._baseline:
-                found += [
+                trajectories += [
                     one.trajectory
                     for one in await self._read(group_id=name.replace("/train@", f"/{BASELINE}@"))
                 ]
-        return found
+        return trajectories
 
     async def _read(self, **which: Unpack[TrajectoryFilter]) -> list[StoredTrajectory]:
         async def read() -> list[StoredTrajectory]:

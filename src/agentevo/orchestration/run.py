@@ -141,8 +141,11 @@ async def run_training(
     resume: bool = False,
     supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
 ) -> None:
-    """`train` after its checks. Samplers and engines are apart if they are processes that are started
-    here (`supervisor`) or by somebody else (`learn`); `resume` takes up whatever its folder holds."""
+    """Does what `train` does after its checks.
+
+    Samplers and engines are processes apart if they are started here (`supervisor`) or by somebody
+    else (`learn`). `resume` goes on from whatever the folder holds.
+    """
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
     apart = supervisor is not None or command == "learn"

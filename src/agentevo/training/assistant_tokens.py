@@ -14,8 +14,9 @@ it where prompt(k) begins with them. Where it does not (a template that strips t
 earlier turns, or rewrites them), a new sample begins: each turn is trained in the context that the
 template gives it. No text is looked for in another.
 
-Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy has
-to finish it: the thought of the row, or none, then `</think>`, stands before the rendered answer.
+Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy
+has to finish it: the thought of the row, or none, then `</think>`, stands before the rendered
+answer.
 
 A row that can't be said this way is a RowError: the template refuses it, drops its tools or tool
 calls, or begins an answer otherwise than its own generation prompt.

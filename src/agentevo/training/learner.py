@@ -1,5 +1,5 @@
-"""What the loop asks of a trainer: `Trainer` by advantages, `PreferenceTrainer` by comparing answers,
-`SupervisedTrainer` by likelihood."""
+"""The protocol between the loop and its trainers: `Trainer` learns by advantages,
+`PreferenceTrainer` by comparing answers, `SupervisedTrainer` by likelihood."""
 
 from __future__ import annotations
 

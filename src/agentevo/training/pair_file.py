@@ -46,22 +46,22 @@ def read_pair_file(path: Path, loss: str) -> list[PairLine]:
         raise ConfigError(
             f"data.pairs: {path} can't be read ({type(error).__name__}: {error}): give a JSONL file"
         ) from error
-    found = [
+    pair_lines = [
         _line(text, f"{path}:{number}", loss)
         for number, text in enumerate(lines, start=1)
         if text.strip()
     ]
-    if not found:
+    if not pair_lines:
         raise ConfigError(
             f"data.pairs: {path} has no lines: give one JSON object with prompt, chosen and "
             "rejected a line"
         )
-    if loss == "rft" and all(line.chosen is None for line in found):
+    if loss == "rft" and all(line.chosen is None for line in pair_lines):
         raise ConfigError(
             f"data.pairs: {path} has no answer with label true, and rft learns from no other: "
             "give some"
         )
-    return found
+    return pair_lines
 
 
 def _line(text: str, where: str, loss: str) -> PairLine:
@@ -106,13 +106,13 @@ def _line(text: str, where: str, loss: str) -> PairLine:
 def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
     if isinstance(given.get(key), str):
         return [Message("assistant", given[key])]
-    found = _messages(given, key, where)
-    if not found or found[0].role != "assistant" or found[-1].role != "assistant":
+    messages = _messages(given, key, where)
+    if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise ConfigError(
             f"{where}: {key} must begin and end with a message of role assistant: give a text, "
             "or such messages"
         )
-    return found
+    return messages
 
 
 def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
@@ -145,7 +145,7 @@ def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> li
 
     Raises ConfigError for a text that the tokenizer or the chat template can't encode.
     """
-    found: list[list[Pair]] = []
+    groups: list[list[Pair]] = []
     for line in lines:
         try:
             chosen = (
@@ -162,12 +162,12 @@ def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> li
             raise ConfigError(f"{line.where}: {error}") from error
         if loss in ALONE:
             singles = [Pair(line.where, chosen=chosen)] if chosen is not None else []
-            found.append(
+            groups.append(
                 singles + ([Pair(line.where, rejected=rejected)] if rejected is not None else [])
             )
         else:
-            found.append([Pair(line.where, chosen, rejected)])
-    return [pairs for pairs in found if pairs]
+            groups.append([Pair(line.where, chosen, rejected)])
+    return [pairs for pairs in groups if pairs]
 
 
 def _encoded(

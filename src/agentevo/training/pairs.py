@@ -1,10 +1,10 @@
 """Answers to compare, made from groups of trajectories.
 
     loss         what a group gives
-    kto          every attempt alone, desirable if it succeeded: the binary signal that the paper starts from
+    kto          every attempt alone, desirable if it succeeded: the binary signal of the paper
     rft          its best successful attempts, none twice
-    others       pairs of attempts: best against worst, or every two whose rewards differ; or, for each attempt, the solver's conversation
-                 on the same task as the chosen answer
+    others       pairs of attempts: best against worst, or every two whose rewards differ; or,
+                 for each attempt, the solver's conversation on the same task as the chosen answer
 
 An answer is all that was said in an attempt: the trained tokens of its rows, several where the
 trajectory branches or starts anew.
@@ -90,21 +90,21 @@ def make_pairs(
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for members in groups.values():
         members.sort(key=lambda t: (-t.reward, t.attempt, t.id))
         if algorithm.loss == "kto":
-            found += [_single(t, desirable=t.success) for t in members]
+            pairs += [_single(t, desirable=t.success) for t in members]
         elif algorithm.loss == "rft":
-            found += _best(members, section.pairs_per_group or 1)
+            pairs += _best(members, section.pairs_per_group or 1)
         elif algorithm.pairs == "demonstrations":
             assert demonstrations is not None
-            found += _against_the_solver(members, demonstrations, section.pairs_per_group)
+            pairs += _against_the_solver(members, demonstrations, section.pairs_per_group)
         else:
             limit = section.pairs_per_group or (1 if algorithm.pairs == "best_worst" else None)
             candidates = _ends(members) if algorithm.pairs == "best_worst" else _everyone(members)
-            found += _compared(members, candidates, section.pair_margin, limit)
-    return found
+            pairs += _compared(members, candidates, section.pair_margin, limit)
+    return pairs
 
 
 def win_probabilities(rewards: Sequence[float]) -> list[float]:
@@ -128,16 +128,16 @@ def _single(trajectory: Trajectory, *, desirable: bool) -> Pair:
 
 def _best(members: Sequence[Trajectory], limit: int) -> list[Pair]:
     """Of members from the highest reward down."""
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for trajectory in members:
         pair = _single(trajectory, desirable=True)
         if (
-            len(found) < limit
+            len(pairs) < limit
             and trajectory.success
-            and not any(pair.answers[0].says(other.answers[0]) for other in found)
+            and not any(pair.answers[0].says(other.answers[0]) for other in pairs)
         ):
-            found.append(pair)
-    return found
+            pairs.append(pair)
+    return pairs
 
 
 def _against_the_solver(
@@ -180,16 +180,16 @@ def _compared(
     at all."""
     answers = [answer_of(t) for t in members]
     chances = win_probabilities([t.reward for t in members])
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for better, worse in candidates:
         gap = members[better].reward - members[worse].reward
         if (
             gap > 0
             and gap >= margin
             and not answers[better].says(answers[worse])
-            and (limit is None or len(found) < limit)
+            and (limit is None or len(pairs) < limit)
         ):
-            found.append(
+            pairs.append(
                 Pair(
                     members[0].group_id,
                     answers[better],
@@ -197,7 +197,7 @@ def _compared(
                     (chances[better], chances[worse]),
                 )
             )
-    return found
+    return pairs
 
 
 class PairData:

@@ -1,7 +1,8 @@
 """Training by comparing answers: pairs, or single answers, to one update of the policy and its
 metrics.
 
-    loss = sum over pairs of weight * l(log pi(chosen), log pi(rejected), log ref(chosen), log ref(rejected), ...)
+    loss = sum over pairs of weight * l(log pi(chosen), log pi(rejected),
+                                        log ref(chosen), log ref(rejected), ...)
 
 with sums of log-probs over whole answers, so no part of the loss belongs to one micro-batch;
 `backward_through_sums` makes loss and gradient the same for any split. Log-probs are those of the
@@ -144,14 +145,14 @@ class PreferenceTrainer:
             self.flops.trained([rows[i] for i in indices], batch)
         comparison = _Comparison(pairs, answers, reference)
         baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
-        found: dict[str, float] = {}
+        measured: dict[str, float] = {}
 
         def loss_of(sums: torch.Tensor) -> torch.Tensor:
             inputs = comparison.inputs(sums, self.algorithm.loss)
             if baseline is not None:
                 inputs["kl_baseline"] = baseline
             loss, metrics = self.loss(**inputs)
-            found.update(
+            measured.update(
                 {METRICS[key]: float(value) for key, value in metrics.items() if key in METRICS}
             )
             return loss
@@ -160,11 +161,13 @@ class PreferenceTrainer:
             self.model, batches, owners, loss_of, self.optimization.backward
         )
         norm = self.optimization.finish()
-        found |= {"loss": float(loss)} | comparison.means(sums)
+        measured |= {"loss": float(loss)} | comparison.means(sums)
         if baseline is not None:
-            found |= {"kl": baseline} | comparison.kto_rewards(sums, self.algorithm.hyper["beta"])
+            measured |= {"kl": baseline} | comparison.kto_rewards(
+                sums, self.algorithm.hyper["beta"]
+            )
         return (
-            {f"preference/{key}": value for key, value in found.items()}
+            {f"preference/{key}": value for key, value in measured.items()}
             | self.flops.take()
             | {
                 "actor/grad_norm": norm,
@@ -256,7 +259,7 @@ def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Samp
     section 4.1.
     """
     ordered = sorted(answers, key=lambda answer: (answer.rows[0].group_id, answer.name))
-    found = []
+    rows_of_answers = []
     for place, answer in enumerate(ordered):
         group = answer.rows[0].group_id
         others = (
@@ -271,8 +274,8 @@ def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Samp
             if other is None
             else [_after(prompt, row, answer.name, context_length) for row in other.rows]
         )
-        found.append([row for row in rows if any(row.loss_mask)])
-    return found
+        rows_of_answers.append([row for row in rows if any(row.loss_mask)])
+    return rows_of_answers
 
 
 def _after(prompt: list[int], row: Sample, name: str, context_length: int) -> Sample:
@@ -293,8 +296,8 @@ def _after(prompt: list[int], row: Sample, name: str, context_length: int) -> Sa
 
 def _answers(pairs: Sequence[Pair]) -> list[Answer]:
     """Each once, in order of their names: sums do not depend on the order of pairs."""
-    found = {answer.name: answer for pair in pairs for answer in pair.answers}
-    return [found[name] for name in sorted(found)]
+    answers = {answer.name: answer for pair in pairs for answer in pair.answers}
+    return [answers[name] for name in sorted(answers)]
 
 
 class _Comparison:
@@ -324,18 +327,18 @@ class _Comparison:
             alone = torch.cat([self.chosen, self.rejected]).to(sums.device)
             desirable = torch.arange(len(alone), device=sums.device) < len(self.chosen)
             return {"logp": sums[alone], "ref_logp": reference[alone], "desirable": desirable}
-        found: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         for side, places in (("chosen", self.chosen), ("rejected", self.rejected)):
             at = places.to(sums.device)
-            found |= {
+            inputs |= {
                 f"{side}_logp": sums[at],
                 f"ref_{side}_logp": reference[at],
                 f"{side}_lengths": lengths[at],
             }
         if loss == "sppo":
             chances = torch.tensor([pair.win_probs for pair in self.pairs]).to(sums)
-            found |= {"chosen_win_prob": chances[:, 0], "rejected_win_prob": chances[:, 1]}
-        return found
+            inputs |= {"chosen_win_prob": chances[:, 0], "rejected_win_prob": chances[:, 1]}
+        return inputs
 
     def means(self, sums: torch.Tensor) -> dict[str, float]:
         """Of the answers' log-probs."""
@@ -345,11 +348,11 @@ class _Comparison:
     def kto_rewards(self, sums: torch.Tensor, beta: float) -> dict[str, float]:
         """Mean rewards of desirable and of undesirable answers, and their difference."""
         rewards = beta * (sums.cpu() - self.reference)
-        found = {
+        means = {
             key: float(rewards[places].mean())
             for key, places in (("chosen", self.chosen), ("rejected", self.rejected))
             if len(places)
         }
-        if len(found) == 2:
-            found["margins"] = found["chosen"] - found["rejected"]
-        return {f"rewards/{key}": value for key, value in found.items()}
+        if len(means) == 2:
+            means["margins"] = means["chosen"] - means["rejected"]
+        return {f"rewards/{key}": value for key, value in means.items()}

@@ -120,8 +120,12 @@ class SupervisedTrainer:
             sums["trainer/logical_tokens"] += batch.num_logical
             sums["trainer/distinct_tokens"] += batch.num_distinct
         norm = self.optimization.finish()
-        found = {"actor/grad_norm": norm, "actor/lr": lr, "trainer/trained_tokens": float(trained)}
-        return summed(sums) | found | self.flops.take()
+        metrics = {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "trainer/trained_tokens": float(trained),
+        }
+        return summed(sums) | metrics | self.flops.take()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the model's weights."""

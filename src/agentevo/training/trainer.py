@@ -126,10 +126,10 @@ class Trainer:
             prepared.metrics["actor/kl_coef"] = self.kl.coef
             self.kl.update(prepared.metrics["actor/reward_kl"], len(prepared.samples))
         if version is not None:
-            prepared.samples, found = mask_stale(
+            prepared.samples, ages = mask_stale(
                 prepared.samples, trainer_version=version, bound=bound
             )
-            prepared.metrics |= found
+            prepared.metrics |= ages
         return prepared
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -178,7 +178,7 @@ class Trainer:
                 phase("forward"),
                 Listener(self.model) if joint is not None else nullcontext() as heard,
             ):
-                loss, found = self.objective.loss(
+                loss, token_sums = self.objective.loss(
                     self.model,
                     batch,
                     weights[indices],
@@ -190,10 +190,10 @@ class Trainer:
                 value_loss, of_values = joint.loss(
                     joint.values_of(heard.hidden, batch), batch, num_tokens
                 )
-                loss, found = loss + joint.section.coef * value_loss, found | of_values
+                loss, token_sums = loss + joint.section.coef * value_loss, token_sums | of_values
             self.optimization.backward(loss)
-            largest_diff = max(largest_diff, found.pop("largest_diff"))
-            for key, value in found.items():
+            largest_diff = max(largest_diff, token_sums.pop("largest_diff"))
+            for key, value in token_sums.items():
                 sums[key] += value
         norm = self.optimization.finish()
         if joint is not None:
@@ -253,12 +253,12 @@ def _means(sums: dict[str, float]) -> dict[str, float]:
     """Means over tokens from sums over tokens; what is a sum by nature stays one."""
     count, squares = sums.pop("count"), sums.pop("actor/rollout_is_squares", None)
     of_age = effective_sizes(sums)
-    found = {
+    means = {
         key: (value if key.startswith("trainer/") or key == "actor/pg_loss" else value / count)
         for key, value in sums.items()
     }
-    found |= of_age
+    means |= of_age
     if squares is not None:
         total = sums["actor/rollout_is_mean"]
-        found["actor/ess"] = total * total / (count * squares) if squares > 0 else 0.0
-    return found
+        means["actor/ess"] = total * total / (count * squares) if squares > 0 else 0.0
+    return means

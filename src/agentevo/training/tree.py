@@ -44,13 +44,18 @@ def build_tree(
 ) -> TokenTree:
     """The tree of several non-empty token sequences; without `merge` they share nothing, each is a
     trunk of its own."""
-    found = sort_sequences(sequences, merge=merge)
+    sequences_sorted = sort_sequences(sequences, merge=merge)
     ids: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
     left: list[tuple[np.ndarray, int]] = []
     path, num_nodes = np.empty(0, dtype=np.int64), 0
-    for index, tokens, shared in zip(found.order, found.tokens, found.shared.tolist(), strict=True):
+    for index, tokens, shared in zip(
+        sequences_sorted.order,
+        sequences_sorted.tokens,
+        sequences_sorted.shared.tolist(),
+        strict=True,
+    ):
         added = len(tokens) - shared
         left.append((path[shared:], num_nodes))
         path = np.concatenate([path[:shared], np.arange(num_nodes, num_nodes + added)])
