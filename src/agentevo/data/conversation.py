@@ -1,8 +1,11 @@
 """Rows in any of the usual forms -> conversations in one form: what a chat template takes.
 
-    messages   {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}     OpenAI's chat; also under the key `conversations`
-    sharegpt   {"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}
-    alpaca     {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[question, answer], ...]}
+    messages   {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}
+               OpenAI's chat; also under the key `conversations`
+    sharegpt   {"conversations": [{"from": "human", "value": ...}, ...], "system": ...,
+                "tools": ...}
+    alpaca     {"instruction": ..., "input": ..., "output": ..., "system": ...,
+                "history": [[question, answer], ...]}
 
 Messages stay plain mappings with every key that they came with (`reasoning_content`, `name`, ...),
 because templates read such keys. Tool calls are brought into OpenAI's nesting, their arguments
@@ -37,7 +40,7 @@ _SPEAKERS = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Ends with what the assistant says."""
+    """A row of a data set, in one form. It ends with what the assistant says."""
 
     where: str
     """The row that it was read from."""
@@ -132,11 +135,11 @@ def _of_alpaca(where: str, value: Mapping[str, Any]) -> Conversation:
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-    asked = [value["instruction"], *([value["input"]] if value.get("input") else [])]
-    if not all(isinstance(part, str) for part in asked):
+    question = [value["instruction"], *([value["input"]] if value.get("input") else [])]
+    if not all(isinstance(part, str) for part in question):
         raise RowError("unknown_form", "instruction or input is no text")
     messages += [
-        {"role": "user", "content": "\n\n".join(asked)},
+        {"role": "user", "content": "\n\n".join(question)},
         {"role": "assistant", "content": value["output"]},
     ]
     return _checked(where, messages, None)
@@ -150,8 +153,8 @@ _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], Conversation]] = {
 
 
 def _checked(where: str, messages: list[dict[str, Any]], tools: Any) -> Conversation:
-    """Every rule of a conversation. What comes after the assistant's last message is left off:
-    nobody answers it."""
+    """Checks every rule of a conversation. What comes after the assistant's last message is left
+    off: nobody answers it."""
     if not messages:
         raise RowError("empty", "no messages")
     for number, message in enumerate(messages, start=1):
@@ -171,7 +174,8 @@ def _checked(where: str, messages: list[dict[str, Any]], tools: Any) -> Conversa
 
 
 def _check_message(message: dict[str, Any], number: int) -> None:
-    """Also brings content to a text and tool calls to OpenAI's nesting, in place."""
+    """Checks a message, and brings its content to a text and its tool calls to OpenAI's nesting,
+    in place."""
     role = message.get("role")
     if role not in ROLES:
         raise RowError(
@@ -229,12 +233,13 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
         if answered is not None and None not in known and answered not in known:
             raise RowError(
                 "bad_tool_call",
-                f"message {number + 1} answers the call {answered!r}, which nobody made",
+                f"message {number + 1} answers the call {answered!r}, which no message before it "
+                "made",
             )
 
 
 def _text(content: Any, number: int) -> str:
-    """A content as one text; None (beside tool calls) is none."""
+    """A content as one text; None (beside tool calls) is an empty one."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -257,7 +262,7 @@ def _text(content: Any, number: int) -> str:
 
 
 def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """{"id"?, "type": "function", "function": {"name", "arguments": {...}}}."""
+    """A tool call as {"id"?, "type": "function", "function": {"name", "arguments": {...}}}."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if (
         not isinstance(function, dict)
@@ -294,14 +299,14 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
 def _list(value: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     if key not in value:
         raise RowError("unknown_form", f"has no {key}, which the first row of the file has")
-    found = value[key]
-    if isinstance(found, str):  # tables often keep lists as JSON
-        found = _json(found, key, "unknown_form")
-    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+    items = value[key]
+    if isinstance(items, str):  # tables often keep lists as JSON
+        items = _json(items, key, "unknown_form")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise RowError("unknown_form", f"{key} is no list of messages")
-    if not found:
+    if not items:
         raise RowError("empty", f"{key} is empty")
-    return found
+    return items
 
 
 def _json(text: Any, what: str, reason: str) -> Any:

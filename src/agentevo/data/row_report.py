@@ -1,10 +1,11 @@
-"""What became of every row: used, or left out for a reason that is told, counted and written
+"""What became of every row: used, or left out for a reason that is shown, counted and written
 down."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ REASONS = {
     "wrong_roles": "wrong roles",
     "bad_tool_call": "broken tool call",
     "template": "the chat template can't say it",
-    "no_assistant_mask": "the chat template tells no assistant tokens",
+    "no_assistant_mask": "the chat template marks no assistant tokens",
     "special_token": "a special token in a text",
     "unknown_characters": "characters that the tokenizer has no token for",
     "too_long": "too long",
@@ -30,11 +31,11 @@ REASONS = {
 """Why a row is left out, in metrics and in words."""
 
 SHOWN = 5
-"""Rows of one reason that are named; all of them are in `bad_rows.jsonl`."""
+"""How many rows of a reason are named on the screen; `bad_rows.jsonl` has all of them."""
 
 
 class RowError(AgentEvoError):
-    """A row that can't be trained on. It costs this row, never the run, and never goes unsaid."""
+    """A row that can't be trained on. It costs this row, never the run, and is always reported."""
 
     def __init__(self, reason: str, detail: str) -> None:
         assert reason in REASONS, reason
@@ -60,9 +61,9 @@ class RowReport:
 
     kind: str
     rows: int = 0
-    """Read, good and bad."""
+    """Rows read, good and bad."""
     shortened: int = 0
-    """Used without their oldest turns, which made them too long."""
+    """Rows used without their oldest turns, because with them they are too long."""
     bad: list[BadRow] = field(default_factory=list)
 
     def add(self, where: str, error: RowError) -> None:
@@ -75,40 +76,38 @@ class RowReport:
 
     def counts(self) -> dict[str, int]:
         """Reason -> bad rows, the most frequent first."""
-        found: dict[str, int] = {}
-        for row in self.bad:
-            found[row.reason] = found.get(row.reason, 0) + 1
-        return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
+        counts = Counter(row.reason for row in self.bad)
+        return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def lines(self) -> list[str]:
-        """For people: one line for all, one for each reason with its first rows."""
-        told = [
+        """The account for people: one line for all rows, and for each reason its first rows."""
+        lines = [
             f"{self.kind}: {self.used} of {self.rows} rows are used"
             + (f", {self.shortened} shortened" if self.shortened else "")
         ]
         for reason, count in self.counts().items():
             rows = [row for row in self.bad if row.reason == reason]
             more = f", and {count - SHOWN} more" if count > SHOWN else ""
-            told.append(
+            lines.append(
                 f"{self.kind}: {count} left out, {REASONS[reason]}: "
                 f"{', '.join(row.where for row in rows[:SHOWN])}{more}"
             )
-            told.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
-        return told
+            lines.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
+        return lines
 
     def metrics(self) -> dict[str, float]:
-        """`data/KIND/...`."""
-        found = {
+        """The counts as metrics, `data/KIND/...`."""
+        counts = {
             "rows": self.rows,
             "used": self.used,
             "shortened": self.shortened,
             "left_out": len(self.bad),
         }
-        found |= {f"left_out/{reason}": count for reason, count in self.counts().items()}
-        return {f"data/{self.kind}/{name}": float(value) for name, value in found.items()}
+        counts |= {f"left_out/{reason}": count for reason, count in self.counts().items()}
+        return {f"data/{self.kind}/{name}": float(value) for name, value in counts.items()}
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json."""
+        """The account for summary.json."""
         reasons = {
             reason: {
                 "count": count,
@@ -127,10 +126,4 @@ class RowReport:
         """Appends every bad row to a JSONL file: {"kind", "where", "reason", "detail"}."""
         with path.open("a", encoding="utf-8") as file:
             for row in self.bad:
-                told = {
-                    "kind": self.kind,
-                    "where": row.where,
-                    "reason": row.reason,
-                    "detail": row.detail,
-                }
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps({"kind": self.kind, **asdict(row)}) + "\n")

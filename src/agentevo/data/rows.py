@@ -3,8 +3,10 @@
     FILE.jsonl[.gz]     one JSON object a line
     FILE.json[.gz]      a JSON array of objects
     FILE.parquet        (pip install 'agentevo[data]')
-    FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the order of their names
-    ORG/NAME[:SPLIT]    a dataset of the Hugging Face hub, split `train` unless given (pip install 'agentevo[data]')
+    FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the
+                        order of their names
+    ORG/NAME[:SPLIT]    a dataset of the Hugging Face hub, split `train` unless given
+                        (pip install 'agentevo[data]')
 
 A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
 reading goes on; a file that is broken as a whole is a ConfigError.
@@ -153,7 +155,7 @@ def _read_array(path: Path) -> Iterator[Row]:
 
 
 def _blank(text: str, place: int) -> int:
-    """The next place that is not white."""
+    """The next place that is not white space."""
     while place < len(text) and text[place] in " \t\r\n":
         place += 1
     return place
@@ -188,16 +190,16 @@ def _parsed_row(batch: Any) -> Any:
 
 def _read_dataset(source: str, path: Path) -> Iterator[Row]:
     datasets = _package("datasets", source)
-    found = None if path.exists() else _HUB_NAME.fullmatch(source)
+    hub_name = None if path.exists() else _HUB_NAME.fullmatch(source)
     try:
-        if found is None:
+        if hub_name is None:
             data = datasets.load_from_disk(str(path))
         else:
-            data = datasets.load_dataset(found["name"], split=found["split"] or "train")
+            data = datasets.load_dataset(hub_name["name"], split=hub_name["split"] or "train")
     except (OSError, ValueError, RuntimeError, pickle.PickleError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"dataset {source} can't be had ({type(error).__name__}: {reason}): check name, "
+            f"dataset {source} can't be loaded ({type(error).__name__}: {reason}): check name, "
             "split and network, or convert it to JSONL"
         ) from error
     if isinstance(data, dict):
@@ -212,8 +214,8 @@ def _read_dataset(source: str, path: Path) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give every row all keys that any row has; those that a row does not have are null
-    there."""
+    """A table gives every row all keys that any row has; those that a row lacks are null and are
+    left out."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -247,11 +247,11 @@ class ChatFormat:
             return self._template.render([*start, *messages], prompt=prompt, tools=tools)
 
         first, second = Message("assistant", _FIRST), Message("assistant", _SECOND)
-        opening, asked = render([], prompt=False), render([], prompt=True)
+        opening, generation = render([], prompt=False), render([], prompt=True)
         once = render([first, _USER], prompt=True)
         twice = render([first, _USER, second, _USER], prompt=True)
-        header, answered, after_first = once.partition(_FIRST)
-        if not answered or not once.startswith(opening) or not asked.startswith(header):
+        header, sentinel, after_first = once.partition(_FIRST)
+        if not sentinel or not once.startswith(opening) or not generation.startswith(header):
             raise ModelError(
                 _refusal(
                     "[user, assistant, user] does not begin with the rendering of [user] and the "
@@ -266,7 +266,7 @@ class ChatFormat:
                     "what follows an assistant's message depends on how many turns came before"
                 )
             )
-        return asked[len(header) :]
+        return generation[len(header) :]
 
     def _probe_system(self) -> str | None:
         """Why conversations with a system message can't be continued, or None. Only such a
