@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -34,9 +34,6 @@ from agentevo.models.chat_template import ToolSchemas
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Completion, Message, SamplingOverrides, SamplingParams, Turn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(slots=True)
