@@ -103,7 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingOverrides(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What one call changes of the sampling; None keeps the recipe's."""
+    """What one call changes of the sampling; None keeps the recipe's. The first four decide the
+    distribution: a turn drawn under others than the recipe's is not trained."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -147,6 +148,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     seed: int = 0
     """Of the engine request: with the context and the weights it regenerates the completion."""
+    overrides: SamplingOverrides | None = None
+    """What the call changed of the distribution that tokens are drawn from (temperature, filters).
+    The trainer computes the recipe's distribution alone, so such a turn is context and is never
+    trained."""
     reward: float = 0.0
     """What the environment paid for this turn, penalties included."""
     messages: list[Message] = []
@@ -196,6 +201,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_completion_tokens(self) -> int:
         return sum(len(turn.completion_ids) for turn in self.turns)
+
+    def num_trainable_tokens(self) -> int:
+        """Completion tokens that were drawn from the recipe's distribution."""
+        return sum(len(turn.completion_ids) for turn in self.turns if turn.overrides is None)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

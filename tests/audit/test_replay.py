@@ -470,6 +470,35 @@ def test_an_agent_function_is_given_again_or_only_the_tokens_are_drawn(tmp_path,
     assert found.difference is not None and found.difference.kind == "prompt"
 
 
+def test_turns_with_sampling_of_their_own_are_drawn_again_and_not_trained(tmp_path, quiet_view):
+    """A greedy turn and a filtered one in a training attempt: replayed exactly, context in the
+    loss."""
+
+    async def agent(task: Task, policy: Any) -> float:
+        messages = [Message("user", task.query or "")]
+        draft = await policy.generate(messages, sampling={"temperature": 0})
+        best, other = await policy.generate(messages, n=2, sampling={"top_k": 3, "seed": 7})
+        messages += [best.message, Message("user", draft.text)]
+        reply = await policy.generate(messages, sampling={"seed": 7})
+        return len(reply.text + other.text) / 20
+
+    config = function_config(
+        tmp_path / "run",
+        model={"name": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1,
+                                        "tokenizer": "byte", "context_length": 128}},
+        trainer={"steps": 2, "groups_per_step": 1, "group_size": 3},
+    )  # fmt: skip
+    done = train(config, agent=agent, tasks=TASKS, view=quiet_view())
+    attempts = done.trajectories(split="train")
+    assert len(attempts) == 6
+    for trajectory in attempts:
+        assert [turn.parent for turn in trajectory.turns] == [None, None, None, 1]
+        assert [turn.overrides is None for turn in trajectory.turns] == [False] * 3 + [True]
+        replay = done.replay(trajectory.id)
+        assert replay.same and replay.played, replay.difference
+    assert done.summary["tokens"]["trained"] == sum(t.num_trainable_tokens() for t in attempts)
+
+
 def function_config(folder: Path, **sections: Any) -> RunConfig:
     tree = {
         "model": {

@@ -300,6 +300,15 @@ def test_a_call_changes_its_own_sampling_alone() -> None:
         max_new_tokens=9, temperature=0.7, seed=derive_seed(5, "turn", 2)
     )
     assert [turn.temperature for turn in conversation.turns] == [0.2, 0.2, 0.7]
+    changed = SamplingOverrides(temperature=0.2, top_k=4)
+    assert [turn.overrides for turn in conversation.turns] == [changed, changed, None]
+
+
+def test_a_call_with_the_recipes_distribution_is_trained() -> None:
+    conversation = conversation_on(Babbling(CHAT))
+    same = SamplingOverrides(temperature=0.7, top_p=1.0, max_new_tokens=3, stop_strings=("x",))
+    (turn,) = asyncio.run(conversation.complete(ASKED[:1], overrides=same))
+    assert turn.overrides is None
 
 
 def test_an_answer_in_another_form_is_the_same_turn() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from agentevo.errors import StoreError
 from agentevo.store import open_store
 from agentevo.store.blobs import pack_floats, pack_turns, unpack, unpack_turns
-from agentevo.types import Message, Task, Trajectory, Turn
+from agentevo.types import Message, SamplingOverrides, Task, Trajectory, Turn
 
 Make = Callable[..., Trajectory]
 
@@ -29,6 +29,12 @@ messages = st.lists(
         Message, role=st.sampled_from(["system", "user", "assistant", "tool"]), content=st.text()
     ),
     max_size=3,
+)
+overrides = st.none() | st.builds(
+    SamplingOverrides,
+    temperature=st.none() | st.floats(0, 4),
+    top_k=st.integers(0, 50),
+    min_p=st.none() | st.floats(0, 0.5),
 )
 
 
@@ -50,6 +56,7 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
                 seed=draw(st.integers(-(2**70), 2**70)),
                 reward=draw(finite),
                 messages=draw(messages),
+                overrides=draw(overrides),
             )
         )
     return turns

@@ -90,7 +90,9 @@ class RecordedEngine:
 
     def __init__(self, trajectory: Trajectory, end_ids: Sequence[int]) -> None:
         self._trajectory, self._end_ids = trajectory, frozenset(end_ids)
-        self._by_seed: dict[int, Turn] = {turn.seed: turn for turn in trajectory.turns}
+        self._by_seed: dict[int, list[Turn]] = {}
+        for turn in trajectory.turns:  # an agent may give several calls one seed
+            self._by_seed.setdefault(turn.seed, []).append(turn)
         self.difference: Difference | None = None
         self.asked = 0
 
@@ -109,7 +111,11 @@ class RecordedEngine:
         deadline_s: float,
     ) -> Completion:
         """See Engine.generate. Raises EngineError when it answers no more."""
-        turn = self._by_seed.get(sampling.seed)
+        turns = self._by_seed.get(sampling.seed, [])
+        turn = next(
+            (t for t in turns if self._trajectory.context_ids(t.index) == prompt_ids),
+            turns[0] if turns else None,
+        )
         if turn is not None:
             self._check(turn, prompt_ids, sampling)
         elif (
@@ -332,7 +338,10 @@ async def _play(
     section = config.sampling
     engine = RecordedEngine(trajectory, chat.end_ids)
     sampling = SamplingParams(
-        temperature=trajectory.turns[0].temperature if trajectory.turns else section.temperature,
+        temperature=next(
+            (turn.temperature for turn in trajectory.turns if turn.overrides is None),
+            section.temperature,
+        ),
         top_p=section.top_p,
         top_k=section.top_k,
         min_p=section.min_p,

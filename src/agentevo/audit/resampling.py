@@ -102,7 +102,10 @@ def resample(
     differences: list[Difference] = []
     for piece in _pieces(trajectory, version):
         logits = _logits(trajectory, piece, model, device)  # [positions, V]
-        params = msgspec.structs.replace(sampling, temperature=piece.turn.temperature)
+        changed = piece.turn.overrides.given() if piece.turn.overrides is not None else {}
+        params = msgspec.structs.replace(
+            sampling, **{"temperature": piece.turn.temperature, **changed}
+        )
         numbers = [float(uniforms[piece.turn.index][position]) for position in piece.positions]
         tokens, logprobs = draw(logits.clone(), [params] * len(numbers), numbers)
         num_tokens += len(tokens)

@@ -227,6 +227,7 @@ class Conversation:
             finish_reason=completion.finish_reason,
             temperature=sampling.temperature,
             seed=sampling.seed,
+            overrides=self._changed(sampling),
             messages=[*joined.new_messages, said],
         )
         self._turns.append(turn)
@@ -235,6 +236,16 @@ class Conversation:
         if joined.history is not None:
             joined.history.children.setdefault(said, _History()).turn = turn.index
         return turn
+
+    def _changed(self, sampling: SamplingParams) -> SamplingOverrides | None:
+        """What a request changed of the distribution that this conversation draws from."""
+        base = self._sampling
+        changed = {
+            name: getattr(sampling, name)
+            for name in ("temperature", "top_p", "top_k", "min_p")
+            if getattr(sampling, name) != getattr(base, name)
+        }
+        return SamplingOverrides(**changed) if changed else None
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.types import Message, Turn
+from agentevo.types import Message, SamplingOverrides, Turn
 
 _VERSION = b"\x01"
 _LEVEL = 1
@@ -85,6 +85,7 @@ def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:
             len(turn["prompt_ids"]) // 4,
             len(turn["completion_ids"]) // 4,
             *(turn[name] for name in _HEAD),
+            *([turn["overrides"]] if "overrides" in turn else []),
         ]
         for turn in turns
     ]
@@ -125,6 +126,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         seed,
         reward,
         messages,
+        *overrides,
     ) in enumerate(heads):
         new = slice(completion, completion + num_completion)
         turn = Turn(
@@ -139,6 +141,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
             seed=int(seed),
             reward=reward,
             messages=_MESSAGES.decode(messages),
+            overrides=msgspec.convert(overrides[0], SamplingOverrides) if overrides else None,
         )
         turns.append(turn)
         prompt, completion = prompt + num_prompt, new.stop

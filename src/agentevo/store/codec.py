@@ -283,6 +283,7 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         "seed": str(int(turn.seed)),
         "reward": _number(turn.reward),
         "messages": JSON.encode(turn.messages).decode(),
+        **({} if turn.overrides is None else {"overrides": turn.overrides.given()}),
     }
 
 

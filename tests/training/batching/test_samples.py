@@ -11,7 +11,7 @@ from agentevo.algorithms.estimators import bind_advantage
 from agentevo.config import AlgorithmSection
 from agentevo.training.batching.samples import advantages_of, trajectory_rows
 from agentevo.training.batching.selection import select
-from agentevo.types import Trajectory, Turn
+from agentevo.types import SamplingOverrides, Trajectory, Turn
 
 GRPO = AlgorithmSection()
 
@@ -92,6 +92,28 @@ def test_every_chosen_token_is_trained_once_in_the_context_in_which_it_was_chose
             sample.ids, sample.loss_mask, sample.logprobs, sample.versions, strict=True
         ):
             assert (logprob, version) == ((-0.1 * token, (token - 100) // 10) if m else (0.0, -1))
+
+
+@given(turn_trees(), st.randoms(use_true_random=False))
+def test_a_turn_from_another_distribution_is_context_alone(trajectory, rng):
+    """One more temperature in a path costs no step and trains nothing at the wrong one."""
+    changed = SamplingOverrides(temperature=0.1)
+    others = {one.index for one in trajectory.turns if rng.random() < 0.5}
+    turns = [
+        msgspec.structs.replace(one, overrides=changed, temperature=0.1)
+        if one.index in others
+        else one
+        for one in trajectory.turns
+    ]
+    mixed = msgspec.structs.replace(trajectory, turns=turns)
+    rows = trajectory_rows(mixed)
+    trained = [int(index) for row in rows for index in row.turns]
+    assert sorted(set(trained)) == [one.index for one in turns if one.index not in others]
+    assert len(trained) == mixed.num_trainable_tokens()
+    assert all(row.sample.temperature == 1.0 and len(row.turns) for row in rows)
+    if len(others) == len(turns):
+        _, dropped = made([mixed], AlgorithmSection(name="arpo"))
+        assert dropped == {"a": "no-tokens"}
 
 
 def test_advantages_come_from_the_group_by_id():

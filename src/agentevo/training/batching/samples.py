@@ -159,9 +159,10 @@ def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 def trajectory_rows(trajectory: Trajectory) -> list[Row]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
-    the others it is context."""
+    the others it is context, as is everywhere a turn that was drawn from another distribution than
+    the recipe's. A path on which nothing is trained gives no row."""
     parents = {turn.parent for turn in trajectory.turns}
-    trained: set[int] = set()
+    trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
     rows = []
     for leaf in trajectory.turns:
         if leaf.index in parents:
@@ -169,7 +170,8 @@ def trajectory_rows(trajectory: Trajectory) -> list[Row]:
         path = [leaf]
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
-        rows.append(_path_row(trajectory, path, trained))
+        if any(turn.index not in trained for turn in path):
+            rows.append(_path_row(trajectory, path, trained))
         trained.update(turn.index for turn in path)
     return rows
 
@@ -196,6 +198,6 @@ def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Ro
         logprobs=logprobs,
         versions=versions,
         advantages=[0.0] * len(ids),
-        temperature=path[0].temperature,
+        temperature=next(turn.temperature for turn in path if turn.overrides is None),
     )
     return Row(trajectory, sample, turns)

@@ -20,7 +20,7 @@ def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Sel
     dropped |= {
         t.id: "no-tokens"
         for t in trajectories
-        if t.status == "completed" and not t.num_completion_tokens()
+        if t.status == "completed" and not t.num_trainable_tokens()
     }
     kept = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:
