@@ -37,6 +37,7 @@ def test_a_store_is_counted_moved_and_tidied_up(agentevo):
         ["trajectories/train/dropped", "1"],
         ["turns", "3"],
         ["steps", "1"],
+        ["calls", "0"],
     ]
     assert counted.out.splitlines()[-1].startswith("size") and counted.out.endswith(" MB\n")
     assert (

@@ -1,20 +1,16 @@
 """The commands that look back on a run: `audit` and `replay`. Their place among the others is in
-cli.py."""
+main.py."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from agentevo.cli.arguments import RunDir
 from agentevo.errors import ConfigError
-
-RunDir = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/coins.")
-]
 
 STORE_TIMEOUT_S = 3600.0
 """Of one call: a whole store is read."""

@@ -1,5 +1,6 @@
 """The commands that are the parts of a run as processes of their own: `learn`, `sample` and
-`serve`. Their place among the others is in cli.py."""
+`serve`. Their place among the others is in
+main.py."""
 
 from __future__ import annotations
 
@@ -7,17 +8,7 @@ from typing import Annotated
 
 import typer
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE",
-        help="Path of a .yaml file, or the name of a packaged recipe (`agentevo list recipes`).",
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[a.b=c]...", help="Changes to the recipe, such as trainer.steps=10."),
-]
+from agentevo.cli.arguments import Overrides, Recipe
 
 
 def learn(recipe: Recipe, overrides: Overrides = None) -> None:

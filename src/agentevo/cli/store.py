@@ -1,5 +1,5 @@
 """`agentevo store ...`: what a store holds, moving it, tidying it up. Its place among the other
-commands is in cli.py."""
+commands is in main.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two columns on standard output, for the commands of cli.py and those beside it."""
+"""Two columns on standard output, for all commands."""
 
 from __future__ import annotations
 

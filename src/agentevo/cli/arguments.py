@@ -1,0 +1,37 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Path of a .yaml file, or the name of a packaged recipe (`agentevo list recipes`).",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[a.b=c]...", help="Changes to the recipe, such as trainer.steps=10."),
+]
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/coins.")
+]
+Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint of the run's folder.")]
+DryRun = Annotated[bool, typer.Option(help="Print the resolved configuration and create nothing.")]
+
+
+def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
+    """A preset named on the command line does not bring its own values for what the recipe has
+    set."""
+    from agentevo.config import sources
+    from agentevo.config.other_preset import kept_keys
+
+    path = sources.find_recipe(recipe)
+    for line in kept_keys(sources.read_yaml(path), overrides, where=str(path)):
+        print(f"warning: {line}", file=sys.stderr)

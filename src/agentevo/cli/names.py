@@ -1,0 +1,131 @@
+"""The commands that say what a recipe may name and what its keys mean: `list`, `models` and
+`config`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo.cli.arguments import Overrides, Recipe, warn_of_kept_keys
+from agentevo.cli.table import print_table
+from agentevo.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from agentevo.config.keys import Explanation
+
+models = typer.Typer(no_args_is_help=True, help="Small models known by name.")
+config_commands = typer.Typer(
+    no_args_is_help=True, help="What a recipe resolves to, and what each key means."
+)
+
+
+def list_names(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND",
+            help="environments, agents, rewards, algorithms, models, recipes, engines or stores.",
+        ),
+    ],
+) -> None:
+    """List what a recipe may name."""
+    from agentevo.listings import LISTS
+    from agentevo.registry import nearest
+
+    if kind not in LISTS:
+        guess = nearest(kind, list(LISTS))
+        hint = f"did you mean {guess!r}? " if guess else ""
+        raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(LISTS)}")
+    print_table(LISTS[kind]())
+
+
+@models.command("list")
+def list_models() -> None:
+    """List the known models and whether they are on this machine."""
+    from agentevo.listings import models as known
+
+    print_table(known())
+
+
+@models.command("get")
+def get_model(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A known model, or a hub name org/name.")
+    ],
+) -> None:
+    """Download a model, so that training starts at once and needs no network."""
+    from agentevo.models.resolve import fetch
+
+    print(fetch(name, progress=lambda line: print(line, file=sys.stderr)))
+
+
+@config_commands.command("show")
+def show_config(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print the whole resolved configuration as YAML."""
+    from agentevo.config import load_config, to_yaml
+
+    config = load_config(recipe, overrides or [])
+    warn_of_kept_keys(recipe, overrides or [])
+    print(to_yaml(config), end="")
+
+
+@config_commands.command("explain")
+def explain(
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="[KEY]", help="A dotted key, or a section. Without it, the sections."
+        ),
+    ] = "",
+) -> None:
+    """Say what a key means: type, range, default, unit. `algorithm.NAME` explains a preset,
+    advantage, policy loss, KL or aggregation."""
+    from agentevo.catalogue.describe import describe
+    from agentevo.config.sweep import recipe_keys
+
+    keys = recipe_keys()
+    if not key:
+        print_table((section.key, section.meaning) for section in keys.sections())
+        return
+    if (
+        key not in keys.names()
+        and key.startswith("algorithm.")
+        and (found := describe(key.removeprefix("algorithm.")))
+    ):
+        print("\n\n".join(found))
+        return
+    print("\n\n".join(_explanation_text(one) for one in keys.explain(key)))
+
+
+def _explanation_text(one: Explanation) -> str:
+    heading = (
+        f"{one.key} (with {one.key.split('.')[0]}.type={', '.join(one.option_of)})"
+        if one.option_of
+        else one.key
+    )
+    lines = [heading, f"  {one.meaning}"]
+    if one.keys:
+        names = [
+            f"{key.key} ({', '.join(key.option_of)})" if key.option_of else key.key
+            for key in one.keys
+        ]
+        return "\n".join(
+            [
+                *lines,
+                "",
+                *(
+                    f"  {name}\n      {key.meaning}"
+                    for name, key in zip(names, one.keys, strict=True)
+                ),
+            ]
+        )
+    return "\n".join(
+        [
+            *lines,
+            f"  type     {one.type}",
+            f"  default  {one.default or 'none: it must be given'}",
+            f"  unit     {one.unit or 'none'}",
+        ]
+    )

@@ -1,0 +1,139 @@
+"""The commands that look at what a run has reached, or pass it on: `table`, `eval`, `merge` and
+`report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentevo.cli.arguments import Overrides, RunDir
+from agentevo.errors import ConfigError
+
+
+def table(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help="Folders of finished runs, or of sweeps."),
+    ],
+    each: Annotated[
+        bool,
+        typer.Option(
+            "--each", help="A row for each run, instead of one for all seeds of a setting."
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also put it into this Markdown file, between `<!-- table -->` and `<!-- /table "
+            "-->`.",
+        ),
+    ] = None,
+) -> None:
+    """Print what runs reached as a Markdown table."""
+    from agentevo.runs.result_table import (
+        check_page,
+        make_rows,
+        markdown,
+        read_results,
+        write_table,
+    )
+
+    if out is not None:
+        check_page(out)
+    text = markdown(make_rows(read_results(folders), each=each))
+    print(text, end="")
+    if out is not None:
+        write_table(out, text)
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|RUN_DIR", help="A recipe's model as it is, or what a run has trained."
+        ),
+    ],
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(metavar="PATH|best|last", help="Which checkpoint; of a run, best by default."),
+    ] = "",
+) -> None:
+    """Measure success on held-out tasks, beside a random and an optimal player."""
+    from agentevo.runs.folder import is_run_folder
+
+    if is_run_folder(Path(target)):
+        _evaluate_run(Path(target), overrides or [], checkpoint or "best")
+    elif checkpoint in ("best", "last"):
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is one of a run's: give the run's folder instead of "
+            f"{target}, or the path of a checkpoint"
+        )
+    else:
+        _evaluate_recipe(target, overrides or [], checkpoint)
+
+
+def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.runs.folder import run_config
+
+    config = run_config(run_dir, overrides)
+    from agentevo.api.run import Run
+    from agentevo.observability import LiveView
+
+    Run(config).eval(
+        checkpoint=checkpoint, samples=config.evaluation.samples, view=LiveView(str(run_dir))
+    )
+
+
+def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.config import load_config
+
+    config = load_config(recipe, overrides)
+    from agentevo.api.run import evaluate_model
+    from agentevo.observability import LiveView
+
+    evaluate_model(
+        config, checkpoint=Path(checkpoint) if checkpoint else None, view=LiveView(config.run.name)
+    )
+
+
+def merge(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT|RUN_DIR",
+            help="Folder of an adapter, or of a run (then its best one).",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the merged model.")],
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="The adapter's base, where it is no longer where the adapter says: a name or a "
+            "folder.",
+        ),
+    ] = "",
+) -> None:
+    """Make one plain Hugging Face model of an adapter (model.lora) and its base."""
+    from agentevo.runs.folder import is_run_folder, run_config
+
+    if is_run_folder(source):
+        from agentevo.api.run import Run
+
+        source = Run(run_config(source)).checkpoint
+    from agentevo.models.merge import merge_adapter
+
+    print(merge_adapter(source, out, base or None))
+
+
+def report(run_dir: RunDir) -> None:
+    """Write RUN_DIR/report.html and plots/ again, also of a run that is under way or was
+    interrupted."""
+    from agentevo.observability import report_from_run
+    from agentevo.runs.folder import check_run_folder, token_texts
+
+    print(report_from_run(check_run_folder(run_dir), token_texts(run_dir)))

@@ -1,0 +1,90 @@
+"""The commands that train: `train` and `sft`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentevo.cli.arguments import DryRun, Overrides, Recipe, Resume, warn_of_kept_keys
+from agentevo.cli.table import print_table
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.sweep import Sweep
+
+
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Train an agent: evaluate, train, evaluate again, report. A recipe with a `sweep` is several
+    runs, and ends with a table of them."""
+    from agentevo.config import load_config, to_yaml
+    from agentevo.config.sweep import load_sweep
+
+    sweep = load_sweep(recipe, overrides or [])
+    if sweep is not None:
+        warn_of_kept_keys(recipe, overrides or [])
+        _train_sweep(sweep, resume, dry_run)
+        return
+    config = load_config(recipe, overrides or [])
+    warn_of_kept_keys(recipe, overrides or [])
+    if resume and config.run.overwrite:
+        raise ConfigError(
+            "--resume goes on with the run in the folder and run.overwrite deletes it: give only "
+            "one of the two"
+        )
+    if dry_run:
+        print(to_yaml(config), end="")
+        return
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.run import train as train_run
+    from agentevo.processes.supervisor import Supervisor
+
+    train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=Supervisor)
+
+
+def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
+    if resume and sweep.overwrite:
+        raise ConfigError(
+            "--resume goes on with the sweep in the folder and run.overwrite deletes it: give "
+            "only one of the two"
+        )
+    if dry_run:
+        print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
+        print_table(
+            (one.name, ", ".join(f"{key}={value}" for key, value in one.changes.items()))
+            for one in sweep.members
+        )
+        return
+    from agentevo.observability.sweep_view import SweepView
+    from agentevo.processes.sweep import run_sweep
+
+    run_sweep(sweep, resume=resume, view=SweepView(sweep.name))
+
+
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Fine-tune on conversations (`data`, `sft`): from files, the environment's solver, or a run's
+    best attempts."""
+    from agentevo.config import check_sft, load_config, to_yaml
+
+    config = load_config(recipe, overrides or [], needs_environment=False)
+    if resume and config.run.overwrite:
+        raise ConfigError(
+            "--resume goes on with the run in the folder and run.overwrite deletes it: give only "
+            "one of the two"
+        )
+    check_sft(config)
+    if dry_run:
+        print(to_yaml(config), end="")
+        return
+    from agentevo.observability import LiveView
+    from agentevo.orchestration.run import train as train_run
+
+    train_run(config, command="sft", resume=resume, view=LiveView(config.run.name))

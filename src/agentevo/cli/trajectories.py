@@ -1,0 +1,171 @@
+"""`agentevo trajectories ...`: what a run's agent did, turn by turn, and what it does now."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo.cli.arguments import RunDir
+from agentevo.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from agentevo.store import Store, TrajectorySummary
+    from agentevo.types import Trajectory
+
+trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
+
+
+@trajectories.command("export")
+def export(
+    run_dir: RunDir,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl[.gz]", help="File to write, one trajectory a line.")
+    ],
+) -> None:
+    """Write every trajectory of a run to a file, token ids and log-probs included."""
+    from agentevo.runs.folder import read_store
+    from agentevo.store import export_jsonl
+
+    count = read_store(run_dir, lambda store: export_jsonl(store, out))
+    print(f"{count} trajectories written to {out}")
+
+
+@trajectories.command("show")
+def show(
+    run_dir: RunDir,
+    trajectory_id: Annotated[
+        str, typer.Argument(metavar="[ID]", help="Id, or the beginning of it.")
+    ] = "",
+    best: Annotated[
+        bool,
+        typer.Option("--best", help="The one with the highest reward (of equals, the newest)."),
+    ] = False,
+    worst: Annotated[
+        bool,
+        typer.Option("--worst", help="The one with the lowest reward (of equals, the newest)."),
+    ] = False,
+    last: Annotated[
+        bool,
+        typer.Option("--last", help="The newest one (also what is shown when nothing is chosen)."),
+    ] = False,
+) -> None:
+    """Print one trajectory turn by turn, each token with its log-prob."""
+    if sum([bool(trajectory_id), best, worst, last]) > 1:
+        raise ConfigError("trajectories show: give an ID or one of --best, --worst, --last")
+    from rich.console import Console
+
+    from agentevo.observability import render_trajectory
+    from agentevo.runs.folder import read_store, token_texts
+
+    async def work(store: Store) -> Trajectory:
+        summaries = await store.summaries()
+        return await store.trajectory(
+            _choose(
+                summaries, trajectory_id, "best" if best else "worst" if worst else "last", run_dir
+            )
+        )
+
+    trajectory = read_store(run_dir, work)
+    Console().print(
+        render_trajectory(trajectory, token_texts(run_dir) or (lambda token: f"<{token}>"))
+    )
+
+
+def _choose(
+    summaries: Sequence[TrajectorySummary], trajectory_id: str, which: str, run_dir: Path
+) -> str:
+    if trajectory_id:
+        return _only_match([summary.id for summary in summaries], trajectory_id, run_dir)
+    finished = [one for one in summaries if one.status == "completed"] or list(summaries)
+    if not finished:
+        raise ConfigError(f"{run_dir}: the store holds no trajectory yet")
+    sign = {"best": 1.0, "worst": -1.0, "last": 0.0}[which]
+    return max(enumerate(finished), key=lambda pair: (sign * pair[1].reward, pair[0]))[1].id
+
+
+def _only_match(names: Iterable[str], wanted: str, run_dir: Path) -> str:
+    """The name that is `wanted`, or the only one that begins so."""
+    names = list(names)
+    matches = [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
+    many = (
+        f"{len(matches)} begin so, the first is {matches[0]}"
+        if matches
+        else f"`agentevo trajectories show {run_dir}` shows the newest"
+    )
+    raise UnknownNameError(f"{run_dir}: no trajectory is called {wanted!r}: {many}")
+
+
+@trajectories.command("watch")
+def watch(
+    run_dir: RunDir,
+    trajectory_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ID]", help="Show the calls of this attempt: its id, or the beginning of it."
+        ),
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")
+    ] = 1.0,
+) -> None:
+    """Follow what runs: each attempt under way, for how long, and what it waits for; or, with an
+    ID, the calls of one attempt as a tree. Until Ctrl-C, or the attempt's end."""
+    from agentevo.runs.folder import read_store
+
+    async def look(store: Store) -> tuple[list[str], bool]:
+        if trajectory_id:
+            return await _attempt_picture(store, trajectory_id, run_dir)
+        return await _running_picture(store)
+
+    shown: list[str] = []
+    with suppress(KeyboardInterrupt):
+        while True:
+            lines, goes_on = read_store(run_dir, look)
+            if lines != shown:
+                _print_picture(lines)
+                shown = lines
+            if once or not goes_on:
+                return
+            time.sleep(every_s)
+
+
+async def _running_picture(store: Store) -> tuple[list[str], bool]:
+    from agentevo.observability.call_view import running_lines
+
+    calls = [stored async for stored in store.calls(state="running")]
+    lines = running_lines(calls, time.time())
+    return lines or ["nothing is running"], True
+
+
+async def _attempt_picture(
+    store: Store, trajectory_id: str, run_dir: Path
+) -> tuple[list[str], bool]:
+    """The tree, and whether it may still grow."""
+    from agentevo.observability.call_view import tree_lines
+
+    calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
+    if not calls:
+        running = {stored.call.trajectory_id async for stored in store.calls(state="running")}
+        names = running | {summary.id for summary in await store.summaries()}
+        trajectory_id = _only_match(names, trajectory_id, run_dir)
+        calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
+    lines = tree_lines(calls, time.time()) or ["no calls were recorded of this attempt"]
+    goes_on = any(stored.state == "running" for stored in calls)
+    return [trajectory_id, *lines], goes_on
+
+
+def _print_picture(lines: Sequence[str]) -> None:
+    """On a terminal in place of the one before; elsewhere below it, with the time."""
+    if sys.stdout.isatty():
+        print("\x1b[2J\x1b[H", end="")
+    print(time.strftime("%H:%M:%S"))
+    print("\n".join(lines), flush=True)

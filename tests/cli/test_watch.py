@@ -1,0 +1,53 @@
+"""`agentevo trajectories watch`, on a run that plays meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from agentevo.store import open_store
+from agentevo.store.call_log import AttemptCalls, call_log
+
+
+def play(url: str, playing: threading.Event, end: threading.Event) -> None:
+    async def scenario() -> None:
+        async with await open_store(url), call_log(url) as log:
+            calls = AttemptCalls(log, "task/train@1#0")
+            with calls.attempt("Player"):
+                with calls.call("tool", "over", results=2):
+                    pass
+                async with calls.call("tool", "search"):
+                    playing.set()
+                    await asyncio.to_thread(end.wait, 60)
+
+    asyncio.run(scenario())
+
+
+def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    playing, end = threading.Event(), threading.Event()
+    player = threading.Thread(
+        target=play, args=(f"sqlite:///{folder / 'store.sqlite'}", playing, end)
+    )
+    player.start()
+    try:
+        assert playing.wait(60)
+        for _ in range(300):
+            out = agentevo("trajectories", "watch", str(folder), "--once").out
+            if "tool search" in out:
+                break
+            end.wait(0.1)
+        assert "task/train@1#0" in out and "tool search" in out, out
+        out = agentevo("trajectories", "watch", str(folder), "task", "--once").out
+        assert "  tool over" in out and "results=2" in out and "running" in out
+    finally:
+        end.set()
+        player.join()
+    code, out, _ = agentevo("trajectories", "watch", str(folder), "task/train@1#0")
+    assert code == 0 and "attempt Player" in out and "running" not in out, "it ends by itself"
+    assert "nothing is running" in agentevo("trajectories", "watch", str(folder), "--once").out
+    code, _, err = agentevo("trajectories", "watch", str(folder), "nix")
+    assert code == 2 and "no trajectory is called 'nix'" in err
