@@ -83,8 +83,9 @@ def test_the_page_tells_the_whole_run(
     )
     page = Page(path.read_text(encoding="utf-8"))
     for part in (
-        "16% →", "70%", "success on 64 held-out tasks", "before the cold start it was 2%", "a random player reaches 6%",
-        "an optimal player 78%", "5m12s", "118,204", "96,411", "70% at step 60", "15.6%", "step 33", "The gradient norm jumped",
+        "16% →", "70%", "success on 64 held-out tasks", "before the cold start it was 2%",
+        "a random player reaches 6%", "an optimal player 78%", "5m12s", "118,204", "96,411",
+        "70% at step 60", "15.6%", "step 33", "The gradient norm jumped",
         "3,840 came in", "dropped: zero-variance", "update_actor", "Best attempt", "steps: 60",
     ):  # fmt: skip
         assert part in page.text, part
@@ -222,12 +223,14 @@ def test_a_report_is_made_from_the_files_alone(
     text = Page(path.read_text(encoding="utf-8")).text
     assert path == folder / "report.html"
     captions = {
-        "A typical attempt at step 0": "e1", "Best attempt at step 60": "l1", "A typical attempt at step 60": "l2",
+        "A typical attempt at step 0": "e1", "Best attempt at step 60": "l1",
+        "A typical attempt at step 60": "l2",
         "Worst attempt at step 60": "l0", "Newest failed attempt (step 59)": "broken",
     }  # fmt: skip
     found = dict(
         re.findall(
-            r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task",
+            r"((?:A typical|Best|Worst|Newest failed) attempt[^)\n]*?"
+            r"(?:at step \d+|\(step \d+\))).*?trajectory (\w+), task",
             text,
         )
     )

@@ -96,7 +96,8 @@ def test_the_store_of_another_run_is_refused_by_every_part_of_a_run(
     ):
         with pytest.raises(
             ConfigError,
-            match=r"store\.url: the store holds .* 1 steps of another run: give .* that run's own run\.dir",
+            match=r"store\.url: the store holds .* 1 steps of another run: give .* "
+            r"that run's own run\.dir",
         ):
             start()
     assert not (tmp_path / "two").exists()

@@ -1,4 +1,4 @@
-"""The calls of attempts in the store: what is running, what is lost, and what they are kept with."""
+"""The calls of attempts in the store: what runs, what is lost, and what they are kept with."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ from agentevo.types import Trajectory, Turn
 
 async def main(url, seed):
     rng = random.Random(seed)
-    store = await open_store(url, retries=RetryPolicy(max_failures=10**6, max_expiries=10**6, first_delay_s=0.01, max_delay_s=0.05))
+    retries = RetryPolicy(
+        max_failures=10**6, max_expiries=10**6, first_delay_s=0.01, max_delay_s=0.05
+    )
+    store = await open_store(url, retries=retries)
     print("open", flush=True)
     while True:
         leases = await store.lease_tasks(seed, lease_s=0.5, limit=rng.randrange(1, 4))
@@ -38,9 +41,16 @@ async def main(url, seed):
             await asyncio.sleep(0.02)
         for lease in leases:
             name = f"{lease.task.id}#{lease.fencing_id}"
-            tokens = dict(prompt_ids=[1] * 200, completion_ids=[2] * 50, logprobs=[-0.5] * 50, versions=[0] * 50)
+            tokens = dict(
+                prompt_ids=[1] * 200, completion_ids=[2] * 50, logprobs=[-0.5] * 50,
+                versions=[0] * 50,
+            )
             turn = Turn(index=0, finish_reason="stop", **tokens)
-            members = [Trajectory(id=f"{name}.{i}", task_id=lease.task.id, group_id=lease.task.id, turns=[turn]) for i in range(2)]
+            task = lease.task.id
+            members = [
+                Trajectory(id=f"{name}.{i}", task_id=task, group_id=task, turns=[turn])
+                for i in range(2)
+            ]
             try:
                 if rng.random() < 0.2:
                     await store.retry_task(lease, "unlucky")
@@ -70,9 +80,14 @@ async def main(url):
             await asyncio.sleep(0.02)
             continue
         step += 1
-        ids = [s.trajectory.id for group in groups async for s in store.trajectories(group_id=group, state="ready")]
+        ids = [
+            s.trajectory.id
+            for group in groups
+            async for s in store.trajectories(group_id=group, state="ready")
+        ]
         await store.reserve(ids, step)
-        await store.commit_step(step, {"ids": ids, "checkpoint": {"path": f"checkpoints/{step}", "sha256": "0"}}, ids=ids)
+        checkpoint = {"path": f"checkpoints/{step}", "sha256": "0"}
+        await store.commit_step(step, {"ids": ids, "checkpoint": checkpoint}, ids=ids)
 
 asyncio.run(main(sys.argv[1]))
 """

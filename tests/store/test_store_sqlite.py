@@ -38,7 +38,10 @@ from agentevo.store import open_store
 from agentevo.types import Trajectory, Turn
 
 def trajectory(name):
-    turn = Turn(index=0, prompt_ids=[1] * 200, completion_ids=[2] * 200, logprobs=[-0.5] * 200, versions=[0] * 200, finish_reason="stop")
+    turn = Turn(
+        index=0, prompt_ids=[1] * 200, completion_ids=[2] * 200, logprobs=[-0.5] * 200,
+        versions=[0] * 200, finish_reason="stop",
+    )
     return Trajectory(id=name, task_id="task", group_id="group", turns=[turn])
 
 def die():
@@ -299,7 +302,8 @@ def test_readers_in_another_process_see_whole_batches_while_one_writes(
     body = """
 print("open", flush=True)
 for batch in range(20):
-    await store.write_trajectories([trajectory(f"{batch}-{i}") for i in range(50)], split="train", step=batch)
+    many = [trajectory(f"{batch}-{i}") for i in range(50)]
+    await store.write_trajectories(many, split="train", step=batch)
 print("done", flush=True)
 sys.stdin.read()
 """

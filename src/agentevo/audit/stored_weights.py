@@ -1,7 +1,9 @@
 """The policy as it was at a version: the weights that step `version` left behind, from wherever
 they still are.
 
-checkpoints/step-VERSION   weights/version-VERSION (published to engines)   the recipe itself (version 0, where nothing was taught before)
+    checkpoints/step-VERSION
+    weights/version-VERSION     what was published to engines
+    the recipe itself           version 0, where nothing was taught before
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 `steady` times leases and back-offs. Every process that shares the store must read the same one, and
 nobody may set it:
 
-    SQLite       the machine's monotonic clock: one for all its processes, which a change of date or an NTP step leaves alone
+    SQLite       the machine's monotonic clock: one for all its processes, which a change of date
+                 or an NTP step leaves alone
     PostgreSQL   the server's `clock_timestamp()`
     MongoDB      the server's `localTime`
 

@@ -18,15 +18,19 @@ PAGE = 500
 """Trajectories rewritten at a time."""
 
 _TASKS_2 = """CREATE TABLE tasks (
-    seq INTEGER NOT NULL PRIMARY KEY, id TEXT NOT NULL UNIQUE, task TEXT NOT NULL, digest BLOB NOT NULL, state TEXT NOT NULL,
-    fencing_id INTEGER NOT NULL, num_leases INTEGER NOT NULL, num_failures INTEGER NOT NULL, num_expiries INTEGER NOT NULL,
-    not_before DOUBLE NOT NULL, worker TEXT, lease_started_at DOUBLE, lease_expires_at DOUBLE, error TEXT, history TEXT NOT NULL,
+    seq INTEGER NOT NULL PRIMARY KEY, id TEXT NOT NULL UNIQUE, task TEXT NOT NULL,
+    digest BLOB NOT NULL, state TEXT NOT NULL, fencing_id INTEGER NOT NULL,
+    num_leases INTEGER NOT NULL, num_failures INTEGER NOT NULL, num_expiries INTEGER NOT NULL,
+    not_before DOUBLE NOT NULL, worker TEXT, lease_started_at DOUBLE, lease_expires_at DOUBLE,
+    error TEXT, history TEXT NOT NULL,
     CHECK (state IN ('queued', 'leased', 'completed', 'failed', 'poison')))"""
 
 # Leases of version 1 are on another clock: they begin at 0 of the steady one and are over, so that
 # the next worker takes the task.
-_COPY_TASKS = """INSERT INTO tasks SELECT seq, id, task, digest, state, fencing_id, num_leases, 0, 0, 0.0, worker,
-    CASE WHEN state = 'leased' THEN 0.0 END, CASE WHEN state = 'leased' THEN 0.0 END, error, '[]' FROM tasks_1"""
+_COPY_TASKS = """INSERT INTO tasks
+    SELECT seq, id, task, digest, state, fencing_id, num_leases, 0, 0, 0.0, worker,
+    CASE WHEN state = 'leased' THEN 0.0 END, CASE WHEN state = 'leased' THEN 0.0 END, error, '[]'
+    FROM tasks_1"""
 
 _TO_2 = (
     "DROP INDEX tasks_by_state",

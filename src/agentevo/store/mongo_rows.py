@@ -4,7 +4,9 @@ runs inside the transaction of `session`.
     tasks, trajectories   a document for a row of tables.py, `_id` being its id
     tokens                {_id: id of the trajectory, data}
     steps                 {_id: step, record, num_trajectories, committed_at}
-    meta                  {_id: "schema", version}, {_id: "tasks" or "trajectories", seq}, {_id: "trainer", turn}
+    calls                 see mongo_calls.py
+    meta                  {_id: "schema", version}, {_id: "tasks", "trajectories" or "calls", seq},
+                          {_id: "trainer", turn}
 
 A transaction sees a snapshot, and one that writes a document which another has written meanwhile is
 begun again. What only reads what the other writes would slip through; so reserve, commit, release,

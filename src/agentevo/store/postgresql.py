@@ -4,8 +4,10 @@
 Each store is a schema of its own, so one database holds many. Transactions run at READ COMMITTED
 and lock what they move:
 
-    workers    a shared lock of the whole store; the rows of the tasks that they lease or finish, with SKIP LOCKED when leasing
-    trainer    the same, and one exclusive lock: reserve, commit, release and drop happen one after the other
+    workers    a shared lock of the whole store; the rows of the tasks that they lease or finish,
+               with SKIP LOCKED when leasing
+    trainer    the same, and one exclusive lock: reserve, commit, release and drop happen one after
+               the other
     alone      the whole store exclusively: rewind, gc, import, migrations
 
 Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost

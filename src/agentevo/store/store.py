@@ -3,14 +3,18 @@ them is.
 
     task         queued -> leased -> completed
                  leased -> failed     fail_task: the attempt itself failed, and that is a result
-                 leased -> queued     retry_task: the infrastructure failed; not before a back-off has passed. return_task: the worker stops
-                 leased -> leased     when the lease ran out: a new fencing id, and whoever holds the old one is refused
-                 leased -> poison     instead of the two above, at the bounds of RetryPolicy: set aside with its error and its history
+                 leased -> queued     retry_task: the infrastructure failed; the task waits for a
+                                      back-off. return_task: the worker stops
+                 leased -> leased     when the lease ran out: the task gets a new fencing id, and
+                                      the holder of the old one is refused
+                 leased -> poison     instead of the two above, at the bounds of RetryPolicy: the
+                                      task is set aside with its error and its history
                  poison, failed -> queued     queue_again
     trajectory   ready -> reserved(step) -> committed(step)
                  reserved -> ready    release: the step never happened
                  ready, reserved -> dropped(reason)
-                 failed               from the start, for attempts that failed or were cancelled: never trained on
+                 failed               from the start, for attempts that failed or were cancelled:
+                                      they are never trained on
 
 Invariants. (1) A trajectory is committed to at most one step, in the transaction that writes the
 step's record. (2) Only trajectories of the split `train` can be reserved. (3) Every call happens
@@ -382,15 +386,15 @@ class Store(Protocol):
         ago than the grace and never became a trajectory.
 
         With `dropped` the turns of dropped trajectories are deleted too (`tokens`), and their
-        calls, but for those that a resumed trainer may ask for: that were sampled for a step after the last committed
-        one, or while another attempt at their task is ready or reserved. Then the space is given
-        back to the disk (`bytes`: how much less). Returns these numbers.
+        calls, but for those that a resumed trainer may ask for: that were sampled for a step after
+        the last committed one, or while another attempt at their task is ready or reserved. Then
+        the space is given back to the disk (`bytes`: how much less). Returns these numbers.
         """
 
     async def clear(self) -> int:
         """Takes away all calls, tasks, trajectories and steps, for a run that replaces another;
-        returns how many of the last three. Nobody else may be at work: a worker with an old lease could not be told from one
-        of the new run."""
+        returns how many of the last three. Nobody else may be at work: a worker with an old lease
+        could not be told from one of the new run."""
 
 
 class StoreOpener(Protocol):
