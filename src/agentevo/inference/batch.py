@@ -100,17 +100,17 @@ def _buckets(counts: np.ndarray) -> list[np.ndarray]:
     """Indices of sequences, bucketed so that none is padded to more than about twice its tokens;
     single tokens are a bucket of their own."""
     order = np.argsort(counts, kind="stable")
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     for index in order:
         if (
-            found
-            and counts[index] <= 2 * counts[found[-1][0]]
-            and (counts[index] == 1) == (counts[found[-1][0]] == 1)
+            buckets
+            and counts[index] <= 2 * counts[buckets[-1][0]]
+            and (counts[index] == 1) == (counts[buckets[-1][0]] == 1)
         ):
-            found[-1].append(int(index))
+            buckets[-1].append(int(index))
         else:
-            found.append([int(index)])
-    return [np.sort(np.array(bucket)) for bucket in found]
+            buckets.append([int(index)])
+    return [np.sort(np.array(bucket)) for bucket in buckets]
 
 
 def _rows(

@@ -1,6 +1,14 @@
 """Attention of an engine step: every new token against its own sequence's keys and values, and
 against a shared prefix.
 
+    build_batch (batch.py) -> CacheAttention: Rows (sequences of like length) and SharedRows
+    attend, per layer      -> _write: new keys and values into their slots
+                           -> _own_keys: each sequence against its slot          out, log-sum-exp
+                           -> _join_prefix: each segment's readers against it    joined into out
+
+Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequence, K keys, H heads,
+G key-value heads, R = H / G query heads per key-value head, D numbers of a head.
+
 A sequence either copied a short prefix into its slot, or refers to a long one: then its queries
 meet the segment together with those of all other sequences that refer to it, as one matrix product,
 and the two parts of the softmax are joined by their log-sum-exp (cascade attention, as in Hydragen,
@@ -68,9 +76,9 @@ def _softmax(
 
 
 def _logsumexp(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension, from the softmax that is there already: weight = exp(score - lse).
-    Any key gives it whose weight is not vanishing: the first one, most often, and else the
-    largest."""
+    """The log-sum-exp over the last dimension, from the softmax that is there already:
+    weight = exp(score - lse), so any key whose weight is not vanishing gives it. Most often the
+    first one does, and else the one of the largest score."""
     if weights.device.type == "cpu" and float(weights[..., 0].min()) > VANISHING:
         return scores[..., 0] - weights[..., 0].log()
     return scores.amax(dim=-1) - weights.amax(dim=-1).log_()
@@ -79,14 +87,15 @@ def _logsumexp(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def prefix_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` without a mask of scaled queries q [G, N, D], k and v [G, K, D] -> out [G, N, D],
-    lse [G, N], through oneDNN."""
+    """`attention` without a mask, through oneDNN, in blocks of queries whose scores stay in the
+    processor's cache: scaled queries q [G, N, D], k and v [G, K, D] -> out [G, N, D], lse [G, N].
+    """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
     step = max(16, BLOCK_SCORES // k.shape[1])
     for group in range(len(q)):
         for start in range(0, q.shape[1], step):
             block = slice(start, start + step)
-            scores = product(q[group, block], k[group])
+            scores = product(q[group, block], k[group])  # [step, K]
             weights = torch.softmax(scores, dim=-1)
             lse[group, block] = _logsumexp(scores, weights)
             out[group, block] = product(weights, v[group].t())
@@ -104,6 +113,7 @@ class TableRows(NamedTuple):
 
 
 def _flat(lists: torch.Tensor) -> torch.Tensor:
+    """The lists one after the other, as embedding_bag takes them."""
     return lists.to(torch.int32).view(-1)
 
 
@@ -166,18 +176,22 @@ class Rows:
         return self._masks[window]
 
     def table_rows(self, groups: int, num_queries: int, dim: int, capacity: int) -> TableRows:
-        """Where the keys and values lie that each of `num_queries` queries per key-value head
-        meets. The same for all layers."""
+        """The rows that each of `num_queries` queries per key-value head sums: D rows of every
+        block of its head's keys (one per number of the query), and one row per value. The same for
+        all layers."""
         if self._tables is None:
+            # The place of a query's key-value head among all slots' heads.
             heads = (
                 (self.slots[:, None] * groups + torch.arange(groups))
                 .view(-1)
                 .repeat_interleave(num_queries)
             )  # [B * G * Q]
+            # Keys lie in blocks [D, KEY_BLOCK]: D consecutive rows per block.
             blocks = heads[:, None] * (capacity // KEY_BLOCK) + torch.arange(
                 num_blocks(self.max_length)
             )
             in_keys = blocks.view(-1, 1) * dim + torch.arange(dim)
+            # Values lie one after the other, `capacity` rows per head.
             in_values = heads[:, None] * capacity + torch.arange(self.max_length)
             self._tables = TableRows(
                 _flat(in_keys), _starts(in_keys), _flat(in_values), _starts(in_values)
@@ -236,12 +250,14 @@ class CacheAttention:
         softcap: float | None,
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
+        # 1. The new tokens' keys and values join their sequences in the cache.
         keys, values = self.cache.layer(layer, k)
         self._write(keys, values, k, v)
         num_tokens, num_heads, dim = q.shape
         groups = k.shape[1]
         repeat = num_heads // groups
-        q = (q * scaling).view(num_tokens, groups, repeat, dim)
+        q = (q * scaling).view(num_tokens, groups, repeat, dim)  # [T, G, R, D]
+        # 2. Every token against its own slot. Decoding alone needs no gathering of queries.
         if len(self.rows) == 1 and self.rows[0].in_order:
             out, lse = self._own_keys(self.rows[0], q, keys, values, window, softcap)
         else:
@@ -252,6 +268,7 @@ class CacheAttention:
                 else None
             )
             for rows in self.rows:
+                # Queries by key-value head, padded to Q per sequence: [B, G, Q * R, D].
                 batch, num_queries = rows.tokens.shape
                 q_rows = (
                     q[rows.tokens.reshape(-1)]
@@ -261,6 +278,7 @@ class CacheAttention:
                 part, part_lse = self._own_keys(
                     rows, q_rows.reshape(batch, groups, -1, dim), keys, values, window, softcap
                 )
+                # Back to one row per token, the padding left behind.
                 part = (
                     part.view(batch, groups, num_queries, repeat, dim)
                     .transpose(1, 2)
@@ -274,6 +292,7 @@ class CacheAttention:
                         .reshape(-1, groups, repeat)
                     )
                     lse[rows.take_tokens] = part_lse[rows.take_rows].float()
+        # 3. Those that refer to a shared prefix, against that.
         for shared in self.shared:
             assert lse is not None
             self._join_prefix(shared, layer, q, out, lse, window, softcap)
@@ -301,7 +320,8 @@ class CacheAttention:
         window: int | None,
         softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scaled queries q [B, G, Q * R, D] of `rows` against what lies in their slots."""
+        """Attention of scaled queries q [B, G, Q * R, D] to what lies in their slots: out of the
+        same shape, and lse [B, G, Q * R] where a prefix is to be joined."""
         where = (
             rows.slots
             if rows.first_slot is None
@@ -310,8 +330,11 @@ class CacheAttention:
         mask = rows.mask(window, q.shape[2] // rows.tokens.shape[1], q.dtype)
         length, with_lse = rows.max_length, bool(self.shared)
         if q.device.type != "cpu" or q.dtype != torch.float32 or q.shape[2] > FEW_QUERIES:
+            # Enough work for matrix products.
             k = in_rows(keys[where, :, : num_blocks(length)])[:, :, :length]
             return attention(q, k, values[where, :, :length], mask, softcap, with_lse)
+        # Few queries on a CPU: scores are sums of key rows weighted by the query's numbers, outputs
+        # sums of value rows weighted by attention.
         _, groups, capacity, dim = values.shape
         tables = rows.table_rows(groups, q.shape[2], dim, capacity)
         per_block = q.unsqueeze(3).expand(-1, -1, -1, num_blocks(length), -1)
@@ -333,11 +356,15 @@ class CacheAttention:
         window: int | None,
         softcap: float | None,
     ) -> None:
-        """Adds the prefix's part to `out` [T, G, R, D], in place: softmax over the union, by the
-        two log-sum-exps."""
+        """Adds the prefix's part to `out` [T, G, R, D], in place. With output o and log-sum-exp l
+        of the own keys, p and m of the prefix, the softmax over the union gives
+
+            (e^l o + e^m p) / (e^l + e^m) = o + sigmoid(m - l) (p - o)
+        """
         count, (groups, repeat, dim) = len(shared.tokens), q.shape[1:]
         tokens = slice(None) if shared.every else shared.tokens
-        q_rows = q[tokens].transpose(0, 1).reshape(groups, count * repeat, dim)
+        # The queries of all readers of a key-value head are rows of one matrix product.
+        q_rows = q[tokens].transpose(0, 1).reshape(groups, count * repeat, dim)  # [G, N, D]
         k, v = shared.segment.keys[layer], shared.segment.values[layer]
         if (
             available()
@@ -349,14 +376,13 @@ class CacheAttention:
             part, part_lse = prefix_attention(q_rows, k, v)
         else:
             mask = shared.mask(window, repeat, q.dtype) if window is not None else None
-            part, found = attention(q_rows[None], k[None], v[None], mask, softcap, with_lse=True)
-            assert found is not None
-            part_lse = found
+            part, of_part = attention(q_rows[None], k[None], v[None], mask, softcap, with_lse=True)
+            assert of_part is not None
+            part_lse = of_part
         part = part.view(groups, count, repeat, dim).transpose(0, 1)
         part_lse = part_lse.view(groups, count, repeat).transpose(0, 1).float()
-        weight = (
-            torch.sigmoid(part_lse - lse[tokens]).unsqueeze(-1).to(out.dtype)
-        )  # share of the softmax mass that lies in the prefix
+        # The share of the softmax mass that lies in the prefix.
+        weight = torch.sigmoid(part_lse - lse[tokens]).unsqueeze(-1).to(out.dtype)
         joined = out[tokens].lerp_(part, weight)
         if not shared.every:
             out[tokens] = joined

@@ -86,10 +86,10 @@ class EngineDirectory:
         """It lives. Announces it again if somebody has deleted the file, or an engine has replaced
         it that is dead by now."""
         file = self._file(announcement.name)
-        found = self._read(file)
-        if found == announcement:
+        announced = self._read(file)
+        if announced == announcement:
             os.utime(file)
-        elif found is None or self._other_is_dead(file):
+        elif announced is None or self._other_is_dead(file):
             self.announce(announcement)
 
     def find(self, name: str) -> Announcement | None:
@@ -145,7 +145,7 @@ class EngineDirectory:
 
     def living(self, max_age_s: float) -> list[Announcement]:
         """Engines whose heart has beaten within `max_age_s`, by name."""
-        found: list[Announcement] = []
+        living: list[Announcement] = []
         seen: dict[str, tuple[int, float]] = {}
         for file in sorted(self.folder.glob("*.json")):
             announcement = self._read(file)
@@ -154,9 +154,9 @@ class EngineDirectory:
                 continue  # withdrawn while we looked
             seen[file.name] = beaten
             if time.monotonic() - beaten[1] <= max_age_s:
-                found.append(announcement)
+                living.append(announcement)
         self._seen = seen
-        return found
+        return living
 
     def _last_beat(self, file: Path) -> tuple[int, float] | None:
         """(the file's time of change in ns, the monotonic time in s at which it came to be

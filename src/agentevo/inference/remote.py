@@ -136,7 +136,7 @@ class RemoteEngine:
         self._trouble = "none was found"
         """What has gone wrong last."""
         self._warned: set[str] = set()
-        """Of refusals and late engines, once each."""
+        """Refusals and late engines that were warned of, once each."""
         self._closed = False
 
     @property
@@ -196,11 +196,11 @@ class RemoteEngine:
             one.state.stats for one in self._known.values() if one.state is not None and one.usable
         ]
         gauges = [{key: stats.get(key, 0.0) for key in GAUGES} for stats in living]
-        found = {"engine/engines": float(len(living))}
+        sums = {"engine/engines": float(len(living))}
         for counts in (*self._counts.values(), *gauges):
             for key, value in counts.items():
-                found[key] = found.get(key, 0.0) + value
-        return found
+                sums[key] = sums.get(key, 0.0) + value
+        return sums
 
     async def refresh(self) -> None:
         """Looks at every engine now: who lives, at which version, with how much to do. Goes on
@@ -253,7 +253,8 @@ class RemoteEngine:
             await asyncio.sleep(self._poll_s)
             late = time.monotonic() - asleep_since - self._poll_s
             for one in self._known.values():
-                one.heard += late  # this process itself stood still, and may have left unread what engines said
+                # This process itself stood still, and may have left unread what engines said.
+                one.heard += late
 
     async def _look(self) -> None:
         """Who is announced, and a connection to each; forgets the dead."""
@@ -304,21 +305,21 @@ class RemoteEngine:
         """The engines that may be asked: usable, and not behind others for LATE_S."""
         usable = [one for one in self._known.values() if one.usable]
         newest = max((one.version for one in usable), default=NO_VERSION)
-        found = []
+        able = []
         for one in usable:
             if one.version == newest:
                 one.behind = None
             elif one.behind is None or one.behind[0] != one.version:
                 one.behind = (one.version, time.monotonic())
             if one.behind is None or time.monotonic() - one.behind[1] < LATE_S:
-                found.append(one)
+                able.append(one)
             else:
                 self._warn(
                     f"{one.url} stays at version {one.version} while others have newer weights: "
                     "it is not asked until it has them too "
                     "(its own log says what keeps it)"
                 )
-        return found
+        return able
 
     def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
         """The conversation's engine if it may be asked, else the one with the least to do among

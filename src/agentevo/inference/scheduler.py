@@ -403,7 +403,7 @@ def _round_up(tokens: int) -> int:
 def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
     """Prefixes worth computing once among sorted, distinct prompts: runs of neighbours that share
     at least half of their tokens."""
-    found: list[list[int]] = []
+    beginnings: list[list[int]] = []
     run: list[int] | None = None
     for before, prompt in pairwise(prompts):
         base = run if run is not None else before
@@ -412,8 +412,8 @@ def _shared_beginnings(prompts: list[list[int]]) -> list[list[int]]:
             run = base[:size]
         else:
             if run is not None:
-                found.append(run)
+                beginnings.append(run)
             run = None
     if run is not None:
-        found.append(run)
-    return found
+        beginnings.append(run)
+    return beginnings

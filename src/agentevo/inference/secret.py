@@ -30,22 +30,22 @@ class RunSecret:
         used."""
         try:
             try:
-                found = self.file.read_text(encoding="ascii").strip()
+                secret = self.file.read_text(encoding="ascii").strip()
             except FileNotFoundError:
                 self._make()
-                found = self.file.read_text(encoding="ascii").strip()
+                secret = self.file.read_text(encoding="ascii").strip()
         except OSError as error:
             raise EngineError(
                 f"{self.file} can't be used ({error.strerror or error}): it is its owner's "
                 "alone; let one user run all processes of a run"
             ) from error
         except UnicodeDecodeError:
-            found = ""
-        if not re.fullmatch("[0-9a-f]{64}", found):
+            secret = ""
+        if not re.fullmatch("[0-9a-f]{64}", secret):
             raise EngineError(
                 f"{self.file} holds no secret: delete it, whoever needs it next makes another"
             )
-        return found
+        return secret
 
     def header(self) -> dict[str, str]:
         """What a client sends."""

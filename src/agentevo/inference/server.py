@@ -213,22 +213,22 @@ def open_socket(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(
+        listener = socket.socket(
             family, kind, protocol
         )  # without the protocol asyncio does not see that it is TCP, and answers wait 40 ms
         try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen(2048)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
         except OSError:
-            found.close()
+            listener.close()
             raise
     except OSError as error:
         raise ConfigError(
             f"can't listen on {host}:{port} ({error.strerror or error}): give another --host or "
             "--port"
         ) from error
-    return found
+    return listener
 
 
 def url_of(listening: socket.socket) -> str:

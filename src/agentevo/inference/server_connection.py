@@ -121,12 +121,12 @@ class ServerConnection:
     async def _complete(self, asked: Generate) -> None:
         """The one place where what an engine raises becomes an answer."""
         try:
-            found = await self._engine.generate(
+            completion = await self._engine.generate(
                 asked.prompt_ids, asked.sampling, session=asked.session, deadline_s=asked.deadline_s
             )
             if self._told is not None and self._told.version != self._engine.version:
                 self._tell()
-            self._outbox.put(Completed(id=asked.id, completion=found))
+            self._outbox.put(Completed(id=asked.id, completion=completion))
         except EngineError as error:
             self._outbox.put(failed(asked.id, error))
         except Exception as error:

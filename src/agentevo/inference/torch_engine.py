@@ -180,10 +180,10 @@ class TorchEngine:
         deadline_s: float = 60.0,
         adapter: str | None = None,
     ) -> None:
-        """See UpdatableEngine.publish. `in_flight`: "finish" lets running requests end on the old weights
-        (new ones wait); "continue" recomputes their context under the new weights and goes on, each
-        token stamped with the version that emitted it. `adapter`: which of the model's adapters
-        serves from now on."""
+        """See UpdatableEngine.publish. `in_flight`: "finish" lets running requests end on the old
+        weights (new ones wait); "continue" recomputes their context under the new weights and goes
+        on, each token stamped with the version that emitted it. `adapter`: which of the model's
+        adapters serves from now on."""
         verified = (
             weights
             if isinstance(weights, VerifiedWeights) or weights is None

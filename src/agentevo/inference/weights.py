@@ -96,8 +96,8 @@ class WeightsFolder:
 
     def latest(self) -> int | None:
         """The version that was written last; None before the first."""
-        found = self.announced()
-        return None if found is None else found.version
+        latest = self.announced()
+        return None if latest is None else latest.version
 
     def announced(self) -> Latest | None:
         """`latest` with its checksum. Raises EngineError if latest.json is not what `write`
@@ -114,10 +114,10 @@ class WeightsFolder:
 
     def versions(self) -> list[int]:
         """Those at hand, oldest first, whether or not they are whole."""
-        found = (
+        matches = (
             re.fullmatch(r"version-(\d+)", path.name) for path in self.folder.glob("version-*")
         )
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(int(match[1]) for match in matches if match)
 
     def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
         """The tensors of a version, on the CPU. `sha256`: what they have to be (by default what
@@ -138,11 +138,11 @@ class WeightsFolder:
     def check(self, wanted: Latest) -> None:
         """Reads everything again. Raises EngineError unless latest.json names these weights and
         they are as they were written."""
-        found = self.announced()
-        if found != wanted:
+        latest = self.announced()
+        if latest != wanted:
             raise EngineError(
                 f"{self.folder / LATEST_FILE} "
-                + ("is gone" if found is None else f"names {found} and not {wanted}")
+                + ("is gone" if latest is None else f"names {latest} and not {wanted}")
             )
         with self._opened(wanted.version) as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -151,7 +151,7 @@ class WeightsFolder:
     def state(self, version: int) -> tuple[tuple[int, int, int], ...]:
         """Changes whenever a file of the version, or latest.json, is written anew: who was refused
         may try again then."""
-        found = []
+        states = []
         for file in (
             self.folder / LATEST_FILE,
             self.path(version) / MANIFEST_FILE,
@@ -160,10 +160,10 @@ class WeightsFolder:
             try:
                 info = file.stat()
             except OSError:
-                found.append((0, 0, 0))
+                states.append((0, 0, 0))
             else:
-                found.append((info.st_ino, info.st_mtime_ns, info.st_size))
-        return tuple(found)
+                states.append((info.st_ino, info.st_mtime_ns, info.st_size))
+        return tuple(states)
 
     @contextmanager
     def _opened(self, version: int) -> Iterator[BufferedReader]:
@@ -175,17 +175,17 @@ class WeightsFolder:
         except OSError as error:
             raise self._unreadable(version, error) from error
 
-    def _compare(self, version: int, found: str, wanted: str | None) -> None:
-        """The SHA-256 that was found with that of the manifest, and with `wanted`."""
+    def _compare(self, version: int, sha256: str, wanted: str | None) -> None:
+        """Compares the SHA-256 of the bytes with the manifest's and with `wanted`."""
         path = self.path(version)
         try:
             manifest = msgspec.json.decode((path / MANIFEST_FILE).read_bytes(), type=Manifest)
         except (OSError, msgspec.MsgspecError) as error:
             raise self._unreadable(version, error) from error
         wanted = wanted or manifest.sha256
-        if found != wanted or manifest.sha256 != wanted or manifest.version != version:
+        if sha256 != wanted or manifest.sha256 != wanted or manifest.version != version:
             raise EngineError(
-                f"{path / WEIGHTS_FILE} is not what was written (SHA-256 {found[:12]}… and not "
+                f"{path / WEIGHTS_FILE} is not what was written (SHA-256 {sha256[:12]}… and not "
                 f"{wanted[:12]}…): torn or changed, not served"
             )
 

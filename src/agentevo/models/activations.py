@@ -118,31 +118,35 @@ def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrain
 
 
 @cache
-def _dear() -> frozenset[Any]:
-    found = set()
+def _expensive_operators() -> frozenset[Any]:
+    expensive = set()
     for name in EXPENSIVE_OPERATORS:
         space, _, operator = name.partition("::")
         packet = getattr(getattr(torch.ops, space), operator, None)
         if packet is not None:
-            found.add(packet)
-    return frozenset(found)
+            expensive.add(packet)
+    return frozenset(expensive)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     packet = getattr(operator, "overloadpacket", operator)
-    return CheckpointPolicy.MUST_SAVE if packet in _dear() else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if packet in _expensive_operators()
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Those in nested dicts, lists and tuples."""
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif isinstance(found, dict | list | tuple):
-        for one in found.values() if isinstance(found, dict) else found:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
             yield from _tensors(one)
 
 

@@ -82,9 +82,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> No
     if not tokenizer.chat_template:
         raise ModelError(f"{known.name}: the converted tokenizer has no chat template: report it")
     for text, wanted in known.encodings.items():
-        found = tuple(tokenizer.encode(text, add_special_tokens=False))
-        if found != wanted:
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        if ids != wanted:
             raise ModelError(
-                f"{known.name}: the converted tokenizer encodes {text!r} as {found} instead of "
+                f"{known.name}: the converted tokenizer encodes {text!r} as {ids} instead of "
                 f"{wanted}: report it"
             )

@@ -100,12 +100,12 @@ def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak
 @torch.no_grad()
 def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
     """Of the fastest run; the first one, which warms up, does not count."""
-    found: list[float] = []
+    seconds: list[float] = []
     until = time.perf_counter() + MEASURING_S
-    while len(found) < 3 or time.perf_counter() < until:
+    while len(seconds) < 3 or time.perf_counter() < until:
         begun = time.perf_counter()
         product()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds[1:])

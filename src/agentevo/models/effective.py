@@ -39,7 +39,8 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
     ):
         return None
     base = layer.base_layer
-    found: list[torch.Tensor | float] = [base.weight, *([] if base.bias is None else [base.bias])]
+    tensors: list[torch.Tensor | float] = [base.weight]
+    tensors += [] if base.bias is None else [base.bias]
     names = active_names(layer)
     for name in names:
         variant = layer.lora_variant.get(name)
@@ -51,9 +52,9 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
             return None
         if not isinstance(dropout, nn.Identity) and (dropout.training or layer.training):
             return None
-        found += [layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]]
-        found += [layer.lora_magnitude_vector[name].weight] if dora else []
-    return found
+        tensors += [layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]]
+        tensors += [layer.lora_magnitude_vector[name].weight] if dora else []
+    return tensors
 
 
 def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -76,7 +77,7 @@ def effective(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def active_names(layer: Any) -> list[str]:
-    """Of a PEFT layer's adapters, those that now compute."""
+    """Names of a PEFT layer's adapters that are in use."""
     return (
         []
         if layer.disable_adapters

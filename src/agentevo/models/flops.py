@@ -1,14 +1,14 @@
-"""Floating-point operations that a pass of a model needs, by arithmetic: what MFU (model FLOPs
-utilisation) is counted with.
+"""The floating-point operations that a pass of a model needs, by arithmetic. MFU (model FLOPs
+utilisation) is computed from them.
 
     forward   2 per weight and token, 2 heads (d_qk + d_v) per query-key pair and layer
-    backward  4 per weight and token that is trained, 2 per one that is frozen (it needs no gradient, what goes into it does); twice the
-              forward's for attention
+    backward  4 per trained weight and token, 2 per frozen one (only its input needs a gradient);
+              twice the forward's for attention
 
 A multiply-add is two operations (PaLM, arXiv 2204.02311, appendix B, counts so: 6 N + 12 L H Q T a
-token). A query-key pair is a token and one that it sees, itself included. Weights are those of
-matrix products: embeddings are looked up, and the output layer works on the predictions that are
-asked for and not on every token. Of a mixture of experts those count that a token is sent to.
+token). A query-key pair is a token and one that it sees, itself included. Only weights of matrix
+products count: embeddings are looked up. The output layer counts for the predictions that are asked
+for and not for every token, a mixture of experts for the experts that a token is sent to.
 
 Left out: norms, activations, softmax, the optimizer, DoRA's norms, linear attention, what is
 computed a second time to save memory.
@@ -111,7 +111,7 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         inner = inner.get_base_model()
     config = inner.config.get_text_config()
     output: nn.Module | None = inner.get_output_embeddings()
-    found = ModelFlops(0, 0, 0, 0, _per_pair(config), _layers(config))
+    flops = ModelFlops(0, 0, 0, 0, _per_pair(config), _layers(config))
     in_output = set() if output is None else set(output.modules())
     share = _share_of_experts(config)
     for name, module in model.named_modules():
@@ -122,8 +122,8 @@ def model_flops(model: PreTrainedModel) -> ModelFlops:
         for weights, of_experts, trained in _weights(name, module, config):
             count = weights * (share if of_experts else 1)
             key = f"{'output_' if module in in_output else ''}{'trained' if trained else 'frozen'}"
-            found = replace(found, **{key: getattr(found, key) + count})
-    return found
+            flops = replace(flops, **{key: getattr(flops, key) + count})
+    return flops
 
 
 def _weights(name: str, module: nn.Module, config: Any) -> Iterable[tuple[int, bool, bool]]:

@@ -135,21 +135,21 @@ class FusedLayer(PackedWeights):
     def _ingredients(self) -> list[torch.Tensor | float] | None:
         """All that the packed matrices are made of; None where a module is not what they stand
         for."""
-        found: list[torch.Tensor | float] = []
+        made_of: list[torch.Tensor | float] = []
         for parent, name in self.linears:
             of_linear = ingredients(parent._modules[name])
             if of_linear is None:
                 return None
-            found += of_linear
+            made_of += of_linear
         for name in NORMS:
             norm: Any = self.layer._modules[name]
             if type(norm) is not self.norm_class:
                 return None
-            found.append(cast(Any, norm).weight)
-        return found
+            made_of.append(cast(Any, norm).weight)
+        return made_of
 
     def _weights(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
-        """Of each product: queries-keys-values, output, gate, up, down."""
+        """The matrix of each product: queries-keys-values, output, gate, up, down."""
         state = [
             (id(one), one.data_ptr(), one._version) if isinstance(one, torch.Tensor) else one
             for one in made_of

@@ -66,13 +66,13 @@ def check_isolation(model: PreTrainedModel) -> None:
         _evaluating(model),
         torch.enable_grad(),
     ):  # without gradient, fast layers would keep packed copies of the weights
-        found = run(
+        outputs = run(
             input_ids=ids.to(parameter.device)[None],
             position_ids=torch.zeros_like(ids, device=parameter.device)[None],
             use_cache=False,
             plan=_Alone(),
         )
-    copies = found.logits.detach()[0, ::2].float()
+    copies = outputs.logits.detach()[0, ::2].float()
     tolerance = 0.03 if parameter.dtype in (torch.bfloat16, torch.float16) else 1e-3
     if not torch.allclose(
         copies, copies[:1].expand_as(copies), rtol=0, atol=tolerance * float(copies.abs().max())

@@ -4,9 +4,9 @@ hand.
 Two tokenizers, both lossless (`decode(encode(text)) == text`) and both with `<think> </think>
 <answer> </answer>` as single tokens:
 
-    word   one token per word of the corpus (a blank before it belongs to it), per digit, symbol and newline; a word outside the corpus
-    falls
-           back to its characters. A character that is neither printable ASCII nor in the corpus becomes `<|unk|>`: that alone is lossy, and
+    word   one token per word of the corpus (a blank before it belongs to it), per digit, symbol and
+           newline; a word outside the corpus falls back to its characters. A character that is
+           neither printable ASCII nor in the corpus becomes `<|unk|>`: that alone is lossy, and
            `ChatFormat` refuses it.
     byte   one token per byte of UTF-8: any text.
 

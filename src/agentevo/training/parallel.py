@@ -35,8 +35,8 @@ DATA_PARALLEL = "dp"
 """Name of the mesh's dimension over which minibatches are split."""
 
 _group: distributed.ProcessGroup | None = None
-"""The processes of this one's data-parallel group; None for all of them. Set by `use_mesh` alone,
-as torch.distributed keeps its default group."""
+"""This process's data-parallel group; None for all processes. Set by `use_mesh` alone, beside the
+default group that torch.distributed keeps."""
 
 
 def use_mesh(mesh: DeviceMesh) -> None:
