@@ -76,6 +76,14 @@ def test_the_keys_that_peers_settings_become_exist():
     assert num_keys > 100
 
 
+def test_the_calls_from_the_command_to_the_loss_are_there():
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([^`]+)` \|", read("docs/path.md"), re.MULTILINE)
+    assert len(rows) == 6
+    for file, call in rows:
+        code = (ROOT / "src" / "agentevo" / file).read_text(encoding="utf-8")
+        assert call in code, f"docs/path.md: {file} has no {call}"
+
+
 def commands(name):
     blocks = [body for language, body in FENCE.findall(read(name)) if language in ("bash", "")]
     for line in COMMAND.findall("\n".join(blocks).replace("\\\n", " ")):
