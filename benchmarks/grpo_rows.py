@@ -77,7 +77,7 @@ def noisy_logprobs(
         samples, PASS_TOKENS, device, lambda batch: {"logp": token_logprobs(model, batch)[0]}
     )["logp"]
     table = table + NOISE * torch.randn(table.shape, generator=rng)
-    return [table[index, : sum(sample.loss_mask)].tolist() for index, sample in enumerate(samples)]
+    return [table[index, : sample.num_trained].tolist() for index, sample in enumerate(samples)]
 
 
 def finished(

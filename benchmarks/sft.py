@@ -91,9 +91,9 @@ def make_adapter(folder: Path, out: Path) -> Path:
 def peer_row(sample: Sample) -> dict[str, list[int]]:
     labels = [
         token if trained else -100
-        for token, trained in zip(sample.ids, sample.loss_mask, strict=True)
+        for token, trained in zip(sample.ids.tolist(), sample.loss_mask, strict=True)
     ]
-    return {"input_ids": list(sample.ids), "labels": labels}
+    return {"input_ids": sample.ids.tolist(), "labels": labels}
 
 
 class SupervisedStep:

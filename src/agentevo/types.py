@@ -12,9 +12,13 @@ is ever re-encoded from text.
 from __future__ import annotations
 
 import math
+import struct
+from array import array
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: the token limit did."""
@@ -134,16 +138,21 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the policy. See the module's invariant for `prompt_ids` and `parent`."""
+    """One call of the policy. See the module's invariant for `prompt_ids` and `parent`.
+
+    Ids, versions and log-probs may be given as any sequence; they are kept as arrays (`array.array`
+    of int32 and of float32), which compare, slice and pickle like lists, whose items are Python
+    numbers, and which numpy reads without a copy.
+    """
 
     index: int
     parent: int | None = None
     """Index of the turn that this one extends; None starts a new root."""
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     """Ids added after the parent's completion (the whole prompt for a root)."""
-    completion_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    completion_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish_reason: FinishReason
     temperature: float = 1.0
     seed: int = 0
@@ -156,6 +165,34 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What the environment paid for this turn, penalties included."""
     messages: list[Message] = []
     """What the prompt added and what the policy said, as text for people."""
+
+    def __post_init__(self) -> None:
+        for name, code in TURN_COLUMNS.items():
+            values = getattr(self, name)
+            if not isinstance(values, array):
+                column = _column(f"{name} of turn {self.index}", code, values)
+                msgspec.structs.force_setattr(self, name, column)
+
+
+TURN_COLUMNS = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "f", "versions": "i"}
+"""A turn's columns -> type codes of their arrays."""
+
+
+def _column(what: str, code: str, values: Sequence[float]) -> array[Any]:
+    """Raises TypeError or OverflowError for a value that such an array can't hold."""
+    column: array[Any] = array(code)
+    try:
+        column.frombytes(struct.pack(f"={len(values)}{code}", *values))
+    except struct.error as error:
+        numbers = (int,) if code == "i" else (int, float)
+        wrong = next(x for x in values if not isinstance(x, numbers) or abs(x) >= 2**31)
+        kind = OverflowError if isinstance(wrong, int) else TypeError
+        name = "32-bit integer" if code == "i" else "number"
+        raise kind(f"{what}: {wrong!r} is no {name}") from error
+    except OverflowError as error:
+        largest = max((value for value in values if math.isfinite(value)), key=abs)
+        raise OverflowError(f"{what}: {largest} does not fit in a float32") from error
+    return column
 
 
 Status = Literal["completed", "failed", "cancelled"]
@@ -255,24 +292,76 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Small facts such as `turn` and `completion_tokens`, never a prompt."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One root-to-leaf path of a trajectory, ready for training; every list has one entry per token
-    of `ids`."""
+class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One root-to-leaf path of a trajectory, ready for training; every array has one entry per
+    token of `ids`.
+
+    Arrays may be given as any sequence, and are kept as numpy arrays of the types named here.
+    """
 
     trajectory_id: str
     group_id: str
-    ids: list[int]
-    loss_mask: list[bool]
-    """True where the policy chose the token. Never true at position 0: nothing predicts it."""
-    logprobs: list[float]
-    """Behaviour log-probs; 0 where `loss_mask` is false."""
-    versions: list[int]
-    """-1 where `loss_mask` is false."""
-    advantages: list[float]
-    columns: dict[str, list[float]] = {}
-    """What else the update needs to know, with one entry per *trained* token: `returns`, `values`,
-    `old_logp`, `age`, ..."""
+    ids: np.ndarray
+    """[T] int32"""
+    loss_mask: np.ndarray
+    """[T] bool, True where the policy chose the token. Never True at position 0: nothing predicts
+    it."""
+    logprobs: np.ndarray
+    """[T] float32 behaviour log-probs; 0 where `loss_mask` is False."""
+    versions: np.ndarray
+    """[T] int32; -1 where `loss_mask` is False."""
+    advantages: np.ndarray
+    """[T] float64"""
+    columns: dict[str, np.ndarray] = {}
+    """What else the update needs to know, float32 with one entry per *trained* token: `returns`,
+    `values`, `old_logp`, `age`, ..."""
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, dtype in SAMPLE_TYPES.items():
+            msgspec.structs.force_setattr(self, name, np.asarray(getattr(self, name), dtype=dtype))
+        columns = {
+            name: np.asarray(column, dtype=np.float32) for name, column in self.columns.items()
+        }
+        msgspec.structs.force_setattr(self, "columns", columns)
+
+    @classmethod
+    def given(
+        cls,
+        name: str,
+        group_id: str,
+        ids: Sequence[int] | np.ndarray,
+        mask: Sequence[bool] | np.ndarray,
+        temperature: float = 1.0,
+    ) -> Sample:
+        """A sample of tokens that no policy of this run has drawn, trained where `mask` is True:
+        demonstrations, and answers from a file."""
+        trained = np.asarray(mask, dtype=np.bool_)
+        zeros = np.zeros(len(trained))
+        return cls(
+            trajectory_id=name,
+            group_id=group_id,
+            ids=np.asarray(ids),
+            loss_mask=trained,
+            logprobs=zeros,
+            versions=np.where(trained, 0, -1),
+            advantages=zeros,
+            temperature=temperature,
+        )
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+SAMPLE_TYPES: dict[str, Any] = {
+    "ids": np.int32,
+    "loss_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "advantages": np.float64,
+}
+"""A sample's arrays -> their types."""
 
 
 class Baselines(msgspec.Struct, frozen=True):

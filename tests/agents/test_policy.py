@@ -65,7 +65,7 @@ def test_each_turn_extends_the_very_ids_of_the_one_before(loaded, chat, scripted
     for turn, (prompt, sampling, session) in zip(turns, engine.requests, strict=True):
         assert trajectory.context_ids(turn.index) == prompt
         assert (sampling.seed, sampling.temperature, session) == (turn.seed, 0.7, "a")
-        assert turn.versions == [3] * len(turn.completion_ids)
+        assert turn.versions.tolist() == [3] * len(turn.completion_ids)
     said = (
         "<|user|>Take the left coin or the right "
         "one.<|end|><|assistant|>left<|end|><|user|>Go on.<|end|><|assistant|>right<|end|>"
@@ -103,15 +103,15 @@ def test_with_a_real_engine_a_sample_is_what_the_engine_saw(loaded, chat):
 
     run(talk())
     ((_, sample, _),) = trajectory_rows(as_trajectory(policy))
-    assert sample.ids == seen[-1]
-    assert sum(sample.loss_mask) == sum(len(turn.completion_ids) for turn in policy.turns)
-    assert [lp for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m] == [
+    assert sample.ids.tolist() == seen[-1]
+    assert sample.num_trained == sum(len(turn.completion_ids) for turn in policy.turns)
+    assert sample.logprobs[sample.loss_mask].tolist() == [
         lp for turn in policy.turns for lp in turn.logprobs
     ]
     reencoded = loaded.tokenizer.encode(
         loaded.tokenizer.decode(sample.ids), add_special_tokens=False
     )
-    assert reencoded != sample.ids, (
+    assert reencoded != sample.ids.tolist(), (
         "the test means something only if encoding again would have given other ids"
     )
 
@@ -164,10 +164,10 @@ def test_an_edited_history_branches_where_it_was_edited(
     )
     assert loaded.tokenizer.decode(engine.requests[2][0]) == rendered
     if begins_anew:
-        assert turn.prompt_ids == engine.requests[2][0]
+        assert turn.prompt_ids.tolist() == engine.requests[2][0]
     samples = [sample for _, sample, _ in trajectory_rows(as_trajectory(policy))]
     assert (
-        sum(sum(sample.loss_mask) for sample in samples)
+        sum(sample.num_trained for sample in samples)
         == as_trajectory(policy).num_completion_tokens()
     ), "each token once"
 

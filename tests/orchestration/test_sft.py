@@ -272,7 +272,8 @@ def test_which_attempts_are_the_best():
         "run:twin": "duplicate",
         "run:long": "beyond_per_task",
     }
-    assert samples[1].ids == [1, 2, 3, 4] and samples[1].loss_mask == [False, False, True, True]
+    assert samples[1].ids.tolist() == [1, 2, 3, 4]
+    assert samples[1].loss_mask.tolist() == [False, False, True, True]
     assert len(best_attempts(attempts, 0.5, 9, "run")[0]) == 5
 
 

@@ -64,7 +64,7 @@ def test_every_line_is_a_whole_trajectory(
         ("train", 1, "dropped", "stale"),
         ("eval", 2, "ready", None),
     ]
-    assert rows[0]["turns"][0]["logprobs"] == filled[0].turns[0].logprobs
+    assert rows[0]["turns"][0]["logprobs"] == filled[0].turns[0].logprobs.tolist()
     assert [p for p in path.parent.iterdir() if p.name.endswith(".part")] == []
 
 

@@ -107,7 +107,7 @@ async def check_whole(store: Store, num_tasks: int) -> None:
     seen: dict[str, set[str]] = {}
     async for stored in store.trajectories():
         trajectory = stored.trajectory
-        assert len(trajectory.turns) == 1 and trajectory.turns[0].completion_ids == [2] * 50
+        assert len(trajectory.turns) == 1 and list(trajectory.turns[0].completion_ids) == [2] * 50
         assert trained[trajectory.id] == 1
         seen.setdefault(trajectory.task_id, set()).add(trajectory.id.partition(".")[0])
     assert all(len(leases) == 1 for leases in seen.values()) and len(seen) == num_tasks

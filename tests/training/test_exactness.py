@@ -237,7 +237,7 @@ def test_values_and_gradients_of_a_critic(name, trunk, random_model, samples_of)
             (values - torch.tensor(sample.advantages)[places]).square().sum().backward()
         batches = micro_batches(samples, tokens, CPU, merge=merge)
         for _, batch in batches:
-            (critic.values(batch) - batch.advantages).square().sum().backward()
+            (batch.table(critic.values(batch)) - batch.advantages).square().sum().backward()
         wanted, found = (
             [p.grad for module in side for p in module.parameters()]
             for side in (modules[::2], modules[1::2])

@@ -55,7 +55,7 @@ def test_only_the_answer_is_trained(written, chat, loaded):
     left, right = Message("assistant", "left"), Message("assistant", "right")
     prompt = chat.first_prompt([Message("user", ASK[0]["content"])]) + chat.completion(left)
     prompt += chat.continuation([Message("user", "You win. Go on.")], ended_with_stop=True)
-    assert rejected.ids == prompt + chat.completion(right)
+    assert rejected.ids.tolist() == prompt + chat.completion(right)
     assert chosen.group_id == rejected.group_id == pair.group_id
 
 

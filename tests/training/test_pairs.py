@@ -172,7 +172,7 @@ def test_the_solver_against_each_attempt():
     ]
     section = AlgorithmSection(name="spin")
     pairs = pairs_of(members, section, solver)
-    assert [(pair.chosen.rows[0].ids, pair.rejected.name) for pair in pairs] == [
+    assert [(pair.chosen.rows[0].ids.tolist(), pair.rejected.name) for pair in pairs] == [
         ([1, 2, 7, 4], "a1"),
         ([1, 2, 7, 4], "a0"),
     ], "a4 said the same"
@@ -188,7 +188,7 @@ def test_an_answer_is_all_that_was_said_in_a_trajectory():
     (pair,) = pairs_of(
         [attempt("a0", 1.0, turns=turns), attempt("a1", 0.0)], AlgorithmSection(name="dpo")
     )
-    assert [row.ids for row in pair.chosen.rows] == [[1, 2, 3, 4, 5, 6], [1, 9, 7]]
+    assert [row.ids.tolist() for row in pair.chosen.rows] == [[1, 2, 3, 4, 5, 6], [1, 9, 7]]
     assert pair.chosen.num_tokens == 4
 
 
@@ -235,14 +235,15 @@ def test_mismatched_answers_stand_after_other_prompts():
     one = attempt("a0", 0.0, group="a", turns=[turn(0, None, [1, 2], [3]), turn(1, 0, [8], [4])])
     other = attempt("b0", 0.0, group="b", turns=[turn(0, None, [1, 5, 6], [7])])
     (first,), (second,) = mismatched(answers_of(other, one), 100)
-    assert (first.ids, first.loss_mask) == ([1, 2, 7], [False, False, True])
-    assert (second.ids, second.loss_mask) == (
+    assert (first.ids.tolist(), first.loss_mask.tolist()) == ([1, 2, 7], [False, False, True])
+    assert (second.ids.tolist(), second.loss_mask.tolist()) == (
         [1, 5, 6, 3, 8, 4],
         [False, False, False, True, False, True],
     )
     assert [first.trajectory_id, second.trajectory_id] == ["a0", "b0"]
     (_,), (cut,) = mismatched(answers_of(other, one), 5)
-    assert (cut.ids, cut.loss_mask) == ([1, 5, 6, 3, 8], [False, False, False, True, False])
+    assert cut.ids.tolist() == [1, 5, 6, 3, 8]
+    assert cut.loss_mask.tolist() == [False, False, False, True, False]
     assert mismatched(answers_of(other, one), 3)[1] == [], "nothing trained is left of it"
     assert mismatched(answers_of(attempt("a0", 0.0), attempt("a1", 0.0)), 100) == [[], []], (
         "one task alone"

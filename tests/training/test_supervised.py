@@ -70,7 +70,7 @@ def test_a_sample_is_what_the_policy_would_have_seen(chat):
         *chat.continuation([TALK[3]], ended_with_stop=True),
         *chat.completion(Message("assistant", "Up Down")),
     ]
-    assert sample.ids == ids
+    assert sample.ids.tolist() == ids
 
 
 def test_an_update_has_the_gradient_of_the_mean_loss_per_token(loaded, chat, gradient):

@@ -132,9 +132,9 @@ class RecordedEngine:
             raise EngineError("the replay ends here: the record has no answer to this request")
         self.asked += 1
         return Completion(
-            ids=turn.completion_ids,
-            logprobs=turn.logprobs,
-            versions=turn.versions,
+            ids=list(turn.completion_ids),
+            logprobs=list(turn.logprobs),
+            versions=list(turn.versions),
             finish_reason=turn.finish_reason,
         )
 

@@ -148,18 +148,9 @@ def _logits(
     """[positions, V] float32, what predicts each of them."""
     context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
     ids = [*context, *said[: piece.positions[-1] + 1]]
-    chosen = {len(context) + position for position in piece.positions}
-    size = len(ids)
-    sample = Sample(
-        trajectory_id=trajectory.id,
-        group_id=trajectory.group_id,
-        ids=ids,
-        loss_mask=[place in chosen for place in range(size)],
-        logprobs=[0.0] * size,
-        versions=[-1] * size,
-        advantages=[0.0] * size,
-        temperature=piece.turn.temperature,
-    )
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    mask[[len(context) + position for position in piece.positions]] = True
+    sample = Sample.given(trajectory.id, trajectory.group_id, ids, mask, piece.turn.temperature)
     batch = pack([sample], device)
     return all_logits(model, batch)[batch.rows].float()
 

@@ -106,7 +106,9 @@ def leaves(trajectory: Trajectory) -> list[Turn]:
 
 def whole_paths(trajectory: Trajectory) -> list[list[int]]:
     """Per leaf of the trajectory's tree: its context and completion."""
-    return [trajectory.context_ids(turn.index) + turn.completion_ids for turn in leaves(trajectory)]
+    return [
+        [*trajectory.context_ids(turn.index), *turn.completion_ids] for turn in leaves(trajectory)
+    ]
 
 
 @torch.inference_mode()
@@ -121,7 +123,7 @@ def max_logprob_difference(
             seen: set[int] = set()
             for leaf in leaves(trajectory):
                 ids = torch.tensor(
-                    trajectory.context_ids(leaf.index) + leaf.completion_ids, device=model.device
+                    [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
                 )
                 logits = (
                     model(input_ids=ids[None], use_cache=False).logits[0].float()

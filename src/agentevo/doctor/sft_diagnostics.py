@@ -79,7 +79,7 @@ def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
         found.append(
             Load(
                 nodes,
-                min(nodes, sum(sum(batch[i].loss_mask) for i in part)),
+                min(nodes, sum(batch[i].num_trained for i in part)),
                 len(split) == 1,
                 on_cpu,
             )

@@ -68,7 +68,7 @@ def cold_start(parts: Components, view: LiveView, stop: Callable[[], bool]) -> d
             ),
             stop=stop,
         )
-    trained = sum(sum(s.loss_mask) for s in samples) * config.cold_start.epochs
+    trained = sum(s.num_trained for s in samples) * config.cold_start.epochs
     return (
         {
             "cold_start/loss_first": losses[0],

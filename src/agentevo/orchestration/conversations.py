@@ -29,7 +29,7 @@ from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.seeds import derive_seed
 from agentevo.store.store import StepRecord
-from agentevo.training.assistant_tokens import AssistantTokens, TokenRow, token_row
+from agentevo.training.assistant_tokens import AssistantTokens, TokenRow
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.pairs import answer_of
 from agentevo.training.supervised import held_out_metrics, plan_batches
@@ -294,7 +294,7 @@ def _fitting(
                 ),
             )
         else:
-            conversations[name] = [token_row(name, s.ids, s.loss_mask) for s in members]
+            conversations[name] = [TokenRow(name, s.ids, s.loss_mask) for s in members]
     return conversations
 
 

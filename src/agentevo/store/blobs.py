@@ -1,10 +1,13 @@
 """A trajectory's turns as one compressed blob.
 
-    blob     = 0x01, msgpack([zlib(msgpack([heads, prompt_ids, completion_ids, logprobs, versions])), noise])
-    heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature, seed, reward, messages as JSON]
-    columns  = that column of all turns, one after the other, little-endian int32 (log-probs: float32), as byte planes: the lowest byte of
+    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise])
+    heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature,
+               seed, reward, messages as JSON]
+    columns  = prompt_ids, completion_ids, logprobs and versions: each of all turns, one after the
+               other, little-endian int32 (log-probs: float32), as byte planes: the lowest byte of
                every number, then the second, ...
-    noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the others
+    noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the
+               others
 
 One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
 from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
@@ -16,64 +19,41 @@ the noise kept out of it. A dependency would buy speed where there is enough.
 
 from __future__ import annotations
 
-import math
-import struct
 import sys
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.types import Message, SamplingOverrides, Turn
+from agentevo.types import TURN_COLUMNS, Message, SamplingOverrides, Turn
 
 _VERSION = b"\x01"
 _LEVEL = 1
-_COLUMNS = (("prompt_ids", "i"), ("completion_ids", "i"), ("logprobs", "f"), ("versions", "i"))
 _HEAD = ("finish_reason", "temperature", "seed", "reward", "messages")
 _MSGPACK = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
 _MESSAGES = msgspec.json.Decoder(list[Message])
 
 
-def pack_ints(values: Sequence[int]) -> bytes:
-    """Little-endian int32. Raises OverflowError or TypeError for what is not one."""
-    try:
-        if (
-            values and values[0] == values[-1] and values.count(values[0]) == len(values)
-        ):  # versions nearly always
-            return struct.pack("<i", values[0]) * len(values)
-        return struct.pack(f"<{len(values)}i", *values)
-    except struct.error as error:
-        wrong = next(
-            value for value in values if not isinstance(value, int) or not -(2**31) <= value < 2**31
-        )
-        kind = OverflowError if isinstance(wrong, int) else TypeError
-        raise kind(f"{wrong!r} is no 32-bit integer") from error
+def to_bytes(column: Sequence[float]) -> bytes:
+    """A turn's column, little-endian: int32, and float32 for log-probs."""
+    values = cast("array[Any]", column)
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
 
 
-def pack_floats(values: Sequence[float]) -> bytes:
-    """Little-endian float32, rounded to nearest. Raises OverflowError for a finite number beyond
-    float32's range."""
-    try:
-        return struct.pack(f"<{len(values)}f", *values)
-    except OverflowError as error:
-        largest = max((value for value in values if math.isfinite(value)), key=abs)
-        raise OverflowError(f"{largest} does not fit in a float32") from error
-    except struct.error as error:
-        wrong = next(value for value in values if not isinstance(value, float | int))
-        raise TypeError(f"{wrong!r} is no number") from error
-
-
-def unpack(typecode: str, data: bytes) -> list[Any]:
-    """The inverse of pack_ints ("i") and pack_floats ("f")."""
+def from_bytes(typecode: str, data: bytes) -> array[Any]:
+    """The inverse of `to_bytes`, for "i" and "f"."""
     values: array[Any] = array(typecode)
     values.frombytes(data)
     if sys.byteorder == "big":
         values.byteswap()
-    return values.tolist()
+    return values
 
 
 def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:
@@ -89,7 +69,7 @@ def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:
         ]
         for turn in turns
     ]
-    columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name, _ in _COLUMNS}
+    columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name in TURN_COLUMNS}
     half = len(columns["logprobs"]) // 2
     noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
     return _VERSION + _MSGPACK.encode(
@@ -113,8 +93,8 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         ) from error
     columns = (prompt_ids, completion_ids, noise + logprobs, versions)
     numbers = {
-        name: unpack(code, _from_planes(data))
-        for (name, code), data in zip(_COLUMNS, columns, strict=True)
+        name: from_bytes(code, _from_planes(data))
+        for (name, code), data in zip(TURN_COLUMNS.items(), columns, strict=True)
     }
     turns, prompt, completion = [], 0, 0
     for index, (

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.store.blobs import pack_floats, pack_ints, pack_turns, unpack_turns
+from agentevo.store.blobs import pack_turns, to_bytes, unpack_turns
 from agentevo.store.store import (
     SPLITS,
     Emptied,
@@ -274,10 +274,10 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
     return {
         "turn_index": turn.index,
         "parent": turn.parent,
-        "prompt_ids": pack_ints(turn.prompt_ids),
-        "completion_ids": pack_ints(turn.completion_ids),
-        "logprobs": pack_floats(turn.logprobs),
-        "versions": pack_ints(turn.versions),
+        "prompt_ids": to_bytes(turn.prompt_ids),
+        "completion_ids": to_bytes(turn.completion_ids),
+        "logprobs": to_bytes(turn.logprobs),
+        "versions": to_bytes(turn.versions),
         "finish_reason": turn.finish_reason,
         "temperature": _number(turn.temperature),
         "seed": str(int(turn.seed)),

@@ -29,7 +29,7 @@ from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory
 from agentevo.store.streams import PAGE
 from agentevo.types import Call, Trajectory
 
-_JSON = msgspec.json.Encoder()
+_JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
 
 class _CallLine(msgspec.Struct):

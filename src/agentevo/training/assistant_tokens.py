@@ -61,17 +61,9 @@ class TokenRow:
         return int(self.mask.sum())
 
     def sample(self) -> Sample:
-        mask = self.mask.tolist()
-        zeros = [0.0] * len(mask)
-        return Sample(
-            trajectory_id=self.name,
-            group_id="",  # all rows lie in the order of their tokens: those that share a beginning meet in one micro-batch
-            ids=self.ids.tolist(),
-            loss_mask=mask,
-            logprobs=zeros,
-            versions=[0 if m else -1 for m in mask],
-            advantages=zeros,
-        )
+        """All rows are of one group, so they lie in the order of their tokens: those that share a
+        beginning meet in one micro-batch."""
+        return Sample.given(self.name, "", self.ids, self.mask)
 
 
 def token_row(name: str, ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
 from agentevo.data.messages import MESSAGE_KEYS, messages_of
@@ -192,7 +192,5 @@ def answer_sample(
         if said_before >= 0
         else 0
     )
-    mask = [trained and place >= known for place, trained in enumerate(sample.loss_mask)]
-    return msgspec.structs.replace(
-        sample, group_id=group_id, loss_mask=mask, versions=[0 if m else -1 for m in mask]
-    )
+    mask = sample.loss_mask & (np.arange(len(sample.ids)) >= known)
+    return Sample.given(name, group_id, sample.ids, mask)

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import combinations
 
 import msgspec
+import numpy as np
 import torch
 
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
@@ -42,13 +43,15 @@ class Answer:
     @cached_property
     def num_tokens(self) -> int:
         """Trained ones."""
-        return sum(sum(row.loss_mask) for row in self.rows)
+        return sum(row.num_trained for row in self.rows)
 
     def says(self, other: Answer) -> bool:
         """Whether the other is the same, token by token."""
-        return [(row.ids, row.loss_mask) for row in self.rows] == [
-            (row.ids, row.loss_mask) for row in other.rows
-        ]
+        return len(self.rows) == len(other.rows) and all(
+            np.array_equal(ours.ids, theirs.ids)
+            and np.array_equal(ours.loss_mask, theirs.loss_mask)
+            for ours, theirs in zip(self.rows, other.rows, strict=True)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +74,8 @@ class Pair:
 def answer_of(trajectory: Trajectory) -> Answer:
     """All that the policy said in a trajectory."""
     return Answer(
-        trajectory.id, tuple(row.sample for row in trajectory_rows(trajectory) if row.turns)
+        trajectory.id,
+        tuple(row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained),
     )
 
 

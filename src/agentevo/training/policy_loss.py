@@ -45,7 +45,7 @@ class MinibatchLoss:
 
     def row_weights(self, samples: Sequence[Sample]) -> torch.Tensor:
         """[S] float32: the weight of each trained token of each sample of a minibatch."""
-        lengths = torch.tensor([sum(s.loss_mask) for s in samples])
+        lengths = torch.tensor([s.num_trained for s in samples])
         return self.aggregation(lengths, [s.trajectory_id for s in samples]).float()
 
     @torch.no_grad()
@@ -60,8 +60,8 @@ class MinibatchLoss:
         for batch in batches:
             with phase("forward"):
                 logp, _ = token_logprobs(model, batch)
-            columns = (logp, batch.old_logprobs, batch.advantages)
-            own.append([table.cpu() for table in (*map(batch.table, columns), batch.mask)])
+            tables = (batch.table(logp), batch.old_logprobs, batch.advantages, batch.mask)
+            own.append([table.cpu() for table in tables])
         parts = [part for of_rank in gathered(own) for part in of_rank]
         width = max(part[0].shape[1] for part in parts)
         whole = [
@@ -84,17 +84,15 @@ class MinibatchLoss:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
         [S] are those of the batch's rows."""
-        flat_logp, row_entropy = token_logprobs(model, batch)
-        flat_entropy = row_entropy[batch.rows]  # [M]
-        logp = batch.table(flat_logp)  # [S, T]
-        old_logp = batch.table(batch.old_logprobs)
+        chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
+        logp, entropy = batch.table(chosen_logp), node_entropy[batch.rows]  # [S, T], [M]
         tables = LossTables(
             logp,
-            old_logp,
-            batch.table(batch.advantages),
+            batch.old_logprobs,
+            batch.advantages,
             batch.mask,
-            rollout_logp=batch.table(batch.rollout_logprobs),
-            proximal_logp=old_logp,
+            rollout_logp=batch.rollout_logprobs,
+            proximal_logp=batch.old_logprobs,
         )
         token_losses, measured = self.policy_loss(tables, statistics)
         token_weights = weights.to(logp.device)[:, None] * batch.mask
@@ -103,31 +101,32 @@ class MinibatchLoss:
         if "rollout_is_mean" in measured:
             metrics["actor/rollout_is_squares"] = float(measured["rollout_is_mean"].square().sum())
         metrics |= {
-            "count": float(len(flat_logp)),
+            "count": float(len(chosen_logp)),
             "actor/pg_loss": float(loss.detach()),
-            "actor/entropy": float(flat_entropy.detach().sum()),
-            "largest_diff": float((flat_logp - batch.old_logprobs).detach().abs().max()),
+            "actor/entropy": float(entropy.detach().sum()),
+            "largest_diff": float((logp - batch.old_logprobs).detach().abs().max()),
             "trainer/distinct_tokens": float(batch.num_distinct),
             "trainer/logical_tokens": float(batch.num_logical),
-            "trainer/trained_tokens": float(len(flat_logp)),
+            "trainer/trained_tokens": float(len(chosen_logp)),
         }
         if AGE in batch.columns:
-            metrics |= age_sums(_off_policy(flat_logp, batch, measured), batch.columns[AGE])
+            off_policy = _off_policy(logp, batch, measured)
+            metrics |= age_sums(off_policy[batch.mask], batch.columns[AGE][batch.mask])
         if self.kl is not None:
-            distance = self.kl(logp, batch.table(batch.columns["ref_logp"]), batch.mask)
+            distance = self.kl(logp, batch.columns["ref_logp"], batch.mask)
             loss = loss + kl_coef * (token_weights * distance).sum()
             metrics["actor/kl_loss"] = float(distance.detach().sum())
         if entropy_coef > 0:
-            of_token = weights.to(flat_entropy.device)[batch.samples]
-            loss = loss - entropy_coef * (of_token * flat_entropy).sum()
+            of_token = weights.to(entropy.device)[batch.samples]
+            loss = loss - entropy_coef * (of_token * entropy).sum()
         return loss, metrics
 
 
 def _off_policy(
     logp: torch.Tensor, batch: PackedBatch, measured: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """[M]: the weight that the loss gives each token for having been sampled by another policy,
+    """[S, T]: the weight that the loss gives each token for having been sampled by another policy,
     caps included; where it gives none, the ratio of the policy to the one that sampled."""
     if "rollout_is_mean" in measured:
-        return measured["rollout_is_mean"][batch.samples, batch.places]
+        return measured["rollout_is_mean"]
     return bounded_exp(logp.detach() - batch.rollout_logprobs)

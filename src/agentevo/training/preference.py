@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -268,30 +269,22 @@ def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Samp
             if one.rows[0].group_id != group
         )
         other = next(others, None)
-        prompt = answer.rows[0].ids[: answer.rows[0].loss_mask.index(True)]
+        prompt = answer.rows[0].ids[: int(answer.rows[0].loss_mask.argmax())]
         rows = (
             []
             if other is None
             else [_after(prompt, row, answer.name, context_length) for row in other.rows]
         )
-        rows_of_answers.append([row for row in rows if any(row.loss_mask)])
+        rows_of_answers.append([row for row in rows if row.num_trained])
     return rows_of_answers
 
 
-def _after(prompt: list[int], row: Sample, name: str, context_length: int) -> Sample:
-    start = row.loss_mask.index(True)
-    ids = [*prompt, *row.ids[start:]][:context_length]
-    mask = [*[False] * len(prompt), *row.loss_mask[start:]][:context_length]
-    blank = [0.0] * len(ids)
-    return msgspec.structs.replace(
-        row,
-        trajectory_id=name,
-        ids=ids,
-        loss_mask=mask,
-        logprobs=blank,
-        advantages=blank,
-        versions=[0 if m else -1 for m in mask],
-    )
+def _after(prompt: np.ndarray, row: Sample, name: str, context_length: int) -> Sample:
+    start = int(row.loss_mask.argmax())
+    ids = np.concatenate([prompt, row.ids[start:]])[:context_length]
+    untrained = np.zeros(len(prompt), dtype=np.bool_)
+    mask = np.concatenate([untrained, row.loss_mask[start:]])[:context_length]
+    return Sample.given(name, row.group_id, ids, mask, row.temperature)
 
 
 def _answers(pairs: Sequence[Pair]) -> list[Answer]:

@@ -29,7 +29,7 @@ def sort_sequences(
     """In lexicographic order, equal ones in the caller's; without `merge` in the caller's order,
     and nothing counts as shared. Ids are compared as big-endian bytes, many times faster than as
     numbers and in the same order. Ids: 0 to 2^31 - 1."""
-    tokens = [token_array(sequence) for sequence in sequences]
+    tokens = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
     shared = np.zeros(len(tokens), dtype=np.int64)
     if not merge:
         return SortedSequences(list(range(len(tokens))), tokens, shared)
@@ -47,10 +47,3 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     differ = one[:size] != other[:size]
     place = int(differ.argmax()) if size else 0
     return place if size and differ[place] else size
-
-
-def token_array(sequence: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int32"""
-    if isinstance(sequence, np.ndarray):
-        return sequence.astype(np.int32, copy=False)
-    return np.fromiter(sequence, dtype=np.int32, count=len(sequence))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -148,8 +149,10 @@ class Preparation:
 
 def _foreseen(samples: Sequence[Sample]) -> float:
     """Share of the returns' variance that the critic explains."""
-    returns = torch.tensor([[x for s in samples for x in s.columns["returns"]]])
-    values = torch.tensor([[x for s in samples for x in s.columns["values"]]])
+    returns, values = (
+        torch.from_numpy(np.concatenate([s.columns[name] for s in samples])[None])
+        for name in ("returns", "values")
+    )
     return float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool)))
 
 
@@ -163,9 +166,8 @@ def _rollout_logprobs(rows: Sequence[Row]) -> torch.Tensor:
     """[S, T] float32"""
     table = torch.zeros(_mask(rows).shape)
     for index, row in enumerate(rows):
-        table[index, : len(row.turns)] = torch.tensor(
-            [x for x, m in zip(row.sample.logprobs, row.sample.loss_mask, strict=True) if m]
-        )
+        trained = row.sample.logprobs[row.sample.loss_mask]
+        table[index, : len(trained)] = torch.from_numpy(trained)
     return table
 
 

@@ -44,15 +44,7 @@ def conversation_sample(messages: Sequence[Message], chat: ChatFormat, name: str
         ids += [*prompt, *said]
         mask += [False] * len(prompt) + [True] * len(said)
         new = []
-    return Sample(
-        trajectory_id=name,
-        group_id=name,
-        ids=ids,
-        loss_mask=mask,
-        logprobs=[0.0] * len(ids),
-        versions=[0 if m else -1 for m in mask],
-        advantages=[0.0] * len(ids),
-    )
+    return Sample.given(name, name, ids, mask)
 
 
 class SupervisedTrainer:
@@ -105,7 +97,7 @@ class SupervisedTrainer:
     def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         section = self.section
         lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
-        trained = sum(sum(s.loss_mask) for s in samples)
+        trained = sum(s.num_trained for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
         merge, device = section.prefix_merging, device_of(self.model)
         for indices, batch in micro_batches(

@@ -171,7 +171,7 @@ class Trainer:
         statistics = self.objective.statistics(self.model, [batch for _, batch in batches])
         sums: dict[str, float] = defaultdict(float)
         largest_diff = 0.0
-        num_tokens = sum(sum(s.loss_mask) for s in samples)
+        num_tokens = sum(s.num_trained for s in samples)
         for indices, batch in batches:
             self.flops.trained([samples[i] for i in indices], batch)
             with (

@@ -49,7 +49,7 @@ class FlopCounter:
     def _logical(self, samples: Sequence[Sample]) -> Work:
         return work_of_sequences(
             [len(s.ids) for s in samples],
-            sum(sum(s.loss_mask) for s in samples),
+            sum(s.num_trained for s in samples),
             self.of_model.windows,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,11 +48,11 @@ def test_a_conversation_is_one_sample_of_what_the_engine_saw():
     turns = [turn(0, None, [1, 2], [3, 4]), turn(1, 0, [5], [6]), turn(2, 1, [7, 8], [9, 10])]
     (sample,), dropped = made([attempt("a", 0.5, turns=turns)], AlgorithmSection(name="arpo"))
     assert dropped == {}
-    assert sample.ids == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert sample.loss_mask == [False, False, True, True, False, True, False, False, True, True]
+    assert sample.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert sample.loss_mask.tolist() == [bool(m) for m in [0, 0, 1, 1, 0, 1, 0, 0, 1, 1]]
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, -0.6, 0, 0, -0.9, -1.0])
-    assert sample.versions == [-1, -1, 0, 0, -1, 1, -1, -1, 2, 2]
-    assert sample.advantages == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0.5, 0.5]
+    assert sample.versions.tolist() == [-1, -1, 0, 0, -1, 1, -1, -1, 2, 2]
+    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0.5, 0.5]
 
 
 @st.composite
@@ -91,7 +92,8 @@ def test_every_chosen_token_is_trained_once_in_the_context_in_which_it_was_chose
         for token, m, logprob, version in zip(
             sample.ids, sample.loss_mask, sample.logprobs, sample.versions, strict=True
         ):
-            assert (logprob, version) == ((-0.1 * token, (token - 100) // 10) if m else (0.0, -1))
+            said = (np.float32(-0.1 * int(token)), (token - 100) // 10)
+            assert (logprob, version) == (said if m else (0.0, -1))
 
 
 @given(turn_trees(), st.randoms(use_true_random=False))
@@ -159,7 +161,7 @@ def test_groups_of_equal_rewards_can_be_kept():
     attempts = [attempt("a0", 0.3), attempt("a1", 0.3)]
     samples, dropped = made(attempts, GRPO.model_copy(update={"drop_zero_variance": False}))
     assert dropped == {}
-    assert [sample.advantages for sample in samples] == [[0.0] * 4] * 2
+    assert [sample.advantages.tolist() for sample in samples] == [[0.0] * 4] * 2
 
 
 def test_without_the_deviation():
@@ -190,7 +192,7 @@ def test_each_turn_gets_what_came_after_it():
         section.model_copy(update={"drop_zero_variance": False}),
     )
     assert dropped == {}
-    assert [sample.advantages for sample in samples] == [
+    assert [sample.advantages.tolist() for sample in samples] == [
         [0, 0.25, 0.25],
         [0, 0.25],
         [0, 0.25, 0.25],
@@ -202,7 +204,7 @@ def test_what_is_paid_beside_the_turns_is_paid_at_the_end():
     turns = [msgspec.structs.replace(turn(0, None, [1], [3]), reward=0.5), turn(1, 0, [2], [4])]
     section = AlgorithmSection(name="turn_grpo", scale_by_std=False)
     samples, _ = made([attempt("a", 2.5, turns=turns), attempt("b", 0.5, turns=turns)], section)
-    assert samples[0].advantages == [0, 1.25, 0, 0.75], (
+    assert samples[0].advantages.tolist() == [0, 1.25, 0, 0.75], (
         "returns 2.5 and 2 against the mean of 2.5, 2, 0.5 and 0"
     )
 

@@ -104,8 +104,8 @@ def test_a_shared_trunk_gets_both_gradients(random_model, batch, gradient, slow_
             input_ids=torch.tensor([sample.ids]), use_cache=False
         ).last_hidden_state[0]
         values += [hidden[place - 1] @ weight for place, m in enumerate(sample.loss_mask) if m]
-        wanted += sample.columns["returns"]
-        old += sample.columns["values"]
+        wanted += sample.columns["returns"].tolist()
+        old += sample.columns["values"].tolist()
     found, target, before = torch.stack(values), torch.tensor(wanted), torch.tensor(old)
     clipped = before + (found - before).clamp(-0.2, 0.2)
     value_loss = 0.5 * torch.maximum((found - target) ** 2, (clipped - target) ** 2).mean()

@@ -3,9 +3,8 @@ and what it weighs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from agentevo.types import Sample
 
 @dataclass(eq=False)
 class PackedBatch:
-    """M trained tokens of several samples over a tree of N nodes. No padding."""
+    """M trained tokens of S samples over a tree of N nodes. The model's pass has no padding; what
+    losses read are tables [S, T], one row per sample, filled from the left, 0 elsewhere."""
 
     input_ids: torch.Tensor
     """[1, N]"""
@@ -34,17 +34,17 @@ class PackedBatch:
     nodes: torch.Tensor
     """[M] where it lies."""
     rollout_logprobs: torch.Tensor
-    """[M] float32 behaviour log-probs."""
+    """[S, T] float32 behaviour log-probs."""
     advantages: torch.Tensor
-    """[M] float32"""
+    """[S, T] float32"""
     columns: Mapping[str, torch.Tensor]
-    """Sample.columns, [M] float32 each."""
+    """Sample.columns, [S, T] float32 each."""
     samples: torch.Tensor
     """[M] which of the S samples the token is of."""
     places: torch.Tensor
     """[M] which of that sample's trained tokens it is."""
     mask: torch.Tensor
-    """[S, T] bool: the table of trained tokens, one row per sample, filled from the left."""
+    """[S, T] bool: where the tables have a trained token."""
     temperature: float
     num_logical: int
     """Tokens of the samples, however many of them share a node."""
@@ -59,8 +59,8 @@ class PackedBatch:
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """[M] what the ratio is taken against: recomputed at the start of the step where they were,
-        else the behaviour's."""
+        """[S, T] log-probs that the ratio is taken against: those computed again at the start of
+        the step where there are such, else the behaviour's."""
         return self.columns.get("old_logp", self.rollout_logprobs)
 
     @property
@@ -75,52 +75,36 @@ class PackedBatch:
         }
 
 
-def pack(
-    samples: Sequence[Sample],
-    device: torch.device,
-    *,
-    merge: bool = True,
-    tokens: Sequence[np.ndarray] | None = None,
-) -> PackedBatch:
+def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
     """Lays out samples of one temperature; without `merge` side by side, and what they share is
     computed again for each. Either way no sample sees another's tokens, and the results are the
-    same. `tokens`: the samples' ids as arrays, by those who have them already."""
+    same."""
     temperatures = {s.temperature for s in samples}
     if len(temperatures) != 1:
         raise ValueError(
             f"one pass has one temperature, not {sorted(temperatures)}: pack samples of "
             "different temperatures apart"
         )
-    tree = build_tree([s.ids for s in samples] if tokens is None else tokens, merge=merge)
-    predictors, nodes, old, advantages = [], [], [], []
-    names = samples[0].columns.keys()
+    tree = build_tree([s.ids for s in samples], merge=merge)
+    predictors, nodes = [], []
     for sample, path in zip(samples, tree.paths, strict=True):
-        places = np.flatnonzero(np.frombuffer(bytes(sample.loss_mask), dtype=np.uint8))
-        first = int(places[0]) if len(places) else len(sample.ids)
-        if first == 0:
-            raise ValueError(
-                f"sample of {sample.trajectory_id}: its first token is marked as trained, but "
-                "nothing predicts it"
-            )
-        if sample.columns.keys() != names:
-            raise ValueError(
-                f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, "
-                f"others have {sorted(names)}"
-            )
-        mask = sample.loss_mask[first:]
+        _check(sample, samples[0])
+        places = np.flatnonzero(sample.loss_mask)
         predictors.append(path[places - 1])
         nodes.append(path[places])
-        old.append(np.array(list(compress(sample.logprobs[first:], mask)), dtype=np.float32))
-        advantages.append(
-            np.array(list(compress(sample.advantages[first:], mask)), dtype=np.float32)
-        )
     counts = np.array([len(part) for part in nodes])
+    mask = np.arange(counts.max()) < counts[:, None]
     trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
     predicts = np.zeros(tree.num_nodes, dtype=np.int64)
     predicts[predicting] = 1
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array, device=device)
+
+    def table(rows: Iterable[np.ndarray]) -> torch.Tensor:
+        filled = np.zeros(mask.shape, dtype=np.float32)
+        filled[mask] = np.concatenate(list(rows))
+        return tensor(filled)
 
     return PackedBatch(
         input_ids=tensor(tree.ids).unsqueeze(0),
@@ -130,17 +114,25 @@ def pack(
         rows=tensor(np.cumsum(predicts)[predicting] - 1),
         targets=tensor(tree.ids[trained]),
         nodes=tensor(trained),
-        rollout_logprobs=tensor(np.concatenate(old)),
-        advantages=tensor(np.concatenate(advantages)),
-        columns={
-            name: tensor(
-                np.concatenate([np.asarray(s.columns[name], dtype=np.float32) for s in samples])
-            )
-            for name in names
-        },
+        rollout_logprobs=table(s.logprobs[s.loss_mask] for s in samples),
+        advantages=table(s.advantages[s.loss_mask] for s in samples),
+        columns={name: table(s.columns[name] for s in samples) for name in samples[0].columns},
         samples=tensor(np.repeat(np.arange(len(samples)), counts)),
         places=tensor(np.concatenate([np.arange(count) for count in counts])),
-        mask=tensor(np.arange(counts.max()) < counts[:, None]),
+        mask=tensor(mask),
         temperature=temperatures.pop(),
         num_logical=sum(len(s.ids) for s in samples),
     )
+
+
+def _check(sample: Sample, first: Sample) -> None:
+    if sample.loss_mask[0]:
+        raise ValueError(
+            f"sample of {sample.trajectory_id}: its first token is marked as trained, but nothing "
+            "predicts it"
+        )
+    if sample.columns.keys() != first.columns.keys():
+        raise ValueError(
+            f"sample of {sample.trajectory_id} has the columns {sorted(sample.columns)}, others "
+            f"have {sorted(first.columns)}"
+        )

@@ -17,7 +17,6 @@ from agentevo.training.batching.partition import spread
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.parallel import gathered, num_ranks, rank
 from agentevo.training.phases import phase
-from agentevo.training.prefixes import token_array
 from agentevo.types import Sample
 
 
@@ -27,19 +26,9 @@ def micro_batches(
 ) -> list[tuple[list[int], PackedBatch]]:
     """Indices of samples, and these packed: this rank's part; see `spread` and, for `merge`,
     `pack`."""
-    tokens = [token_array(s.ids) for s in samples]
-    split = spread(tokens, max_tokens, num_ranks(), merge=merge)[rank()]
+    split = spread([s.ids for s in samples], max_tokens, num_ranks(), merge=merge)[rank()]
     return [
-        (
-            indices,
-            pack(
-                [samples[i] for i in indices],
-                device,
-                merge=merge,
-                tokens=[tokens[i] for i in indices],
-            ),
-        )
-        for indices in split
+        (indices, pack([samples[i] for i in indices], device, merge=merge)) for indices in split
     ]
 
 
@@ -57,7 +46,7 @@ def token_tables(
 
     Row s holds the trained tokens of sample s from the left, then zeros.
     """
-    width = max(sum(s.loss_mask) for s in samples)
+    width = max(s.num_trained for s in samples)
     parts = [
         (name, indices, batch.table(values.float()).cpu())
         for indices, batch in micro_batches(samples, max_tokens, device, merge=merge)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
 from agentevo.algorithms.advantage_inputs import AdvantageTables
@@ -32,8 +33,8 @@ class Row(NamedTuple):
 
     trajectory: Trajectory
     sample: Sample
-    turns: list[int]
-    """The turn of each of its trained tokens."""
+    turns: np.ndarray
+    """The turn of each of its trained tokens, int64."""
 
 
 def advantages_of(
@@ -101,13 +102,11 @@ def advantages_of(
 def _finished(
     sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]
 ) -> Sample:
-    count = sum(sample.loss_mask)
-    of_token = iter(advantages.tolist())
-    return msgspec.structs.replace(
-        sample,
-        advantages=[next(of_token) if m else 0.0 for m in sample.loss_mask],
-        columns={name: table[:count].tolist() for name, table in columns.items()},
-    )
+    count = sample.num_trained
+    of_token = np.zeros(len(sample.ids))
+    of_token[sample.loss_mask] = advantages[:count].numpy()
+    trained = {name: row[:count].numpy() for name, row in columns.items()}
+    return msgspec.structs.replace(sample, advantages=of_token, columns=trained)
 
 
 def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,13 +114,13 @@ def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor,
     width = max(len(row.turns) for row in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
     turn_ids = torch.full((len(rows), width), -1, dtype=torch.int64)
-    last_row = {row.trajectory.id: index for index, row in enumerate(rows) if row.turns}
+    last_row = {row.trajectory.id: index for index, row in enumerate(rows) if len(row.turns)}
     for index, (trajectory, _, turns) in enumerate(rows):
-        turn_ids[index, : len(turns)] = torch.tensor(turns, dtype=torch.int64)
-        if per_turn:
-            for place, turn in enumerate(turns):
-                if place + 1 == len(turns) or turns[place + 1] != turn:
-                    rewards[index, place] += trajectory.turns[turn].reward
+        turn_ids[index, : len(turns)] = torch.from_numpy(turns)
+        if per_turn and len(turns):
+            lasts = [*np.flatnonzero(np.diff(turns)).tolist(), len(turns) - 1]
+            for place in lasts:
+                rewards[index, place] += trajectory.turns[turns[place]].reward
         if last_row.get(trajectory.id) == index:
             paid = sum(turn.reward for turn in trajectory.turns) if per_turn else 0.0
             rewards[index, len(turns) - 1] += trajectory.reward - paid
@@ -132,9 +131,8 @@ def _parent_table(rows: Sequence[Row], turn_ids: torch.Tensor) -> torch.Tensor:
     """[S, T] int64: the turn from which that of each trained token goes on, -1 for a root."""
     table = torch.full_like(turn_ids, -1)
     for index, (trajectory, _, turns) in enumerate(rows):
-        for place, turn in enumerate(turns):
-            parent = trajectory.turns[turn].parent
-            table[index, place] = -1 if parent is None else parent
+        parents = [-1 if turn.parent is None else turn.parent for turn in trajectory.turns]
+        table[index, : len(turns)] = torch.tensor(parents)[torch.from_numpy(turns)]
     return table
 
 
@@ -177,27 +175,30 @@ def trajectory_rows(trajectory: Trajectory) -> list[Row]:
 
 
 def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Row:
-    ids: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    turns: list[int] = []
-    for turn in path:
-        size, fresh = len(turn.prompt_ids), turn.index not in trained
-        count = len(turn.completion_ids)
-        ids += [*turn.prompt_ids, *turn.completion_ids]
-        mask += [False] * size + [fresh] * count
-        logprobs += [0.0] * size + (turn.logprobs if fresh else [0.0] * count)
-        versions += [-1] * size + (turn.versions if fresh else [-1] * count)
-        turns += [turn.index] * count if fresh else []
+    fresh = [turn.index not in trained for turn in path]
+    sizes = [size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))]
+    chosen = [kind for is_fresh in fresh for kind in (False, is_fresh)]
+    mask = np.repeat(np.array(chosen), sizes)
+    said = [turn for turn, is_fresh in zip(path, fresh, strict=True) if is_fresh]
+    logprobs = np.zeros(len(mask), dtype=np.float32)
+    versions = np.full(len(mask), -1, dtype=np.int32)
+    if said:
+        logprobs[mask] = np.concatenate([turn.logprobs for turn in said])
+        versions[mask] = np.concatenate([turn.versions for turn in said])
     sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
-        ids=ids,
+        ids=np.concatenate(
+            [ids for turn in path for ids in (turn.prompt_ids, turn.completion_ids)]
+        ),
         loss_mask=mask,
         logprobs=logprobs,
         versions=versions,
-        advantages=[0.0] * len(ids),
+        advantages=np.zeros(len(mask)),
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
+    )
+    turns = np.repeat(
+        np.array([turn.index for turn in said], dtype=np.int64),
+        [len(turn.completion_ids) for turn in said],
     )
     return Row(trajectory, sample, turns)

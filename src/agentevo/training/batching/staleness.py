@@ -12,14 +12,14 @@ docs/staleness.md has the formulas of all metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from itertools import compress
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
+from agentevo.algorithms.importance import effective_sample_size
 from agentevo.errors import TrainingError
 from agentevo.types import Sample, Trajectory
 
@@ -53,7 +53,7 @@ def mask_stale(
     _check(trainer_version, bound)
     found = []
     for sample in samples:
-        versions = np.array(list(compress(sample.versions, sample.loss_mask)), dtype=np.int64)
+        versions = sample.versions[sample.loss_mask]
         found.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
     kept = [
         _only(sample, tokens)
@@ -72,9 +72,8 @@ def leave_out_stale(
     _check(trainer_version, bound)
     kept, dropped, found = [], {}, []
     for trajectory in trajectories:
-        versions = np.array(
-            [version for turn in trajectory.turns for version in turn.versions], dtype=np.int64
-        )
+        columns = [np.asarray(turn.versions) for turn in trajectory.turns]
+        versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
         tokens = _aged(trajectory.id, versions, trainer_version, bound)
         if tokens.fresh.all():
             kept.append(trajectory)
@@ -116,7 +115,7 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
         count, total, squares = (
             own[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
         )
-        found[f"{ESS}{age}"] = total * total / (count * squares) if squares > 0 else 0.0
+        found[f"{ESS}{age}"] = effective_sample_size(total, squares, count)
     return found
 
 
@@ -161,20 +160,18 @@ def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | No
 
 def _only(sample: Sample, tokens: _Tokens) -> Sample:
     """The sample with only its fresh tokens trained."""
-    columns = {**sample.columns, AGE: tokens.ages.astype(np.float64).tolist()}
+    columns = {**sample.columns, AGE: tokens.ages}
     if tokens.fresh.all():
         return msgspec.structs.replace(sample, columns=columns)
-    left: Iterator[bool] = iter(tokens.fresh.tolist())
-    mask = [trained and next(left) for trained in sample.loss_mask]
+    mask = sample.loss_mask.copy()
+    mask[sample.loss_mask] = tokens.fresh
     return msgspec.structs.replace(
         sample,
         loss_mask=mask,
-        logprobs=[x if m else 0.0 for x, m in zip(sample.logprobs, mask, strict=True)],
-        versions=[x if m else -1 for x, m in zip(sample.versions, mask, strict=True)],
-        advantages=[x if m else 0.0 for x, m in zip(sample.advantages, mask, strict=True)],
-        columns={
-            name: list(compress(values, tokens.fresh.tolist())) for name, values in columns.items()
-        },
+        logprobs=np.where(mask, sample.logprobs, 0.0),
+        versions=np.where(mask, sample.versions, -1),
+        advantages=np.where(mask, sample.advantages, 0.0),
+        columns={name: values[tokens.fresh] for name, values in columns.items()},
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from agentevo.errors import TrainingError
-from agentevo.store.blobs import pack_floats, pack_ints
+from agentevo.store.blobs import to_bytes
 from agentevo.training.batching.shaping import PART, with_final_reward
 from agentevo.types import Trajectory
 
@@ -142,9 +142,8 @@ def trajectory_digest(trajectory: Trajectory) -> bytes:
     for turn in trajectory.turns:
         parent = -1 if turn.parent is None else turn.parent
         digest.update(struct.pack("<qdd", parent, turn.temperature + 0.0, turn.reward + 0.0))
-        for column in (turn.prompt_ids, turn.completion_ids, turn.versions):
-            digest.update(_framed(pack_ints(column)))
-        digest.update(_framed(pack_floats(turn.logprobs)))
+        for column in (turn.prompt_ids, turn.completion_ids, turn.versions, turn.logprobs):
+            digest.update(_framed(to_bytes(column)))
     return digest.digest()
 
 

@@ -84,9 +84,9 @@ class Critic:
         count = int(batch.mask.sum())
         loss, found = value_loss(
             batch.table(values),
-            batch.table(batch.columns["returns"]),
+            batch.columns["returns"],
             batch.mask,
-            old_values=batch.table(batch.columns["values"]),
+            old_values=batch.columns["values"],
             clip=self.section.clip,
             weights=batch.mask / num_tokens,
         )
