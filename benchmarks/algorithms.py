@@ -2,8 +2,8 @@
 forward pass of a 0.5B model.
 
 Each advantage is timed on the whole table, and each policy loss (to the gradient in logp) on it in
-micro-batches, as training calls them; so is each preset, advantage and loss together. Rows are ragged, with several
-turns each, in groups of 8.
+micro-batches, as training calls them; so is each preset, advantage and loss together. Rows are
+ragged, with several turns each, in groups of 8.
 
 The forward pass is that of Qwen2.5-0.5B's shape with random weights, plain transformers, on the
 same threads. The whole of it would take hours on a few cores, so one sequence is timed and

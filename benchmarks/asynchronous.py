@@ -1,8 +1,9 @@
 """Wall time to the same number of steps, sampling and training in turn against asynchronously, with
 tools that take their time.
 
-    .venv/bin/python benchmarks/asynchronous.py                                   # all of it: about two hours
-    .venv/bin/python benchmarks/asynchronous.py --latency lognormal --staleness 2 --policies mask --seeds 0
+    .venv/bin/python benchmarks/asynchronous.py    # all of it: about two hours
+    .venv/bin/python benchmarks/asynchronous.py --latency lognormal --staleness 2 \\
+        --policies mask --seeds 0
 
 The real trainer and engine, one process. A tiny policy crosses a 3x3 frozen lake told in words;
 after each answer a tool is waited for: `constant`, `exponential` or `lognormal` (sigma 1) latency

@@ -2,8 +2,9 @@
 environment.
 
     request: the settings that the trainer of this step is to have
-    answer:  {"seconds": of the step, "loss": sum of what its micro-batches were differentiated by, "grad_norm": before clipping,
-              "peak_bytes": peak of resident memory, "state_bytes": weights, gradients and optimizer, "library_bytes": before the model}
+    answer:  {"seconds": of the step, "loss": sum of what its micro-batches were differentiated by,
+              "grad_norm": before clipping, "peak_bytes": peak of resident memory,
+              "state_bytes": weights, gradients and optimizer, "library_bytes": before the model}
 
 The trainer's own loop runs, held between two steps until the next request; other settings end it
 and a new trainer begins, from the same weights. Its first step is short and has learning rate 0
@@ -128,4 +129,4 @@ def serve(
         clock.trainer.train()
         request = clock.next
         del clock
-        gc.collect()  # the trainer is in cycles, and two at once would count as memory of the second
+        gc.collect()  # the trainer is in cycles; two at once would count as the second's memory

@@ -2,14 +2,16 @@
 sample per turn, and packed.
 
     .venv/bin/python benchmarks/prefix_merging.py --turns 1,2,4,8,16 --repeats 3
-    .venv/bin/python benchmarks/prefix_merging.py --turns 8 --model FOLDER        # another model than the random one
+    .venv/bin/python benchmarks/prefix_merging.py --turns 8 --model FOLDER  # not the random one
 
 A group of 8 attempts at a task of T turns: a prompt of 250 tokens that all share, then per turn an
 action (10 to 30 tokens, trained) and an observation (40 to 80), each turn's prompt being all before
 it. Three ways to the same gradient:
 
-    merged   every turn a sample of its own with its whole history, of which each distinct token is computed once
-    turns    the same samples without merging: each in a pass of its own, or side by side without padding, whichever is faster
+    merged   every turn a sample of its own with its whole history, of which each distinct token is
+             computed once
+    turns    the same samples without merging: each in a pass of its own, or side by side without
+             padding, whichever is faster
     packed   one sequence per attempt, side by side; the group's prompt is computed for each
 
 and, in the raw numbers, `merged attempts`: the sequences of packed, merged, as the trainer makes

@@ -3,7 +3,8 @@ but for shares).
 
     .venv/bin/python benchmarks/run.py [--only turns,train] [--repeats 3] [--model NAME_OR_FOLDER]
 
-A run of everything writes its raw numbers to results/<date>-<machine>.json, one of a part with --save.
+A run of everything writes its raw numbers to results/<date>-<machine>.json, one of a part with
+--save.
 A peer that can't be installed or started costs its own figures only, as does one that computes
 something else than we do: they are named on stderr and the exit code is 1.
 """
@@ -64,7 +65,7 @@ GROUPS = (
 
 
 class Bench:
-    """One run: our model, the peers that were started, and what was found."""
+    """One run: our model, the peers that were started, figures and failures."""
 
     def __init__(self, model: str, threads: int, repeats: int) -> None:
         self.model, self.threads, self.repeats = model, threads, repeats

@@ -1,7 +1,8 @@
 """What the store costs: trajectories per second written, leased and read, against peers, and
 whether that stays so as it fills up.
 
-    .venv/bin/python benchmarks/store.py [--backends sqlite,postgresql,mongodb] [--rows 1000,10000,100000] [--million] [--no-peers]
+    .venv/bin/python benchmarks/store.py [--backends sqlite,postgresql,mongodb]
+        [--rows 1000,10000,100000] [--million] [--no-peers]
 
 A trajectory has 8 turns and 4,096 tokens, half of them drawn by the policy. Everybody does what a
 worker and a trainer do with a group of 8 attempts: lease its task, write the attempts (ours:

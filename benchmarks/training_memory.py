@@ -1,7 +1,8 @@
 """Peak memory of training steps, measured in a child process each, beside what `agentevo doctor`
 predicts.
 
-    python benchmarks/training_memory.py [--hidden 512 --layers 6 --vocabulary 16384 --length 1024 --samples 4]
+    python benchmarks/training_memory.py [--hidden 512 --layers 6 --vocabulary 16384]
+        [--length 1024 --samples 4]
 
 Measured is the peak of resident memory over two optimizer steps, above what is resident once the
 model is loaded. glibc is told to return freed blocks of 1 MiB and more at once

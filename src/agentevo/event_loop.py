@@ -17,12 +17,12 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    found: list[T] = []
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def target() -> None:
         try:
-            found.append(asyncio.run(work))
+            results.append(asyncio.run(work))
         except BaseException as error:  # noqa: BLE001 (handed to the caller's thread)
             errors.append(error)
 
@@ -31,4 +31,4 @@ def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     thread.join()
     if errors:
         raise errors[0]
-    return found[0]
+    return results[0]

@@ -1,5 +1,5 @@
-"""Waiting for a database that is away: every call of the store may be repeated, so a service
-repeats it until its patience ends."""
+"""Calling a store again whose database is away: every call may be repeated, so a service repeats it
+until its time for that is over."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STORE_RETRY_S = 600.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SILENT_S = 5.0
-"""A call that neither answers nor fails for so long is told of."""
+"""A call that has neither answered nor failed for so long is reported."""
 TELL_S = 15.0
-"""From then on it is told so often."""
+"""Time between two reports."""
 
 
 async def with_retries(
@@ -33,36 +33,36 @@ async def with_retries(
     that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `tell` hears what is waited for, why and until when: at the first failure or after SILENT_S,
+    `tell` is told what is waited for, why and until when: at the first failure or after SILENT_S,
     then every TELL_S, and when it is over.
     """
     ends, pause = time.monotonic() + within_s, FIRST_PAUSE_S
-    told = _Told(what, within_s, tell) if tell is not None else None
+    reporter = _Reporter(what, within_s, tell) if tell is not None else None
     try:
         while True:
             try:
-                found = await call()
+                result = await call()
             except (StoreUnavailableError, DeadlineExceededError) as error:
                 if time.monotonic() + pause >= ends:
                     raise StoreUnavailableError(
                         f"{what}: given up after {within_s:g} s: {error}"
                     ) from error
-                if told is not None:
-                    told.failed(error)
+                if reporter is not None:
+                    reporter.failed(error)
             else:
-                if told is not None:
-                    told.over()
-                return found
+                if reporter is not None:
+                    reporter.over()
+                return result
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
     finally:
-        if told is not None:
-            told.stop()
+        if reporter is not None:
+            reporter.stop()
 
 
-class _Told:
-    """Says from time to time, while the event loop goes on, what is waited for. From its making
-    until `stop`."""
+class _Reporter:
+    """Says from time to time what is waited for, from when it is made until `stop`, while the event
+    loop goes on."""
 
     def __init__(self, what: str, within_s: float, tell: Callable[[str], None]) -> None:
         self._what, self._tell, self._begun = what, tell, time.monotonic()

@@ -1,5 +1,5 @@
-"""Worlds on threads: quick ones keep the order of events, slow ones play at the same time, hung
-ones are counted."""
+"""Environments on threads: quick ones keep the order of events, slow ones play at the same time,
+hung ones are counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentevo.errors import EnvironmentFailure
 from agentevo.types import Message, Task
 
 
-def num_worlds() -> int:
+def num_environments() -> int:
     return sum(thread.name == "environment" for thread in threading.enumerate())
 
 
@@ -80,14 +80,14 @@ def test_an_environment_that_can_not_be_made_leaves_no_thread():
     def broken():
         raise EnvironmentFailure("no map")
 
-    before = num_worlds()
+    before = num_environments()
     for _ in range(5):
         with pytest.raises(EnvironmentFailure, match="no map"):
             asyncio.run(agent_of(broken).run(Task(id="t"), None))
     ends = time.monotonic() + 5.0
-    while num_worlds() > before and time.monotonic() < ends:
+    while num_environments() > before and time.monotonic() < ends:
         time.sleep(0.01)
-    assert num_worlds() <= before, "another test's may have ended meanwhile"
+    assert num_environments() <= before, "another test's may have ended meanwhile"
 
 
 def test_an_environment_whose_making_was_given_up_is_closed_when_it_is_made():

@@ -64,7 +64,7 @@ class Ice(Doors):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _worlds() -> None:
+def _environments() -> None:
     environments.register("test_doors")(Doors)
     environments.register("test_ice")(Ice)
 

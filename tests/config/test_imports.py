@@ -105,7 +105,7 @@ def test_modules_that_python_knows_are_imported_by_name(user_files):
 
 def test_an_environment_of_a_file_without_options(user_files):
     user_files(
-        "world.py",
+        "environment.py",
         """
 import agentevo
 from agentevo.environments.coins import CoinsEnvironment
@@ -115,7 +115,7 @@ class Mine(CoinsEnvironment):
     pass
 """,
     )
-    path = recipe(user_files, **{"import": ["world"], "environment": {"type": "my_coins"}})
+    path = recipe(user_files, **{"import": ["environment"], "environment": {"type": "my_coins"}})
     assert load_config(path).environment.model_dump() == {"type": "my_coins", "max_actions": 10}
 
 
@@ -135,7 +135,9 @@ class Mine(CoinsEnvironment):
             ["the agent 'x' needs a method `async def run(self, task, policy)` in A"],
         ),
         (
-            "import agentevo\n@agentevo.agent('environment')\nasync def run(task, policy): return 1\n",
+            "import agentevo\n"
+            "@agentevo.agent('environment')\n"
+            "async def run(task, policy): return 1\n",
             ["the name 'environment' is built in"],
         ),
     ],

@@ -100,7 +100,7 @@ def test_a_config_never_changes():
         config.trainer.steps = 3
 
 
-def test_actions_are_limited_by_the_world_and_by_the_agent():
+def test_actions_are_limited_by_the_environment_and_by_the_agent():
     assert build_config(DOORS, ["agent.max_turns=2", "agent.actions_per_turn=3"]).max_actions == 6
     assert build_config(DOORS, ["agent.max_turns=9", "agent.actions_per_turn=3"]).max_actions == 10
 

@@ -5,13 +5,13 @@ from agentevo.environments.bandit import BanditConfig, BanditEnvironment
 
 
 def test_rewards_and_success() -> None:
-    world = BanditEnvironment(BanditConfig())
+    environment = BanditEnvironment(BanditConfig())
     high = []
     for seed in range(2000):
-        world.reset(seed=seed)
-        assert world.step("phoenix")[1:3] == (0.1, True)
-        world.reset(seed=seed)
-        _, reward, terminated, truncated, info = world.step("DRAGON")
+        environment.reset(seed=seed)
+        assert environment.step("phoenix")[1:3] == (0.1, True)
+        environment.reset(seed=seed)
+        _, reward, terminated, truncated, info = environment.step("DRAGON")
         assert (terminated, truncated, info["success"]) == (True, False, True)
         high.append(reward)
     assert set(high) == {0.0, 1.0}
@@ -19,17 +19,17 @@ def test_rewards_and_success() -> None:
 
 
 def test_low_arm_is_no_success() -> None:
-    world = BanditEnvironment(BanditConfig())
-    world.reset(seed=1)
-    assert not world.step("Phoenix")[4]["success"]
+    environment = BanditEnvironment(BanditConfig())
+    environment.reset(seed=1)
+    assert not environment.step("Phoenix")[4]["success"]
 
 
 def test_arms_come_in_either_order() -> None:
-    world = BanditEnvironment(BanditConfig(low_arm="Trader", high_arm="Librarian"))
-    shown = [world.reset(seed=seed)[0] for seed in range(200)]
+    environment = BanditEnvironment(BanditConfig(low_arm="Trader", high_arm="Librarian"))
+    shown = [environment.reset(seed=seed)[0] for seed in range(200)]
     share = sum(text.index("Trader") < text.index("Librarian") for text in shown) / 200
     assert 0.35 < share < 0.65
-    assert world.optimal_action() == "Librarian"
+    assert environment.optimal_action() == "Librarian"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from agentevo.environments.coins import METALS, CoinsConfig, CoinsEnvironment
 seeds = st.integers(0, 2**31 - 1)
 
 
-def world(seed: int, **options: Any) -> tuple[CoinsEnvironment, str]:
+def environment(seed: int, **options: Any) -> tuple[CoinsEnvironment, str]:
     made = CoinsEnvironment(CoinsConfig(**options))
     return made, made.reset(seed=seed)[0]
 
@@ -19,7 +19,7 @@ def world(seed: int, **options: Any) -> tuple[CoinsEnvironment, str]:
 @given(seed=seeds, num_coins=st.integers(2, 8), gap=st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_value_rule_is_what_is_shown(seed: int, num_coins: int, gap: int) -> None:
-    made, shown = world(seed, rule="value", num_coins=num_coins, max_value=20, min_gap=gap)
+    made, shown = environment(seed, rule="value", num_coins=num_coins, max_value=20, min_gap=gap)
     values = {coin: int(value) for coin, value in re.findall(r"(\w+) = (\d+)", shown)}
     first, second = sorted(values.values(), reverse=True)[:2]
     assert len(values) == num_coins and len(set(values.values())) == num_coins
@@ -30,7 +30,7 @@ def test_value_rule_is_what_is_shown(seed: int, num_coins: int, gap: int) -> Non
 @given(seed=seeds)
 @settings(max_examples=60, deadline=None)
 def test_table_rule_is_what_is_shown(seed: int) -> None:
-    made, shown = world(seed, rule="table", num_coins=4)
+    made, shown = environment(seed, rule="table", num_coins=4)
     table = dict(re.findall(r"(\w+) = (\w+)", shown))
     lamp = re.search(r"lamp is (\w+)", shown)
     assert lamp and len(table) == 4 and made.optimal_action() == table[lamp.group(1)]
@@ -39,7 +39,7 @@ def test_table_rule_is_what_is_shown(seed: int) -> None:
 @given(seed=seeds)
 @settings(max_examples=60, deadline=None)
 def test_match_rule_is_what_is_shown(seed: int) -> None:
-    made, shown = world(seed, rule="match")
+    made, shown = environment(seed, rule="match")
     lamp = re.search(r"lamp is (\w+)", shown)
     assert lamp and made.optimal_action() == lamp.group(1)
 
@@ -48,7 +48,7 @@ def test_hidden_rule_is_one_mapping_for_all_seeds() -> None:
     found: dict[str, set[str]] = {}
     orders = set()
     for seed in range(200):
-        made, shown = world(seed, rule="hidden")
+        made, shown = environment(seed, rule="hidden")
         lamp = re.search(r"lamp is (\w+)", shown)
         assert lamp
         found.setdefault(lamp.group(1), set()).add(str(made.optimal_action()))
@@ -60,7 +60,7 @@ def test_hidden_rule_is_one_mapping_for_all_seeds() -> None:
 
 def test_every_coin_is_best_equally_often() -> None:
     for rule in ("match", "hidden", "table", "value"):
-        best = [world(seed, rule=rule)[0].optimal_action() for seed in range(900)]
+        best = [environment(seed, rule=rule)[0].optimal_action() for seed in range(900)]
         for coin in set(best):
             assert best.count(coin) == pytest.approx(300, abs=60), rule
 
@@ -73,7 +73,7 @@ def test_only_the_exact_name_succeeds() -> None:
         ('"{}"', False),
         ("{} {}", False),
     ):
-        made, _ = world(7, rule="table")
+        made, _ = environment(7, rule="table")
         best = str(made.optimal_action())
         _, reward, terminated, _, info = made.step(said.format(best, best))
         assert info["success"] is succeeds and terminated is succeeds, said
@@ -85,7 +85,7 @@ def test_credit_grows_towards_the_exact_answer() -> None:
     for said in ("I think that gold may be the right coin", "The gold coin.", "gold.", "gold"):
         made = next(
             made
-            for made, _ in (world(seed, rule="hidden") for seed in range(99))
+            for made, _ in (environment(seed, rule="hidden") for seed in range(99))
             if made.optimal_action() == "gold"
         )
         rewards.append(made.step(said)[1])
@@ -94,22 +94,22 @@ def test_credit_grows_towards_the_exact_answer() -> None:
 
 def test_naming_two_coins_or_part_of_a_word_earns_nothing() -> None:
     for said in ("gold or silver", "golden", ""):
-        assert world(1, rule="hidden")[0].step(said)[1] == 0.0
+        assert environment(1, rule="hidden")[0].step(said)[1] == 0.0
 
 
 def test_no_mention_credit_when_off() -> None:
-    made, _ = world(2, rule="hidden", mention_credit=0)
+    made, _ = environment(2, rule="hidden", mention_credit=0)
     assert made.step(f"{made.optimal_action()}!")[1] == 0.0
 
 
 def test_another_coin_earns_its_share() -> None:
-    made, shown = world(3, rule="value", other_credit=0.5)
+    made, shown = environment(3, rule="value", other_credit=0.5)
     values = {coin: int(value) for coin, value in re.findall(r"(\w+) = (\d+)", shown)}
     other = min(values, key=lambda coin: values[coin])
     _, reward, terminated, _, info = made.step(other)
     assert reward == pytest.approx(0.5 * values[other] / max(values.values()))
     assert terminated and info == {"valid": True, "effective": True, "success": False}
-    made, _ = world(3, rule="table", other_credit=0.3)
+    made, _ = environment(3, rule="table", other_credit=0.3)
     other = next(coin for coin in METALS[:3] if coin != made.optimal_action())
     assert made.step(other)[1] == pytest.approx(0.3)
 
@@ -117,7 +117,7 @@ def test_another_coin_earns_its_share() -> None:
 def test_prompt_is_short() -> None:
     for rule in ("match", "hidden", "table", "value"):
         for wording in ("terse", "plain", "story"):
-            made, shown = world(0, rule=rule, wording=wording)
+            made, shown = environment(0, rule=rule, wording=wording)
             assert len(re.findall(r"\w+|[^\w\s]", f"{made.instructions}\n{shown}")) <= 50
 
 

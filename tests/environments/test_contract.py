@@ -20,7 +20,7 @@ from agentevo.environments.sokoban import SokobanConfig
 from agentevo.errors import EnvironmentFailure, UnknownNameError
 from agentevo.types import Baselines
 
-WORLDS: list[EnvironmentConfig] = [
+ENVIRONMENTS: list[EnvironmentConfig] = [
     BanditConfig(),
     CoinsConfig(rule="match"),
     CoinsConfig(rule="hidden"),
@@ -36,74 +36,74 @@ WORLDS: list[EnvironmentConfig] = [
     GymnasiumConfig(id="FrozenLake-v1", action_names=("Left", "Down", "Right", "Up")),
 ]
 seeds = st.integers(0, 2**31 - 1)
-every_world = pytest.mark.parametrize("config", WORLDS, ids=lambda config: config.type)
+every_environment = pytest.mark.parametrize("config", ENVIRONMENTS, ids=lambda config: config.type)
 
 
 def play(config: EnvironmentConfig, seed: int, player: int) -> list[Any]:
     """Everything that a random player sees."""
-    world = make(config)
+    environment = make(config)
     rng = random.Random(player)
-    seen: list[Any] = [world.reset(seed=seed)]
+    seen: list[Any] = [environment.reset(seed=seed)]
     while True:
-        action = world.random_action(rng)
-        step = world.step(action)
+        action = environment.random_action(rng)
+        step = environment.step(action)
         seen.append((action, step))
         if step[2] or step[3]:
             return seen
 
 
-@every_world
+@every_environment
 @given(seed=seeds)
 @settings(max_examples=10, deadline=None)
 def test_a_seed_fixes_the_whole_episode(config: EnvironmentConfig, seed: int) -> None:
     assert play(config, seed, player=1) == play(config, seed, player=1)
 
 
-@every_world
+@every_environment
 def test_reset_starts_afresh(config: EnvironmentConfig) -> None:
-    world = make(config)
+    environment = make(config)
     fresh = play(config, 11, player=3)
-    world.reset(seed=5)
-    world.step(world.random_action(random.Random(0)))
-    assert world.reset(seed=11) == fresh[0]
+    environment.reset(seed=5)
+    environment.step(environment.random_action(random.Random(0)))
+    assert environment.reset(seed=11) == fresh[0]
     for action, step in fresh[1:]:
-        assert world.step(action) == step
+        assert environment.step(action) == step
 
 
-@every_world
-def test_seeds_give_different_worlds(config: EnvironmentConfig) -> None:
-    world = make(config)
-    shown = {world.reset(seed=seed)[0] for seed in range(60)}
+@every_environment
+def test_seeds_give_different_environments(config: EnvironmentConfig) -> None:
+    environment = make(config)
+    shown = {environment.reset(seed=seed)[0] for seed in range(60)}
     assert len(shown) > 1 or config.type == "gymnasium"
 
 
-@every_world
+@every_environment
 def test_an_invalid_action_changes_nothing_and_counts(config: EnvironmentConfig) -> None:
-    world = make(config.model_copy(update={"max_actions": 2}))
-    before, _ = world.reset(seed=3)
+    environment = make(config.model_copy(update={"max_actions": 2}))
+    before, _ = environment.reset(seed=3)
     for last in (False, True):
-        after, reward, terminated, truncated, info = world.step("I would rather not.")
+        after, reward, terminated, truncated, info = environment.step("I would rather not.")
         assert (after, terminated, truncated) == (before, False, last)
         assert reward <= 0
         assert info == {"valid": False, "effective": False, "success": False}
 
 
-@every_world
+@every_environment
 def test_names_are_read_without_case_and_space(config: EnvironmentConfig) -> None:
-    world = make(config)
-    world.reset(seed=4)
-    action = world.random_action(random.Random(1))
-    plain = world.step(action)
-    world.reset(seed=4)
-    assert world.step(f" \n{action.upper()}\t") == plain
+    environment = make(config)
+    environment.reset(seed=4)
+    action = environment.random_action(random.Random(1))
+    plain = environment.step(action)
+    environment.reset(seed=4)
+    assert environment.step(f" \n{action.upper()}\t") == plain
     assert plain[4]["valid"]
 
 
-@every_world
+@every_environment
 def test_no_step_outside_an_episode(config: EnvironmentConfig) -> None:
-    world = make(config)
+    environment = make(config)
     with pytest.raises(EnvironmentFailure, match="reset"):
-        world.step("Left")
+        environment.step("Left")
     play_on = make(config.model_copy(update={"max_actions": 1}))
     play_on.reset(seed=0)
     play_on.step("I would rather not.")
@@ -111,18 +111,18 @@ def test_no_step_outside_an_episode(config: EnvironmentConfig) -> None:
         play_on.step("Left")
 
 
-@every_world
+@every_environment
 def test_baselines_leave_the_episode_alone(config: EnvironmentConfig) -> None:
     fresh = play(config, 21, player=8)
-    world = make(config)
-    assert world.reset(seed=21) == fresh[0]
-    first = world.baselines()
+    environment = make(config)
+    assert environment.reset(seed=21) == fresh[0]
+    first = environment.baselines()
     for action, step in fresh[1:]:
-        assert world.step(action) == step
-        assert world.baselines() == first  # always those of the start
+        assert environment.step(action) == step
+        assert environment.baselines() == first  # always those of the start
 
 
-@every_world
+@every_environment
 def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
     few, many = mean_baselines(config, range(20), 3), mean_baselines(config, range(20), 12)
     for rates in (few, many):
@@ -133,30 +133,30 @@ def test_baselines_are_rates_and_ordered(config: EnvironmentConfig) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [config for config in WORLDS if config.type not in ("frozen_lake", "gymnasium")],
+    [config for config in ENVIRONMENTS if config.type not in ("frozen_lake", "gymnasium")],
     ids=lambda c: c.type,
 )
 @given(seed=seeds)
 @settings(max_examples=20, deadline=None)
 def test_the_solver_solves(config: EnvironmentConfig, seed: int) -> None:
-    world = make(config)
-    world.reset(seed=seed)
+    environment = make(config)
+    environment.reset(seed=seed)
     for _ in range(config.max_actions):
-        action = world.optimal_action()
+        action = environment.optimal_action()
         assert action is not None
-        _, _, terminated, _, info = world.step(action)
+        _, _, terminated, _, info = environment.step(action)
         if terminated:
             break
     assert info["success"]
 
 
 def test_a_reset_without_seed_draws_one() -> None:
-    world = make(FrozenLakeConfig(size=8))
-    assert len({world.reset()[0] for _ in range(5)}) > 1
+    environment = make(FrozenLakeConfig(size=8))
+    assert len({environment.reset()[0] for _ in range(5)}) > 1
 
 
 def test_every_option_is_explained() -> None:
-    for config in {type(config) for config in WORLDS}:
+    for config in {type(config) for config in ENVIRONMENTS}:
         unexplained = [
             name
             for name, field in config.model_fields.items()
@@ -166,11 +166,11 @@ def test_every_option_is_explained() -> None:
 
 
 def test_mean_baselines_averages_and_keeps_the_unknown() -> None:
-    world = make(FrozenLakeConfig())
+    environment = make(FrozenLakeConfig())
     rates = []
     for seed in (1, 2, 3):
-        world.reset(seed=seed)
-        rates.append(world.baselines(7).optimal)
+        environment.reset(seed=seed)
+        rates.append(environment.baselines(7).optimal)
     assert mean_baselines(FrozenLakeConfig(), [1, 2, 3], 7).optimal == pytest.approx(
         sum(rate for rate in rates if rate is not None) / 3
     )

@@ -68,7 +68,7 @@ def test_evaluate_keeps_to_the_operations() -> None:
     assert evaluate("2+3", "+*") == (5, [2, 3])
 
 
-def world(numbers: list[int], target: int, **options: object) -> CountdownEnvironment:
+def environment(numbers: list[int], target: int, **options: object) -> CountdownEnvironment:
     made = CountdownEnvironment(CountdownConfig.model_validate(options))
     made.reset(seed=0)
     made.numbers, made.target, made._solution = numbers, target, None
@@ -89,13 +89,13 @@ def world(numbers: list[int], target: int, **options: object) -> CountdownEnviro
     ],
 )
 def test_rewards(action: str, reward: float, valid: bool, success: bool) -> None:
-    _, paid, terminated, truncated, info = world([2, 3, 4], 20).step(action)
+    _, paid, terminated, truncated, info = environment([2, 3, 4], 20).step(action)
     assert paid == reward and (info["valid"], info["success"]) == (valid, success)
     assert terminated is valid and truncated is not valid
 
 
 def test_division_by_zero_is_only_wrong() -> None:
-    _, reward, _, _, info = world([2, 2, 5], 7, operations="+-/").step("5/(2-2)")
+    _, reward, _, _, info = environment([2, 2, 5], 7, operations="+-/").step("5/(2-2)")
     assert reward == 0.1 and info["valid"] and not info["success"]
 
 

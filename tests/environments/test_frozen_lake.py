@@ -27,35 +27,35 @@ class DrawnLake(FrozenLakeEnvironment):
 
 
 def drawn(drawing: str, **options: Any) -> DrawnLake:
-    world = DrawnLake(FrozenLakeConfig(**options))
-    world.drawing = drawing
-    world.reset(seed=0)
-    return world
+    environment = DrawnLake(FrozenLakeConfig(**options))
+    environment.drawing = drawing
+    environment.reset(seed=0)
+    return environment
 
 
 def test_moves_edges_hole_and_goal() -> None:
-    world = drawn("P__\n_O_\n__G", slippery=False)
-    assert world.reset(seed=0)[0] == "P__\n_O_\n__G"
-    assert world.step("Up") == (
+    environment = drawn("P__\n_O_\n__G", slippery=False)
+    assert environment.reset(seed=0)[0] == "P__\n_O_\n__G"
+    assert environment.step("Up") == (
         "P__\n_O_\n__G",
         0.0,
         False,
         False,
         {"valid": True, "effective": False, "success": False},
     )
-    assert world.step("down")[0] == "___\nPO_\n__G"
-    world.step("Down")
-    assert world.step("Right")[0] == "___\n_O_\n_PG"
-    assert world.step("Right") == (
+    assert environment.step("down")[0] == "___\nPO_\n__G"
+    environment.step("Down")
+    assert environment.step("Right")[0] == "___\n_O_\n_PG"
+    assert environment.step("Right") == (
         "___\n_O_\n__√",
         1.0,
         True,
         False,
         {"valid": True, "effective": True, "success": True},
     )
-    world.reset(seed=0)
-    world.step("Right")
-    assert world.step("Down") == (
+    environment.reset(seed=0)
+    environment.step("Right")
+    assert environment.step("Down") == (
         "___\n_X_\n__G",
         0.0,
         True,
@@ -65,17 +65,17 @@ def test_moves_edges_hole_and_goal() -> None:
 
 
 def test_ascii_alphabet_on_the_goal() -> None:
-    world = drawn("PG\n__", slippery=False, alphabet="ascii")
-    assert world.step("Right")[0] == "_V\n__"
-    assert "√" not in world.instructions
+    environment = drawn("PG\n__", slippery=False, alphabet="ascii")
+    assert environment.step("Right")[0] == "_V\n__"
+    assert "√" not in environment.instructions
 
 
 def test_ice_slips_to_the_sides_only() -> None:
-    world = drawn("_____\n_____\n__P__\n____G\n_____", max_actions=1)
+    environment = drawn("_____\n_____\n__P__\n____G\n_____", max_actions=1)
     ends: dict[str, int] = {}
     for seed in range(3000):
-        world.reset(seed=seed)
-        shown = world.step("Left")[0]
+        environment.reset(seed=seed)
+        shown = environment.step("Left")[0]
         ends[shown] = ends.get(shown, 0) + 1
     places = {divmod(shown.replace("\n", "").index("P"), 5): count for shown, count in ends.items()}
     assert set(places) == {(2, 1), (1, 2), (3, 2)}
@@ -96,16 +96,18 @@ def test_exact_rates_by_hand() -> None:
     assert icy.baselines(1).random == pytest.approx(3 / 4 / 3)
 
 
-def best_by_enumeration(world: FrozenLakeEnvironment, tile: int, actions_left: int) -> float:
+def best_by_enumeration(environment: FrozenLakeEnvironment, tile: int, actions_left: int) -> float:
     """Expectimax without tables."""
-    lake = world.lake
+    lake = environment.lake
     if tile == lake.goal:
         return 1.0
     if tile in lake.holes or actions_left == 0:
         return 0.0
     return max(
         sum(
-            best_by_enumeration(world, lake.neighbour(tile, (action + turn) % 4), actions_left - 1)
+            best_by_enumeration(
+                environment, lake.neighbour(tile, (action + turn) % 4), actions_left - 1
+            )
             for turn in (-1, 0, 1)
         )
         / 3
@@ -116,48 +118,48 @@ def best_by_enumeration(world: FrozenLakeEnvironment, tile: int, actions_left: i
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=15, deadline=None)
 def test_optimum_equals_expectimax(seed: int) -> None:
-    world = FrozenLakeEnvironment(FrozenLakeConfig(size=3, max_actions=4))
-    world.reset(seed=seed)
-    assert world.baselines().optimal == pytest.approx(
-        best_by_enumeration(world, world.lake.start, 4)
+    environment = FrozenLakeEnvironment(FrozenLakeConfig(size=3, max_actions=4))
+    environment.reset(seed=seed)
+    assert environment.baselines().optimal == pytest.approx(
+        best_by_enumeration(environment, environment.lake.start, 4)
     )
 
 
 @given(seed=st.integers(0, 2**31 - 1), size=st.integers(2, 9), frozen=st.floats(0.3, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_maps_are_solvable(seed: int, size: int, frozen: float) -> None:
-    world = FrozenLakeEnvironment(
+    environment = FrozenLakeEnvironment(
         FrozenLakeConfig(
             size=size, frozen_probability=frozen, slippery=False, max_actions=size * size
         )
     )
-    shown, _ = world.reset(seed=seed)
+    shown, _ = environment.reset(seed=seed)
     assert shown.count("P") == shown.count("G") == 1 and len(shown) == size * (size + 1) - 1
     for _ in range(size * size):
-        action = world.optimal_action()
+        action = environment.optimal_action()
         assert action is not None
-        _, _, terminated, _, info = world.step(action)
+        _, _, terminated, _, info = environment.step(action)
         if terminated:
             break
     assert info["success"]
 
 
 def test_the_solver_takes_the_shortest_way_on_firm_ice() -> None:
-    world = drawn("P___\nOOO_\n____\nG___", slippery=False, max_actions=50)
+    environment = drawn("P___\nOOO_\n____\nG___", slippery=False, max_actions=50)
     ways = []
     while not ways or not ways[-1][2]:
-        action = world.optimal_action()
+        action = environment.optimal_action()
         assert action is not None
-        ways.append(world.step(action))
+        ways.append(environment.step(action))
     assert len(ways) == 9
 
 
 def test_frozen_share_is_as_asked() -> None:
-    world = FrozenLakeEnvironment(FrozenLakeConfig(size=12))
+    environment = FrozenLakeEnvironment(FrozenLakeConfig(size=12))
     holes = []
     for seed in range(100):
-        world.reset(seed=seed)
-        holes.append(len(world.lake.holes) / 144)
+        environment.reset(seed=seed)
+        holes.append(len(environment.lake.holes) / 144)
     assert np.mean(holes) == pytest.approx(0.2, abs=0.02)
 
 
@@ -166,11 +168,11 @@ def test_rates_match_the_published_calibration() -> None:
     difference of two samples are allowed."""
     published = {5: (0.157, 0.290), 10: (0.212, 0.483), 20: (0.264, 0.698)}
     for limit, (by_chance, best) in published.items():
-        world = FrozenLakeEnvironment(FrozenLakeConfig())
+        environment = FrozenLakeEnvironment(FrozenLakeConfig())
         rates = []
         for seed in range(NUM_MAPS):
-            world.reset(seed=seed)
-            rates.append(world.baselines(limit))
+            environment.reset(seed=seed)
+            rates.append(environment.baselines(limit))
         for known, ours in (
             (by_chance, [rate.random for rate in rates]),
             (best, [rate.optimal for rate in rates]),
@@ -182,22 +184,26 @@ def test_rates_match_the_published_calibration() -> None:
 
 
 def test_played_rates_match_the_tables() -> None:
-    """The solver and a random player, played on 1000 worlds with their slips, against the exact
+    """The solver and a random player, played on 1000 lakes with their slips, against the exact
     means; 4 standard errors."""
     import random
 
     config = FrozenLakeConfig()
-    world = FrozenLakeEnvironment(config)
+    environment = FrozenLakeEnvironment(config)
     wins = {"optimal": 0, "random": 0}
     rng = random.Random(0)
     for player in wins:
         for seed in range(1000):
-            world.reset(seed=seed)
+            environment.reset(seed=seed)
             over = False
             while not over:
-                action = world.optimal_action() if player == "optimal" else world.random_action(rng)
+                action = (
+                    environment.optimal_action()
+                    if player == "optimal"
+                    else environment.random_action(rng)
+                )
                 assert action is not None
-                _, _, terminated, truncated, info = world.step(action)
+                _, _, terminated, truncated, info = environment.step(action)
                 over = terminated or truncated
             wins[player] += info["success"]
     exact = mean_baselines(config, range(1000))
@@ -209,15 +215,15 @@ def test_played_rates_match_the_tables() -> None:
 
 
 def test_words_say_what_the_map_shows() -> None:
-    world = drawn("P__\nO__\n__G", slippery=False, view="words")
-    shown, _ = world.reset(seed=0)
+    environment = drawn("P__\nO__\n__G", slippery=False, view="words")
+    shown, _ = environment.reset(seed=0)
     assert shown.startswith("Goal two down, two right; left edge, down hole, right ice, up edge")
     assert shown.count("one down, same column") == 1  # the hole
-    world.step("Right")
-    assert world.step("Down")[0].startswith(
+    environment.step("Right")
+    assert environment.step("Down")[0].startswith(
         "Goal one down, one right; left hole, down ice, right ice, up ice"
     )
-    assert "fell" in world.step("Left")[0]
+    assert "fell" in environment.step("Left")[0]
 
 
 @pytest.mark.parametrize(

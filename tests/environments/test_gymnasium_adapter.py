@@ -59,13 +59,13 @@ def _registered() -> Iterator[None]:
     del gymnasium.registry["AgentEvoEcho-v0"]
 
 
-def test_drawn_world_and_named_actions() -> None:
-    world = make(FIRM)
-    shown, _ = world.reset(seed=0)
+def test_drawn_environment_and_named_actions() -> None:
+    environment = make(FIRM)
+    shown, _ = environment.reset(seed=0)
     assert shown.strip() == "[S]FFF\nFHFH\nFFFH\nHFFG"
-    shown, _, _, _, info = world.step("down")
+    shown, _, _, _, info = environment.step("down")
     assert shown.splitlines()[-4:] == ["SFFF", "[F]HFH", "FFFH", "HFFG"] and info["effective"]
-    assert "Left, Down, Right, Up" in world.instructions
+    assert "Left, Down, Right, Up" in environment.instructions
 
 
 def test_solver_and_exact_rates_from_published_transitions() -> None:
@@ -77,12 +77,12 @@ def test_solver_and_exact_rates_from_published_transitions() -> None:
     )  # the 4x4 map's known optimum with 100 actions
     assert rates.random == pytest.approx(0.0139, abs=0.0005)
     for config in (FIRM, TAXI):
-        world = make(config)
-        world.reset(seed=3)
+        environment = make(config)
+        environment.reset(seed=3)
         for _ in range(config.max_actions):
-            action = world.optimal_action()
+            action = environment.optimal_action()
             assert action is not None
-            _, _, terminated, _, info = world.step(action)
+            _, _, terminated, _, info = environment.step(action)
             if terminated:
                 break
         assert info["success"]
@@ -100,45 +100,47 @@ def test_unpublished_transitions_are_sampled() -> None:
     config = GymnasiumConfig(id="Blackjack-v1", action_names=("stick", "hit"))
     rates = mean_baselines(config, range(5))
     assert rates.optimal is None and rates.random is not None and 0 <= rates.random < 0.6
-    world = make(config)
-    shown, _ = world.reset(seed=1)
-    assert shown.count(",") == 2 and world.optimal_action() is None
+    environment = make(config)
+    shown, _ = environment.reset(seed=1)
+    assert shown.count(",") == 2 and environment.optimal_action() is None
 
 
 def test_max_actions_replaces_gymnasiums_limit() -> None:
-    world = make(LAKE.model_copy(update={"max_actions": 130, "kwargs": {"map_name": "8x8"}}))
-    world.reset(seed=1)
-    ends = [world.step("Up")[2:4] for _ in range(130)]
+    environment = make(LAKE.model_copy(update={"max_actions": 130, "kwargs": {"map_name": "8x8"}}))
+    environment.reset(seed=1)
+    ends = [environment.step("Up")[2:4] for _ in range(130)]
     assert ends == [(False, False)] * 129 + [(False, True)]
 
 
-def test_text_world() -> None:
-    world = GymnasiumEnvironment(
+def test_text_environment() -> None:
+    environment = GymnasiumEnvironment(
         GymnasiumConfig(id="AgentEvoEcho-v0", instructions="Repeat the password.", max_actions=3)
     )
-    shown, _ = world.reset(seed=4)
+    shown, _ = environment.reset(seed=4)
     password = shown.removeprefix("Password ").removesuffix("?")
-    assert world.reset(seed=4)[0] == shown
-    assert world.step("XYZ")[4] == {
+    assert environment.reset(seed=4)[0] == shown
+    assert environment.step("XYZ")[4] == {
         "valid": False,
         "effective": False,
         "success": False,
     }  # letters outside the space
-    assert world.step(password) == (
+    assert environment.step(password) == (
         "Thanks.",
         1.0,
         True,
         False,
         {"valid": True, "effective": True, "success": True},
     )
-    world.reset(seed=4)
-    assert not world.step("hh")[4]["success"]  # the environment's own word wins over the reward
-    world.reset(seed=4)
-    assert world.step("h")[2:4] == (False, True)  # truncated by the environment
-    assert world.instructions == "Repeat the password."
-    rates = world.baselines()
+    environment.reset(seed=4)
+    assert not environment.step("hh")[4][
+        "success"
+    ]  # the environment's own word wins over the reward
+    environment.reset(seed=4)
+    assert environment.step("h")[2:4] == (False, True)  # truncated by the environment
+    assert environment.instructions == "Repeat the password."
+    rates = environment.baselines()
     assert rates.random is None and rates.optimal is None
-    assert spaces.Text(8, charset="abcdefgh").contains(world.random_action(random.Random(0)))
+    assert spaces.Text(8, charset="abcdefgh").contains(environment.random_action(random.Random(0)))
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def test_hopeless_for_want_of_time_still_goes_the_right_way() -> None:
 
 def test_random_play_agrees_with_the_exact_rate() -> None:
     config = SokobanConfig(max_actions=8)
-    world = SokobanEnvironment(config)
+    environment = SokobanEnvironment(config)
     for seed in (1, 2, 3):
-        world.reset(seed=seed)
-        exact = world.baselines().random
+        environment.reset(seed=seed)
+        exact = environment.baselines().random
         assert exact is not None
         played = random_play_success(lambda: SokobanEnvironment(config), seed, 800)
         assert played == pytest.approx(exact, abs=4 * (exact * (1 - exact) / 800) ** 0.5)
@@ -52,11 +52,11 @@ def test_random_play_agrees_with_the_exact_rate() -> None:
 
 def test_random_play_agrees_on_ice_over_many_seeds() -> None:
     config = FrozenLakeConfig()
-    world = FrozenLakeEnvironment(config)
+    environment = FrozenLakeEnvironment(config)
     exact, played = [], []
     for seed in range(400):
-        world.reset(seed=seed)
-        exact.append(world.baselines().random)
+        environment.reset(seed=seed)
+        exact.append(environment.baselines().random)
         played.append(random_play_success(lambda: FrozenLakeEnvironment(config), seed, 4))
     assert np.mean(played) == pytest.approx(
         np.mean(np.array(exact, dtype=float)), abs=4 * np.std(played) / 20

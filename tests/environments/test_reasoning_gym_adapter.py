@@ -12,32 +12,32 @@ SUMS = ReasoningGymConfig(dataset="chain_sum", options={"min_terms": 2, "max_ter
 
 
 def test_reference_answer_succeeds_and_another_does_not() -> None:
-    world = make(SUMS)
+    environment = make(SUMS)
     questions = set()
     for seed in range(20):
-        shown, _ = world.reset(seed=seed)
+        shown, _ = environment.reset(seed=seed)
         questions.add(shown)
-        answer = world.optimal_action()
+        answer = environment.optimal_action()
         assert answer is not None
-        assert world.step(answer) == (
+        assert environment.step(answer) == (
             shown,
             1.0,
             True,
             False,
             {"valid": True, "effective": True, "success": True},
         )
-        assert world.reset(seed=seed)[0] == shown
-        _, reward, terminated, _, info = world.step("a thousand")
+        assert environment.reset(seed=seed)[0] == shown
+        _, reward, terminated, _, info = environment.step("a thousand")
         assert reward < 1 and terminated and not info["success"]
     assert len(questions) > 15
 
 
 def test_empty_answers_are_invalid_and_baselines_unknown() -> None:
-    world = make(SUMS)
-    world.reset(seed=1)
-    assert world.step("  ")[4]["valid"] is False
+    environment = make(SUMS)
+    environment.reset(seed=1)
+    assert environment.step("  ")[4]["valid"] is False
     assert mean_baselines(SUMS, range(3)) == Baselines(random=None, optimal=1.0)
-    assert world.random_action(random.Random(1)).lstrip("-").isdigit()
+    assert environment.random_action(random.Random(1)).lstrip("-").isdigit()
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_empty_answers_are_invalid_and_baselines_unknown() -> None:
     ["countdown", "basic_arithmetic", "knights_knaves", "sokoban", "simple_equations", "maze"],
 )
 def test_datasets_of_many_kinds_work(dataset: str) -> None:
-    world = make(ReasoningGymConfig(dataset=dataset))
-    shown, _ = world.reset(seed=7)
+    environment = make(ReasoningGymConfig(dataset=dataset))
+    shown, _ = environment.reset(seed=7)
     assert len(shown) > 10
-    answer = world.optimal_action()
-    assert answer is None or world.step(answer)[4]["success"]
+    answer = environment.optimal_action()
+    assert answer is None or environment.step(answer)[4]["success"]
 
 
 def test_refused() -> None:

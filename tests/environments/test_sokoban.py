@@ -42,48 +42,50 @@ class DrawnRoom(SokobanEnvironment):
 
 
 def drawn(drawing: str, **options: Any) -> DrawnRoom:
-    world = DrawnRoom(SokobanConfig(**options))
-    world.drawing = drawing
-    world.reset(seed=0)
-    return world
+    environment = DrawnRoom(SokobanConfig(**options))
+    environment.drawing = drawing
+    environment.reset(seed=0)
+    return environment
 
 
 def test_pushing_to_the_end_earns_eleven_less_a_tenth_per_action() -> None:
-    world = drawn("######\n#PX_O#\n######")
-    assert world.reset(seed=0)[0] == "######\n#PX_O#\n######"
-    shown, reward, terminated, truncated, info = world.step("right")
+    environment = drawn("######\n#PX_O#\n######")
+    assert environment.reset(seed=0)[0] == "######\n#PX_O#\n######"
+    shown, reward, terminated, truncated, info = environment.step("right")
     assert (shown, terminated, truncated) == ("######\n#_PXO#\n######", False, False)
     assert reward == pytest.approx(-0.1) and info == {
         "valid": True,
         "effective": True,
         "success": False,
     }
-    shown, last, terminated, _, info = world.step("Right")
+    shown, last, terminated, _, info = environment.step("Right")
     assert shown == "######\n#__P√#\n######" and terminated and info["success"]
     assert reward + last == pytest.approx(11 - 0.1 * 2)
 
 
 def test_boxes_on_and_off_targets() -> None:
-    world = drawn("########\n#PXO__X#\n#____O_#\n########", dim=(4, 8), num_boxes=2, max_solution=9)
-    assert world.step("Right")[1] == pytest.approx(1 - 0.1)
-    shown, reward, *_ = world.step("Right")
+    environment = drawn(
+        "########\n#PXO__X#\n#____O_#\n########", dim=(4, 8), num_boxes=2, max_solution=9
+    )
+    assert environment.step("Right")[1] == pytest.approx(1 - 0.1)
+    shown, reward, *_ = environment.step("Right")
     assert shown.splitlines()[1] == "#__SX_X#"
     assert reward == pytest.approx(-1 - 0.1)
 
 
 def test_walls_and_boxes_block() -> None:
     blocked = "#####\n#PXX#\n#OO_#\n#####"
-    world = drawn(blocked, num_boxes=2, dim=(5, 5), max_solution=9)
+    environment = drawn(blocked, num_boxes=2, dim=(5, 5), max_solution=9)
     for action in ("Right", "Up", "Left"):  # two boxes in a row; the wall; the wall
-        shown, reward, _, _, info = world.step(action)
+        shown, reward, _, _, info = environment.step(action)
         assert shown == blocked and reward == pytest.approx(-0.1)
         assert info == {"valid": True, "effective": False, "success": False}
-    assert world.step("Down")[0] == "#####\n#_XX#\n#SO_#\n#####"
+    assert environment.step("Down")[0] == "#####\n#_XX#\n#SO_#\n#####"
 
 
 def test_an_invalid_action_costs_like_any_other() -> None:
-    world = drawn("#####\n#PXO#\n#####")
-    assert world.step("Push")[1] == pytest.approx(-0.1)
+    environment = drawn("#####\n#PXO#\n#####")
+    assert environment.step("Push")[1] == pytest.approx(-0.1)
 
 
 def test_other_alphabets_draw_the_same_room() -> None:
@@ -103,9 +105,11 @@ def test_words_say_what_the_room_shows() -> None:
 
 
 def test_a_lost_room_has_no_optimal_action() -> None:
-    world = drawn("#####\n#_XP#\n#_O_#\n#####")
-    assert world.optimal_action() is None  # the box is against the upper wall, no target there
-    assert world.solution_length() is None
+    environment = drawn("#####\n#_XP#\n#_O_#\n#####")
+    assert (
+        environment.optimal_action() is None
+    )  # the box is against the upper wall, no target there
+    assert environment.solution_length() is None
 
 
 def forward_distances(room: Room, state: int) -> dict[int, int]:
@@ -124,22 +128,24 @@ def forward_distances(room: Room, state: int) -> dict[int, int]:
 @given(seed=st.integers(0, 10**6), num_boxes=st.sampled_from([1, 1, 2]))
 @settings(max_examples=25, deadline=None)
 def test_distances_are_shortest(seed: int, num_boxes: int) -> None:
-    world = SokobanEnvironment(SokobanConfig(num_boxes=num_boxes, min_solution=2, max_solution=9))
-    world.reset(seed=seed)
-    state = world._state
-    ahead = forward_distances(world.room, state)
-    shortest = min(count for reached, count in ahead.items() if world.room.solved(reached))
-    assert world.solution_length() == shortest
+    environment = SokobanEnvironment(
+        SokobanConfig(num_boxes=num_boxes, min_solution=2, max_solution=9)
+    )
+    environment.reset(seed=seed)
+    state = environment._state
+    ahead = forward_distances(environment.room, state)
+    shortest = min(count for reached, count in ahead.items() if environment.room.solved(reached))
+    assert environment.solution_length() == shortest
     assert 2 <= shortest <= 9
-    assert not state >> PLAYER_BITS & world.room.targets
+    assert not state >> PLAYER_BITS & environment.room.targets
 
 
 @given(seed=st.integers(0, 10**6), data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_reversed_moves_are_moves(seed: int, data: st.DataObject) -> None:
-    world = SokobanEnvironment(SokobanConfig(num_boxes=2, max_solution=8))
-    world.reset(seed=seed)
-    room = world.room
+    environment = SokobanEnvironment(SokobanConfig(num_boxes=2, max_solution=8))
+    environment.reset(seed=seed)
+    room = environment.room
     state = data.draw(st.sampled_from(sorted(distances(room))))
     for previous in room.before(state):
         assert previous != state and state in {room.step(previous, action) for action in range(4)}
@@ -150,19 +156,19 @@ def test_reversed_moves_are_moves(seed: int, data: st.DataObject) -> None:
 
 
 def test_the_solver_recovers_from_random_actions() -> None:
-    world = SokobanEnvironment(SokobanConfig(max_actions=100))
+    environment = SokobanEnvironment(SokobanConfig(max_actions=100))
     rng = random.Random(0)
     recovered = 0
     for seed in range(60):
-        world.reset(seed=seed)
+        environment.reset(seed=seed)
         info: dict[str, Any] = {"success": False}
         for _ in range(3):
             if not info["success"]:
-                _, _, _, _, info = world.step(world.random_action(rng))
-        while not info["success"] and (action := world.optimal_action()) is not None:
-            before = world.solution_length()
-            _, _, _, _, info = world.step(action)
-            assert before is not None and world.solution_length() == before - 1
+                _, _, _, _, info = environment.step(environment.random_action(rng))
+        while not info["success"] and (action := environment.optimal_action()) is not None:
+            before = environment.solution_length()
+            _, _, _, _, info = environment.step(action)
+            assert before is not None and environment.solution_length() == before - 1
         recovered += info["success"]
     assert recovered >= 40
 
@@ -170,14 +176,14 @@ def test_the_solver_recovers_from_random_actions() -> None:
 def test_difficulty_is_about_ragens() -> None:
     """6x6 with one box (shared/reference/recipes.md 1.9): random 12, 19, 27% in 5, 10, 20 actions;
     optimum 74-78% in 5, all in 10."""
-    world = SokobanEnvironment(SokobanConfig())
+    environment = SokobanEnvironment(SokobanConfig())
     rates: dict[int, list[float]] = {5: [], 10: [], 20: []}
     lengths = []
     for seed in range(400):
-        world.reset(seed=seed)
-        lengths.append(world.solution_length() or 0)
+        environment.reset(seed=seed)
+        lengths.append(environment.solution_length() or 0)
         for limit, values in rates.items():
-            values.append(world.baselines(limit).random or 0.0)
+            values.append(environment.baselines(limit).random or 0.0)
     for limit, known in ((5, 0.120), (10, 0.190), (20, 0.269)):
         assert np.mean(rates[limit]) == pytest.approx(known, abs=0.035)
     assert 0.65 < np.mean(np.array(lengths) <= 5) < 0.80
@@ -186,39 +192,39 @@ def test_difficulty_is_about_ragens() -> None:
 
 def test_larger_rooms_are_about_ragens_larger() -> None:
     """The same table, 8x8 with two boxes: random 2.6% in 10 actions, optimum 45.7% in 5."""
-    world = SokobanEnvironment(
+    environment = SokobanEnvironment(
         SokobanConfig(dim=(8, 8), num_boxes=2, min_solution=3, max_solution=8)
     )
     rates, lengths = [], []
     for seed in range(60):
-        world.reset(seed=seed)
-        rates.append(world.baselines(10).random or 0.0)
-        lengths.append(distances(world.room, 8)[world._state])
+        environment.reset(seed=seed)
+        rates.append(environment.baselines(10).random or 0.0)
+        lengths.append(distances(environment.room, 8)[environment._state])
     assert np.mean(rates) == pytest.approx(0.026, abs=0.02)
     assert 0.3 < np.mean(np.array(lengths) <= 5) < 0.7
 
 
 def test_random_rate_by_hand_and_optimal_by_limit() -> None:
-    world = drawn("######\n#PX_O#\n######", max_solution=7)
-    assert world.baselines(1).random == 0.0
-    assert world.baselines(2).random == pytest.approx(1 / 16)
+    environment = drawn("######\n#PX_O#\n######", max_solution=7)
+    assert environment.baselines(1).random == 0.0
+    assert environment.baselines(2).random == pytest.approx(1 / 16)
     # In three: right, right within the three with one idle action (left, up or down against a wall)
     # first, or up/down between.
-    assert world.baselines(3).random == pytest.approx(1 / 16 + 3 / 64 + 2 / 64)
-    assert world.baselines(1).optimal == 0.0
-    assert world.baselines(2).optimal == 1.0
+    assert environment.baselines(3).random == pytest.approx(1 / 16 + 3 / 64 + 2 / 64)
+    assert environment.baselines(1).optimal == 0.0
+    assert environment.baselines(2).optimal == 1.0
 
 
 def test_sampled_rate_matches_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = SokobanEnvironment(SokobanConfig(min_solution=2, max_solution=3))
-    world.reset(seed=5)
-    exact = world.baselines(10).random
+    environment = SokobanEnvironment(SokobanConfig(min_solution=2, max_solution=3))
+    environment.reset(seed=5)
+    exact = environment.baselines(10).random
     assert (
         exact is not None
-        and random_player_success(world.room, world._state, 10, max_states=1) is None
+        and random_player_success(environment.room, environment._state, 10, max_states=1) is None
     )
     monkeypatch.setattr(sokoban, "EXACT_STATES", 1)
-    sampled = world.baselines(10).random
+    sampled = environment.baselines(10).random
     assert sampled != exact  # so it was sampled
     assert sampled == pytest.approx(
         exact, abs=4 * (exact * (1 - exact) / sokoban.SAMPLED_PLAYS) ** 0.5
@@ -226,10 +232,10 @@ def test_sampled_rate_matches_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rooms_are_made_fast() -> None:
-    world = SokobanEnvironment(SokobanConfig())
+    environment = SokobanEnvironment(SokobanConfig())
     began = time.process_time()
     for seed in range(200):
-        world.reset(seed=seed)
+        environment.reset(seed=seed)
     assert (time.process_time() - began) / 200 < 0.005
 
 

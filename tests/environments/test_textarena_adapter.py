@@ -17,11 +17,11 @@ SOLUTION = ("A C", "A B", "C B", "A C", "B A", "B C", "A C")
 
 
 def test_a_puzzle_for_one() -> None:
-    world = make(HANOI)
-    shown, _ = world.reset(seed=1)
+    environment = make(HANOI)
+    shown, _ = environment.reset(seed=1)
     assert "Tower of Hanoi" in shown and "A: [3, 2, 1]" in shown
     for count, move in enumerate(SOLUTION, start=1):
-        shown, reward, terminated, truncated, info = world.step(
+        shown, reward, terminated, truncated, info = environment.step(
             move
         )  # TextArena's own wrapper adds the brackets
         assert info["valid"] and info["effective"]
@@ -33,10 +33,10 @@ def test_a_puzzle_for_one() -> None:
 
 
 def test_invalid_actions_never_end_the_game() -> None:
-    world = make(HANOI.model_copy(update={"max_actions": 5}))
-    world.reset(seed=1)
+    environment = make(HANOI.model_copy(update={"max_actions": 5}))
+    environment.reset(seed=1)
     for count in range(1, 6):
-        shown, reward, terminated, truncated, info = world.step("lift all")
+        shown, reward, terminated, truncated, info = environment.step("lift all")
         assert (
             "A: [3, 2, 1]" in shown and reward == 0 and not terminated and truncated is (count == 5)
         )
@@ -48,11 +48,11 @@ def test_a_game_for_two_against_a_seeded_random_player(seat: int) -> None:
     config = TICTACTOE.model_copy(update={"seat": seat})
 
     def play(seed: int, player: int) -> list[object]:
-        world = make(config)
+        environment = make(config)
         rng = random.Random(player)
-        seen: list[object] = [world.reset(seed=seed)]
+        seen: list[object] = [environment.reset(seed=seed)]
         while True:
-            step = world.step(world.random_action(rng))
+            step = environment.step(environment.random_action(rng))
             seen.append(step)
             if step[2] or step[3]:
                 return seen
@@ -75,11 +75,11 @@ def test_the_opponent_moves_first_from_seat_one() -> None:
 
 
 def test_random_rate_is_known_where_actions_are() -> None:
-    world = make(TICTACTOE)
-    world.reset(seed=0)
-    rate = world.baselines().random
+    environment = make(TICTACTOE)
+    environment.reset(seed=0)
+    rate = environment.baselines().random
     assert rate is not None and 0.3 < rate < 0.9  # the first player wins 58% of random games
-    assert world.baselines().optimal is None and world.optimal_action() is None
+    assert environment.baselines().optimal is None and environment.optimal_action() is None
     guess = make(TextArenaConfig(game="TowerOfHanoi-v0"))
     guess.reset(seed=0)
     assert guess.baselines().random is None
@@ -93,9 +93,9 @@ def test_global_random_numbers_are_left_alone() -> None:
     expected = random.random(), np.random.rand()
     random.seed(5)
     np.random.seed(5)
-    world = make(TICTACTOE)
-    world.reset(seed=9)
-    world.step("[4]")
+    environment = make(TICTACTOE)
+    environment.reset(seed=9)
+    environment.step("[4]")
     assert (random.random(), np.random.rand()) == expected
 
 
@@ -106,13 +106,13 @@ def test_episodes_do_not_disturb_each_other() -> None:
     moves = ["[up]", "[left]", "[down]", "[right]"] * 3
 
     def boards(between: int) -> list[str]:
-        world, other = make(config), make(config)
-        seen = [world.reset(seed=3)[0]]
+        environment, other = make(config), make(config)
+        seen = [environment.reset(seed=3)[0]]
         for move in moves:
             if between:
                 other.reset(seed=between)
                 other.step(move)
-            step = world.step(move)
+            step = environment.step(move)
             seen.append(step[0])
             if step[2]:
                 break

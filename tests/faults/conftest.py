@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fault_environment import SMALL
 from fault_lives import Component, Nursery, finish
-from fault_world import SMALL
 
 from agentevo.config import RunConfig, build_config
 

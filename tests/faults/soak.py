@@ -26,8 +26,8 @@ from statistics import fmean
 
 import psutil
 from fault_checks import Account, check
+from fault_environment import SMALL, under
 from fault_lives import Component, Nursery
-from fault_world import SMALL, under
 
 from agentevo.config import RunConfig, build_config
 from agentevo.store.store import open_store

@@ -37,9 +37,9 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_world_that_never_answers(staleness: int, small: Small, members: Members) -> None:
-    """One world in eight hangs at its first action: its attempts fail with the reason, all others
-    are trained on."""
+def test_an_environment_that_never_answers(staleness: int, small: Small, members: Members) -> None:
+    """One environment in eight hangs at its first action: its attempts fail with the reason, all
+    others are trained on."""
     config = small(
         "trainer.steps=6",
         "environment.hangs=8",

@@ -14,7 +14,8 @@ import torch
 from agentevo.models.allocator import give_back_freed_blocks
 
 def resident_mib():
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1024
 
 if sys.argv[1] == "given back":

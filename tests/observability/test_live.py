@@ -210,10 +210,18 @@ def test_drops_are_listed_by_number() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.00s"), (0.42, "0.42s"), (8.31, "8.3s"), (59.94, "59.9s"), (59.96, "1m00s"),
-        (187, "3m07s"), (3599.6, "1h00m"), (7500, "2h05m"), (273600, "3d04h"), (-1, "0.00s"),
+        (0, "0.00s"),
+        (0.42, "0.42s"),
+        (8.31, "8.3s"),
+        (59.94, "59.9s"),
+        (59.96, "1m00s"),
+        (187, "3m07s"),
+        (3599.6, "1h00m"),
+        (7500, "2h05m"),
+        (273600, "3d04h"),
+        (-1, "0.00s"),
     ],
-)  # fmt: skip
+)
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 

@@ -46,10 +46,15 @@ def trajectory(**changes: object) -> Trajectory:
         reward=0.9,
     )
     fields: dict[str, object] = {
-        "id": "t1", "task_id": "lake/12", "group_id": "g1", "turns": [first, second],
-        "reward": 0.9, "success": True, "duration_s": 1.5,
+        "id": "t1",
+        "task_id": "lake/12",
+        "group_id": "g1",
+        "turns": [first, second],
+        "reward": 0.9,
+        "success": True,
+        "duration_s": 1.5,
         "metrics": {"num_actions": 2.0},
-    }  # fmt: skip
+    }
     return Trajectory(**(fields | changes))  # type: ignore[arg-type]
 
 

@@ -67,7 +67,7 @@ def test_demonstrations_train_what_the_solver_says(memory, small_config, quiet_v
         assert [environment.step(action)[4]["success"] for action in actions][-1]
 
 
-def test_a_world_without_a_solver_is_refused(quiet_view, tmp_path):
+def test_an_environment_without_a_solver_is_refused(quiet_view, tmp_path):
     config = build_config(
         {
             "environment": {"type": "gymnasium", "id": "CartPole-v1"},

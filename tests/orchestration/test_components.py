@@ -99,7 +99,7 @@ def test_refills_are_nobody_elses_tasks():
         refills
     ) + len(others)
     assert {task.seed % 4 for task in refills} == {0}, (
-        "apart from held-out worlds and demonstrations by their seeds"
+        "apart from held-out environments and demonstrations by their seeds"
     )
     assert (
         list(islice(tasks.refill(3), 5))
@@ -177,8 +177,8 @@ def test_an_environments_limit_is_the_smaller_of_its_own_and_the_agents():
         make_environment(config_of())
 
 
-def test_the_tiny_policy_knows_every_word_of_its_world(tmp_path):
-    """Words that only other worlds of the environment use are tokens too, and the parts share one
+def test_the_tiny_policy_knows_every_word_of_its_environment(tmp_path):
+    """Words that only other seeds of the environment use are tokens too, and the parts share one
     model."""
     config = build_config(
         {

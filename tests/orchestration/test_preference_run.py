@@ -231,7 +231,7 @@ def test_what_is_missing_is_said_before_anything_is_created(tmp_path, small_conf
     )
     with pytest.raises(
         ConfigError,
-        match=r"no solver, which algorithm\.pairs=demonstrations asks: set algorithm\.pairs=best_worst",
+        match=r"no solver, which algorithm\.pairs=demonstrations asks: set algorithm\.pairs=best",
     ):
         check_preference(unsolved)
 
@@ -252,7 +252,7 @@ def test_another_file_is_another_run(tmp_path, pair_file, quiet_view):
         )
 
 
-def test_the_world_of_a_task_is_known_by_its_id():
+def test_the_environment_of_a_task_is_known_by_its_id():
     tasks = environment_tasks("coins", 9, "train", 3, 4) + environment_tasks(
         "coins", 9, "eval", 0, 2
     )

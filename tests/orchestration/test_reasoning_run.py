@@ -87,7 +87,7 @@ def test_rows_with_and_without_thoughts_are_learned(model, tmp_path, quiet_view)
     rows = [
         [asked, {"role": "assistant", "content": "ONE"}],
         [asked, {"role": "assistant", "content": "<think>\nso\n</think>\n\nONE"}],
-        [asked, {"role": "assistant", "content": "ONE"}, asked, {"role": "assistant", "content": "ONE"}],
+        2 * [asked, {"role": "assistant", "content": "ONE"}],
     ]  # fmt: skip
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows * 8))

@@ -241,7 +241,8 @@ def test_a_store_that_has_lost_steps_costs_no_checkpoint(lost, tmp_path, small_c
     if lost == "some":
         store.write_bytes(older)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    message = rf"a checkpoint of step 3, but the store .* ends at step {0 if lost == 'all' else 1}: .*restore the store"
+    end = 0 if lost == "all" else 1
+    message = rf"a checkpoint of step 3, but the store .* ends at step {end}: .*restore the store"
     with pytest.raises(CheckpointError, match=message):
         train(config, resume=True, view=quiet_view())
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
@@ -359,7 +360,8 @@ def half_a_file(state, file):
     save(state, file)
 
 Attempt.run, torch.save = one_attempt, half_a_file
-train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=View("killed", plain=True, stream=open(os.devnull, "w")))
+view = View("killed", plain=True, stream=open(os.devnull, "w"))
+train(load_config(sys.argv[1]), resume="resume" in sys.argv, view=view)
 """
 
 

@@ -169,7 +169,7 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(run, small_config, quiet_
     before = snapshot(run.dir)
     with pytest.raises(
         ConfigError,
-        match=r"holds a run already: resume it with --resume, give another run\.dir, or .*run\.overwrite=true",
+        match=r"holds a run already: resume it with --resume, .*run\.dir, or .*run\.overwrite=true",
     ):
         train(small_config(run.dir), view=quiet_view())
     assert snapshot(run.dir) == before
@@ -294,7 +294,7 @@ def test_an_engine_without_time_ends_the_run_with_what_to_do_about_it(
     config = agent_config(tmp_path / "run", engine={"timeout_s": 1e-4})
     with pytest.raises(
         EngineError,
-        match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout_s",
+        match=r"given up after 5 tries: .*no completion within 0\.0001 s .*: raise engine\.timeout",
     ):
         train(config, agent=agent, tasks=TASKS, view=quiet_view())
     assert Run(config).trajectories() == []

@@ -1,4 +1,4 @@
-"""A world for the sampler's service: an engine whose version moves, agents that do as told,
+"""An environment for the sampler's service: an engine whose version moves, agents that do as told,
 services on one store."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeds of worlds: one world is never in two purposes."""
+"""Seeds of environments: one environment is never in two purposes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_purposes_never_share_a_seed():
         for purpose in ("train", "eval", "demonstration")
     }
     assert all(len(found) == 2000 for found in seeds.values()), (
-        "other runs and other indices are other worlds"
+        "other runs and other indices are other environments"
     )
     assert not seeds["train"] & seeds["eval"]
     assert not seeds["train"] & seeds["demonstration"]

@@ -9,7 +9,10 @@ from agentevo.models.tiny import byte_tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eom|>", "<|begin|>", "<|User|>", "<|Assistant|>"]
 
-_TOOLS = "{%- if tools -%}{{- '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' -}}{%- endif -%}"
+_TOOLS = (
+    "{%- if tools -%}{{- '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' -}}"
+    "{%- endif -%}"
+)
 _ASSISTANT = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 _THINKS = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"
 _CALLS = (
@@ -90,7 +93,8 @@ STRICT = _chatml(
     + _CALLS.replace("content or", "m.content or")
     + "{{- ('<|eom|>' if m.tool_calls else '<|im_end|>') + '\n' -}}",
     _ASSISTANT,
-    "{%- if messages[loop.index0 - 1].role != 'tool' and not messages[loop.index0 - 1].tool_calls -%}"
+    "{%- if messages[loop.index0 - 1].role != 'tool' "
+    "and not messages[loop.index0 - 1].tool_calls -%}"
     "{{- raise_exception('a tool has nothing to answer') -}}{%- endif -%}"
     "{{- '<|im_start|>tool ' + (m.tool_call_id or '-') + '\n' + m.content + '<|im_end|>\n' -}}",
 )

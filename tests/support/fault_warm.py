@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import fault_world  # noqa: F401 (registers its environment)
+import fault_environment  # noqa: F401 (registers its environment)
 import torch
 
 from agentevo.api.run import evaluate_model

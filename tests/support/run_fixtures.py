@@ -154,8 +154,8 @@ def _assert_same(one: Any, other: Any, where: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def same_order() -> Iterator[None]:
-    """For tests whose runs must be equal to the last bit, or come out alike on any machine: calls of
-    environments are waited for on the spot however long they take. On a busy machine they would
+    """For tests whose runs must be equal to the last bit, or come out alike on any machine: calls
+    of environments are waited for on the spot however long they take. On a busy machine they would
     otherwise change which requests the engine computes together, and with that the last digits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment_thread, "GRACE_S", 300.0)

@@ -20,7 +20,8 @@ import sys, time
 from secantus import SecantusDBServer
 # A transaction whose client was killed is in everybody's way until it is given up: after 2 seconds,
 # and not 60, that tests need not wait.
-server = SecantusDBServer(port=0, storage_path=sys.argv[1], replica_set_name=sys.argv[2] or None, transaction_lifetime_seconds=2.0)
+options = {"replica_set_name": sys.argv[2] or None, "transaction_lifetime_seconds": 2.0}
+server = SecantusDBServer(port=0, storage_path=sys.argv[1], **options)
 server.start()
 print(server.uri, flush=True)
 sys.stdin.read()
@@ -62,8 +63,9 @@ class PostgreSQL:
 
     def start(self, *, durable: bool = False) -> None:
         """`durable` as a server is by default; tests need not wait for the disk."""
-        options = f"-k {self.folder} -c listen_addresses='' -c max_connections=100" + (
-            "" if durable else " -c fsync=off"
+        options = (
+            f"-k {self.folder} -c listen_addresses='' -c max_connections=100 -c autovacuum=off"
+            + ("" if durable else " -c fsync=off")
         )
         self._call(
             "pg_ctl",

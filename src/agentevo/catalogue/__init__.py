@@ -1,5 +1,5 @@
-"""What the maths can be asked for, by name: formula, defaults, valid ranges, source, and what verl
-and TRL call it.
+"""The parts of an algorithm by name: formula, defaults, valid ranges, source, and what verl and TRL
+call each.
 
 No torch here: the configuration and `agentevo config explain` read it. Defaults stand here and
 nowhere else; the functions get every hyper-parameter from `resolve`.
@@ -117,7 +117,7 @@ def find(kind: Kind, entries: Mapping[str, Entry], name: str) -> Entry:
 
 def by_name(entries: Sequence[Entry]) -> dict[str, Entry]:
     """Raises ValueError if a name is there twice."""
-    found = {entry.name: entry for entry in entries}
-    if len(found) != len(entries):
+    named = {entry.name: entry for entry in entries}
+    if len(named) != len(entries):
         raise ValueError("two entries of one kind have the same name")
-    return found
+    return named

@@ -1,4 +1,4 @@
-"""What a name of an algorithm or of one of its entries stands for, as text for people."""
+"""Texts for people about algorithms and their entries, by name."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def _entry(kind: str, entry: Entry) -> str:
         f"  formula      {entry.formula}",
         f"  source       {entry.source}",
     ]
-    for one in entry.hyper:
-        default = "must be given" if one.default is None else f"default {_show(one.default)}"
-        lines.append(f"  algorithm.{one.name}: {one.meaning}; {one.range}; {default}")
+    for hyper in entry.hyper:
+        default = "must be given" if hyper.default is None else f"default {_show(hyper.default)}"
+        lines.append(f"  algorithm.{hyper.name}: {hyper.meaning}; {hyper.range}; {default}")
     if entry.needs:
         lines.append(
             f"  needs        {', '.join(f'{need}{_from_where(need)}' for need in entry.needs)}"
@@ -143,12 +143,12 @@ def markdown() -> str:
         "| `algorithm.name` | preference loss | pairs | other keys | source |",
         "|---|---|---|---|---|",
     ]
-    for one in PREFERENCE_PRESETS.values():
-        preferred = resolve_preference(one.name, {})
-        keys = ", ".join(f"{key}={_show(value)}" for key, value in one.keys.items())
+    for preference in PREFERENCE_PRESETS.values():
+        resolved = resolve_preference(preference.name, {})
+        keys = ", ".join(f"{key}={_show(value)}" for key, value in preference.keys.items())
         lines.append(
-            f"| {one.name} | {preferred.loss}{_settings(one.hyper)} | "
-            f"{preferred.pairs or 'single answers'} | {keys} | {one.source} |"
+            f"| {preference.name} | {resolved.loss}{_settings(preference.hyper)} | "
+            f"{resolved.pairs or 'single answers'} | {keys} | {preference.source} |"
         )
     for kind, entries in ENTRIES.items():
         lines += ["", f"## {kind}", ""]
@@ -163,9 +163,10 @@ def markdown() -> str:
             ]
             if entry.hyper:
                 settings = [
-                    f"`{one.name}` ({one.range}; "
-                    f"{'no default' if one.default is None else f'default {_show(one.default)}'})"
-                    for one in entry.hyper
+                    f"`{hyper.name}` ({hyper.range}; "
+                    + ("no default" if hyper.default is None else f"default {_show(hyper.default)}")
+                    + ")"
+                    for hyper in entry.hyper
                 ]
                 lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
             lines += [f"- {peer}: {text}" for peer, text in entry.peers.items()]

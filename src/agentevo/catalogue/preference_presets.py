@@ -1,6 +1,7 @@
 """Presets that train by a preference loss: pairs of answers in place of advantages.
 
-resolve_preference("ipo", {"beta": 0.5})  ->  PreferenceAlgorithm(loss="ipo", hyper={"beta": 0.5}, pairs="best_worst")
+resolve_preference("ipo", {"beta": 0.5})
+->  PreferenceAlgorithm(loss="ipo", hyper={"beta": 0.5}, pairs="best_worst")
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def resolve_preference(
     Raises ValueError."""
     preset = PREFERENCE_PRESETS[name]
     loss = preference_loss or preset.preference_loss
-    known = {one.name for one in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
+    known = {hyper.name for hyper in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
     inherited = {
         key: value
         for key, value in preset.hyper.items()

@@ -1,7 +1,8 @@
 """Presets: named combinations of an advantage, a policy loss, an aggregation, their
 hyper-parameters and other keys of the recipe's algorithm section. Nothing else is in a preset.
 
-resolve_preset("dapo", {"clip_high": 0.3})  ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
+    resolve_preset("dapo", {"clip_high": 0.3})
+    ->  Algorithm(advantage="grpo", policy_loss="ppo_clip", aggregation="token-mean", ...)
 """
 
 from __future__ import annotations
@@ -283,7 +284,7 @@ def resolve_preset(
     resolved: dict[str, Mapping[str, Value]] = {}
     used: set[str] = set()
     for kind, entries in KINDS.items():
-        known = {one.name for one in find(kind, entries, names[kind]).hyper}
+        known = {hyper.name for hyper in find(kind, entries, names[kind]).hyper}
         inherited = {
             key: value for key, value in preset.hyper.items() if key in known and kept[kind]
         }
@@ -326,22 +327,22 @@ def hyper_parameters() -> dict[str, tuple[Any, str]]:
     types: dict[str, Any] = {}
     for kind, entries in TUNABLE.items():
         for entry in entries.values():
-            for one in entry.hyper:
-                types[one.name] = (
+            for hyper in entry.hyper:
+                types[hyper.name] = (
                     bool
-                    if isinstance(one.default, bool)
-                    else Literal[one.choices]
-                    if one.choices
+                    if isinstance(hyper.default, bool)
+                    else Literal[hyper.choices]
+                    if hyper.choices
                     else float
                 )
-                texts.setdefault(one.name, {}).setdefault(one.meaning, []).append(
+                texts.setdefault(hyper.name, {}).setdefault(hyper.meaning, []).append(
                     f"{kind} {entry.name}"
                 )
     return {
         key: (
             types[key],
-            "; ".join(f"{', '.join(owners)}: {meaning}" for meaning, owners in found.items())
-            + ". Default: that of the chosen one.",
+            "; ".join(f"{', '.join(owners)}: {meaning}" for meaning, owners in meanings.items())
+            + ". Default: that of the chosen hyper.",
         )
-        for key, found in texts.items()
+        for key, meanings in texts.items()
     }

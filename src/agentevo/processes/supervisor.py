@@ -3,10 +3,10 @@ are started again when they die.
 
 They are `agentevo serve` and `agentevo sample` on the run's own configuration, with their output in
 RUN/logs/ and in sessions of their own: Ctrl-C is for this process alone. A child that somebody has
-killed is always replaced. One that fails again and again, and none of its lives was good for
-anything, has something wrong with it: then `check` raises, with the end of its log. An engine was
-good for something once it has been announced for SOON_S, a sampler once it has lived for LONG_S.
-The children end with this process, however it ends.
+killed is always replaced. One that fails MAX_FAILURES times in a row before it was of use has
+something wrong with it: then `check` raises, with the end of its log. An engine was of use once it
+has been announced for SOON_S, a sampler once it has lived for LONG_S. The children end with this
+process, however it ends.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOOK_S = 0.2
 SOON_S = 20.0
 LONG_S = 200.0
 FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
-"""Signals that a process brings on itself. All others come from somebody else, and say nothing of
-it."""
+"""Signals that a process brings on itself. All others come from somebody else, and say nothing
+about it."""
 MAX_FAILURES = 3
 """In a row."""
 FIRST_DELAY_S = 0.2
@@ -49,7 +49,7 @@ class ChildFailedError(AgentEvoError):
 
 @dataclass(eq=False)
 class _Child:
-    """One of them, through all its lives."""
+    """A sampler or engine: one process after another."""
 
     name: str
     command: list[str]
@@ -59,12 +59,12 @@ class _Child:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     announced: float | None = None
-    """When its announcement was first seen in this life."""
+    """When the announcement of this process was first seen."""
     not_before: float = 0.0
     failures: int = 0
-    """Ends of its own doing since a life that was good for something."""
+    """How often it has ended by itself since a process of it was of use."""
     trouble: str = ""
-    """Why it could not be started, as told last."""
+    """Why it could not be started, as reported last."""
 
     def start(self) -> None:
         with self.log.open("ab") as out:
@@ -78,8 +78,8 @@ class _Child:
         self.started, self.announced, self.trouble = time.monotonic(), None, ""
 
     def look(self) -> int | None:
-        """Starts it when it is due; its exit code if it has just been found dead. Raises OSError if
-        it can't be started."""
+        """Starts it when it is due. Returns its exit code if it has ended since the last look.
+        Raises OSError if it can't be started."""
         if self.process is None:
             if time.monotonic() >= self.not_before:
                 self.start()
@@ -88,7 +88,7 @@ class _Child:
         if code is None:
             self._look_for_announcement(self.process.pid)
             return None
-        if self._was_good():
+        if self._was_of_use():
             self.failures = 0
         elif (
             code > 0 or -code in FAULTS or (code == 0 and time.monotonic() - self.started < SOON_S)
@@ -101,19 +101,19 @@ class _Child:
     def _look_for_announcement(self, pid: int) -> None:
         if self.engines is None or self.announced is not None:
             return
-        with suppress(OSError):  # the next look tells
-            found = self.engines.find(self.name)
-            if found is not None and found.pid == pid:
+        with suppress(OSError):  # the next look finds out
+            announcement = self.engines.find(self.name)
+            if announcement is not None and announcement.pid == pid:
                 self.announced = time.monotonic()
 
-    def _was_good(self) -> bool:
+    def _was_of_use(self) -> bool:
         if self.engines is None:
             return time.monotonic() - self.started >= LONG_S
         return self.announced is not None and time.monotonic() - self.announced >= SOON_S
 
 
 class Supervisor:
-    """See the module. Enter it to start them."""
+    """See the module. Entering it starts the processes."""
 
     def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
         self._note, self._logs = note, config.run_dir / "logs"
@@ -198,11 +198,11 @@ class Supervisor:
         if child.failures < MAX_FAILURES:
             self._note(f"{child.name} ended ({how}) and is started again")
             return
-        told = (
+        what = (
             f"{child.name} failed {MAX_FAILURES} times before it was good for anything (the "
             f"last time: {how}); {child.log} ends with:"
         )
-        self._failure = ChildFailedError("\n".join([told, *_end_of(child.log)]))
+        self._failure = ChildFailedError("\n".join([what, *_end_of(child.log)]))
 
 
 def _end_of(log: Path) -> list[str]:

@@ -5,7 +5,8 @@ Made with verl 0.9.1 in an environment of its own:
 
     python3.11 -m venv PEER
     PEER/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-    PEER/bin/pip install numpy omegaconf tensordict==0.10.0 transformers==5.9.0 pandas packaging codetiming hydra-core accelerate datasets \
+    PEER/bin/pip install numpy omegaconf tensordict==0.10.0 transformers==5.9.0 \
+        pandas packaging codetiming hydra-core accelerate datasets \
         "ray>=2.41" "TransferQueue>=0.1.10" pillow cachetools uvicorn fastapi torchdata peft
     PEER/bin/pip install --no-deps verl==0.9.1
     PEER/bin/python tests/conformance/peers/record_verl.py

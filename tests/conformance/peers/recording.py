@@ -5,9 +5,12 @@ A recording is {"peer", "versions", "command", "batches": {name: {tensor: nested
 {name: {...}}}. A case names the function that was called, its batch and arguments, and holds what
 came back; where that is not float64 it says which dtype it is. Batches:
 
-- groups: groups of 4, 3 and 3 with ties (one group all equal), rows ragged with holes in the mask, one reward at the last trained token.
-- contiguous: groups without the holes. single: a group of one beside a group of three. empty: a row without trained tokens inside a group.
-- loss: log-ratios from 1e-4 to 0.9. extreme: log-ratios to +-30 with valid log-probs. loss_empty: a row without trained tokens.
+- groups: groups of 4, 3 and 3 with ties (one group all equal), rows ragged with holes in the mask,
+  one reward at the last trained token.
+- contiguous: groups without the holes. single: a group of one beside a group of three. empty: a row
+  without trained tokens inside a group.
+- loss: log-ratios from 1e-4 to 0.9. extreme: log-ratios to +-30 with valid log-probs. loss_empty: a
+  row without trained tokens.
 - pairs: summed log-probs of chosen and rejected answers with their lengths.
 """
 

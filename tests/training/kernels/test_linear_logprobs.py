@@ -264,7 +264,8 @@ from pathlib import Path
 from agentevo.training.kernels import linear_logprobs as module
 
 def resident(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) / 1024
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(name + r":\\s+(\\d+) kB", status).group(1)) / 1024
 
 module.KEPT_BYTES, module.CELL_BYTES = 8 * 2**20, {"cpu": 2 * 2**20}
 num_rows, num_tokens, width = 1000, 40000, 16
@@ -273,7 +274,8 @@ weight = torch.randn(num_tokens, width, requires_grad=True)
 rows, targets = torch.arange(num_rows), torch.randint(num_tokens, (num_rows,))
 
 def once(num_rows):
-    logp, entropy = module.linear_logprobs(hidden[:num_rows], weight, None, rows[:num_rows], targets[:num_rows])
+    part = slice(num_rows)
+    logp, entropy = module.linear_logprobs(hidden[part], weight, None, rows[part], targets[part])
     (logp.sum() + entropy.sum()).backward()
 
 once(10)

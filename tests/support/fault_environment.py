@@ -1,5 +1,5 @@
-"""A world and a recipe for runs that are killed: two quick turns, and every answer pays something
-else, so every step has a gradient."""
+"""An environment and a recipe for runs that are killed: two quick turns, and every answer pays
+something else, so every step has a gradient."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LotteryConfig(EnvironmentConfig):
     max_actions: int = 2
     """Actions after which it ends."""
     hangs: int = 0
-    """One world in so many never answers; 0: none."""
+    """One environment in so many never answers; 0: none."""
 
 
 @environments.register("lottery")
