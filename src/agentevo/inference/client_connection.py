@@ -70,7 +70,7 @@ class ClientConnection:
         self._answers: dict[int, asyncio.Future[Completed | Failed | LostError]] = {}
         self._watches: dict[int, asyncio.Future[None]] = {}
         self.lost: LostError | None = None
-        """Why it has ended."""
+        """Why the connection has ended; None while it stands."""
         self._tasks = [
             asyncio.ensure_future(self._guarded(self._read)),
             asyncio.ensure_future(self._guarded(self._write)),
@@ -81,8 +81,8 @@ class ClientConnection:
     async def open(
         cls, url: str, *, secret: RunSecret, every_s: float, hear: Callable[[State], None]
     ) -> ClientConnection:
-        """To the engine at `url`, whose state `hear` is called with every `every_s`. Raises
-        LostError if it is not to be reached, and RefusedError if it is of another run."""
+        """Connects to the engine at `url`; `hear` is called with its state every `every_s`. Raises
+        LostError if it can't be reached, and RefusedError if it belongs to another run."""
         address = "ws" + url.rstrip("/").removeprefix("http") + PATH
         try:
             websocket = await connect(
@@ -152,7 +152,7 @@ class ClientConnection:
         raise LostError(str(answer)) if isinstance(answer, LostError) else raised(answer)
 
     def release(self, session: str) -> None:
-        """See Engine.release: it is told with the next frame."""
+        """See Engine.release: the engine is told with the next frame."""
         if self.lost is None:
             self._outbox.put(Release(session=session))
 
@@ -163,8 +163,8 @@ class ClientConnection:
             await self._watch()
 
     def abandon(self, reason: str) -> None:
-        """Ends it at once, without a word to the other side, and every request on it with
-        LostError."""
+        """Ends the connection at once, without a word to the other side, and every request on it
+        with LostError."""
         if self.lost is not None:
             return
         self.lost = LostError(f"{self._url}: {reason}")
@@ -180,7 +180,7 @@ class ClientConnection:
         self._websocket.transport.abort()
 
     async def close(self) -> None:
-        """Sends what is to be sent, if the engine takes it, and ends the connection."""
+        """Sends what is still waiting, if the engine takes it, and ends the connection."""
         with suppress(ConnectionClosed, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self.lost is None and (frame := self._outbox.frame()) is not None:

@@ -29,11 +29,11 @@ from agentevo.inference import secret
 
 HEARTBEAT_S = 1.0
 DEAD_S = 15.0
-"""Another engine under our name whose heart has not beaten for so long is dead."""
+"""Another engine under our name that has shown no sign of life for so long is dead."""
 ENDING_S = 5.0
-"""So long an engine waits for its name: who has it may be about to end."""
+"""How long an engine waits for its name: the one that has it may be about to end."""
 FORGET_S = 3600.0
-"""What has been dead for so long is deleted by the next engine that starts."""
+"""Announcements that have been dead for so long are deleted by the next engine that starts."""
 LOCK = ".lock"
 
 
@@ -53,9 +53,9 @@ class EngineDirectory:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._seen: dict[str, tuple[int, float]] = {}
-        """Name -> (time of change as last seen, our clock when it came to be that)."""
+        """Name -> (the file's time of change as last seen, our clock when we first saw that)."""
         self._others: tuple[int, float] | None = None
-        """The same of another engine's announcement under our name."""
+        """The same pair for another engine's announcement under our name."""
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
@@ -83,8 +83,8 @@ class EngineDirectory:
         write_atomic(self._file(announcement.name), msgspec.json.encode(announcement))
 
     def beat(self, announcement: Announcement) -> None:
-        """It lives. Announces it again if somebody has deleted the file, or an engine has replaced
-        it that is dead by now."""
+        """Shows that this engine lives. Announces it again if somebody has deleted the file, or if
+        an engine that is dead by now has replaced it."""
         file = self._file(announcement.name)
         announced = self._read(file)
         if announced == announcement:
@@ -93,11 +93,11 @@ class EngineDirectory:
             self.announce(announcement)
 
     def find(self, name: str) -> Announcement | None:
-        """What the last engine of that name has announced, dead or alive."""
+        """The announcement of the last engine of that name, dead or alive."""
         return self._read(self._file(name))
 
     def withdraw(self, announcement: Announcement) -> None:
-        """Takes back one's own announcement, not that of a later engine of the same name."""
+        """Takes the caller's own announcement back, not that of a later engine of the same name."""
         if self.find(announcement.name) == announcement:
             self._file(announcement.name).unlink(missing_ok=True)
 
@@ -123,8 +123,8 @@ class EngineDirectory:
     async def announced(
         self, announcement: Announcement, *, every_s: float = HEARTBEAT_S
     ) -> AsyncIterator[None]:
-        """Announced with a heartbeat from this event loop while the block runs: a loop that hangs
-        is not taken for alive."""
+        """Keeps the engine announced while the block runs, with a heartbeat from this event loop: a
+        loop that hangs is not taken for alive."""
 
         async def beat() -> None:
             while True:
@@ -186,7 +186,7 @@ class EngineDirectory:
 
     @staticmethod
     def _read(file: Path) -> Announcement | None:
-        """None where there is nothing, or nothing that an engine has written."""
+        """The announcement in the file; None where there is none that an engine has written."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=Announcement)
         except (FileNotFoundError, msgspec.MsgspecError):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Weights = Mapping[str, "torch.Tensor"]
 """Tensors by the name of the model's parameter."""
 InFlight = Literal["continue", "finish"]
-"""What becomes of running requests when an engine gets new weights or goes to sleep: they go on
+"""What happens to running requests when an engine gets new weights or goes to sleep: they go on
 afterwards from where they are, or end first."""
 NO_VERSION = -1
 """The version of an engine that has had no weights of the run yet, or of no engine at all."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 
 KEY_BLOCK = 32
-"""Positions of a block of keys. Slots hold whole blocks."""
+"""The number of positions in a block of keys. Slots hold whole blocks."""
 
 
 def num_blocks(tokens: int) -> int:
-    """That hold so many tokens."""
+    """The number of blocks that hold so many tokens."""
     return -(-tokens // KEY_BLOCK)
 
 
@@ -38,10 +38,10 @@ class PrefixSegment:
 
     ids: list[int]
     keys: list[torch.Tensor]
-    """Per layer [Hkv, len(ids), D]; values too."""
+    """One tensor per layer, [Hkv, len(ids), D]; values too."""
     values: list[torch.Tensor]
     users: int = 0
-    """Live sequences that refer to it; 0 may be dropped."""
+    """The number of live sequences that refer to it; at 0 it may be dropped."""
     last_used: int = 0
 
 

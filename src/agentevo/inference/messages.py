@@ -23,15 +23,15 @@ from agentevo.inference.engine import InFlight
 from agentevo.types import Completion, SamplingParams
 
 PATH = "/requests"
-"""Of the WebSocket, after the engine's URL."""
+"""Path of the WebSocket, after the engine's URL."""
 MAX_BYTES = 64 * 2**20
-"""Of one frame: longer ones are refused by those who receive them."""
+"""The longest frame: whoever receives a longer one refuses it."""
 FRAME_BYTES = 2**20
-"""A frame that has come to this is sent, and the rest goes into the next one."""
+"""A frame of this length is sent, and the rest goes into the next one."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine stands; also the JSON answer to GET /state, POST /sleep and POST /wake."""
+    """The state of an engine; also the JSON answer to GET /state, POST /sleep and POST /wake."""
 
     version: int
     asleep: bool
@@ -82,7 +82,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """Comes by itself: first of all, and then as Watch says."""
+    """Comes unasked: first of all, and then as Watch says."""
 
     state: EngineState
     yours: int
@@ -120,7 +120,7 @@ ERRORS: dict[str, tuple[int, type[EngineError]]] = {
 
 
 def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
-    """How the server says it over HTTP."""
+    """An error as the server's answer over HTTP."""
     name, (status, _) = next(
         (name, entry) for name, entry in ERRORS.items() if isinstance(error, entry[1])
     )
@@ -128,7 +128,7 @@ def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
 
 
 def failed(request: int, error: EngineError) -> Failed:
-    """How the server says it to the client whose request it was."""
+    """An error as the answer to the client whose request failed."""
     answer = status_and_answer(error)[1]
     return Failed(id=request, error=answer.error, message=answer.message)
 

@@ -20,7 +20,7 @@ from agentevo.inference.weight_transport import Latest
 from agentevo.inference.weights import WeightsFolder
 
 VERIFY_S = 60.0
-"""How often a version is read again whose files look untouched."""
+"""How often a version whose files look untouched is read again, in seconds."""
 
 
 class Publication:
@@ -39,9 +39,9 @@ class Publication:
         self._version = 0
         """Version of the model's weights."""
         self._latest: Latest | None = None
-        """What is published; None if nothing is yet, or it can't be read or written."""
+        """The published version; None if there is none yet, or it can't be read or written."""
         self._looked_whole: object = None
-        """State of its files before they were read last, and found whole."""
+        """The state of its files when they were last read whole."""
         self._verified_at = 0.0
         self._said = ""
         """The trouble that was told last; it is told once."""

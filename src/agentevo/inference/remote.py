@@ -76,7 +76,7 @@ class _Known:
     connection: ClientConnection | None = None
     connecting: asyncio.Task[None] | None = None
     homes: set[str] = field(default_factory=set)
-    """Conversations whose cache it holds."""
+    """Conversations whose cache the engine holds."""
 
     @property
     def connected(self) -> bool:
@@ -96,12 +96,12 @@ class _Known:
 
     @property
     def open(self) -> int:
-        """Requests of this client that it holds."""
+        """The number of this client's requests that the engine holds."""
         return self.connection.num_open if self.connection is not None else 0
 
     def load(self) -> int:
-        """Requests that it has to do with: those that others had there when it said its state, and
-        ours."""
+        """The number of requests at the engine: those that others had there when it last said its
+        state, and ours."""
         stats = self.state.stats if self.state is not None else {}
         there = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
         return max(there - self.yours, 0) + self.open
@@ -134,7 +134,7 @@ class RemoteEngine:
         """(URL, process) -> what it has counted, also of those that are gone."""
         self._watcher: asyncio.Task[None] | None = None
         self._trouble = "none was found"
-        """What has gone wrong last."""
+        """The last thing that went wrong."""
         self._warned: set[str] = set()
         """Refusals and late engines that were warned of, once each."""
         self._closed = False
@@ -236,8 +236,8 @@ class RemoteEngine:
             self._watcher = asyncio.get_running_loop().create_task(self._look_for_ever())
 
     async def _look_once(self) -> None:
-        """What goes wrong here (a file system that is away) is told once and in the error of
-        requests that find no engine."""
+        """Looks once. What goes wrong (a file system that is away) is told once, and in the error
+        of requests that find no engine."""
         try:
             await self._look()
         except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
@@ -257,7 +257,7 @@ class RemoteEngine:
                 one.heard += late
 
     async def _look(self) -> None:
-        """Who is announced, and a connection to each; forgets the dead."""
+        """Finds out who is announced, connects to each, and forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             urls = [
                 one.url for one in await asyncio.to_thread(self._engines.living, self._max_age_s)

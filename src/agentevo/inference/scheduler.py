@@ -66,7 +66,7 @@ class Sequence:
     segment: PrefixSegment | None = None
     offset: int = 0
     need: int = 0
-    """Slot places that the sequence may come to use."""
+    """The number of slot places that the sequence may come to use."""
     last_used: int = 0
 
 
@@ -90,9 +90,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
         self.sessions: dict[str, Sequence] = {}
-        """Idle ones only."""
+        """Idle sessions only, by name."""
         self.segments: dict[int, dict[tuple[int, ...], PrefixSegment]] = {}
-        """length -> ids -> segment."""
+        """Shared prefixes: length -> ids -> segment."""
         self.pending_prefixes: dict[tuple[int, ...], Request] = {}
         self.unshareable: set[tuple[int, ...]] = set()
         """Prefixes that there was no memory to keep, until the queue is empty: computing them again
@@ -331,7 +331,7 @@ class Scheduler:
         return [*self.running, *self.sessions.values()]
 
     def _make_room(self, extra: int, capacity: int) -> bool:
-        """Sees to `extra` free slots of at least `capacity` places; evicts idle sessions and unused
+        """Makes `extra` free slots of at least `capacity` places; evicts idle sessions and unused
         prefixes, oldest first, if it must."""
         if len(self._live()) + extra <= self.cache.num_slots and capacity <= self.cache.capacity:
             return True

@@ -26,8 +26,8 @@ class RunSecret:
         self.file = folder / NAME
 
     def value(self) -> str:
-        """64 hexadecimal digits; made if there are none. Raises EngineError where the file can't be
-        used."""
+        """The secret, 64 hexadecimal digits; made if there is none. Raises EngineError where the
+        file can't be used."""
         try:
             try:
                 secret = self.file.read_text(encoding="ascii").strip()
@@ -48,7 +48,7 @@ class RunSecret:
         return secret
 
     def header(self) -> dict[str, str]:
-        """What a client sends."""
+        """The header that a client sends."""
         return {"Authorization": f"Bearer {self.value()}"}
 
     def is_in(self, authorization: str | None) -> bool:

@@ -50,7 +50,7 @@ except ModuleNotFoundError as missing:
 T = TypeVar("T")
 
 GRACE_S = 2
-"""For answers that are on their way when the server ends."""
+"""How long answers that are on their way get when the server ends, in seconds."""
 PING_S = 20.0
 SILENT_S = 60.0
 """A client that has not answered a ping for so long is gone, with its machine or its network."""
@@ -232,7 +232,8 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Where other processes reach it; a socket on all interfaces goes by the machine's name."""
+    """The URL at which other processes reach the socket; one that listens on all interfaces goes by
+    the machine's name."""
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

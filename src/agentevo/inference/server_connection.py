@@ -33,13 +33,13 @@ from agentevo.inference.messages import (
 LOG = logging.getLogger(__name__)
 
 CHANGE_S = 0.05
-"""How often version and sleep are looked at; a new version is told before the first answer that it
-gave in any case."""
+"""How often version and sleep are looked at. A new version is told before the first answer under it
+in any case."""
 LEAST_S = 0.01
-"""More often than this no state is sent."""
+"""A state is sent at most this often."""
 RELEASE_S = 5.0
 FLUSH_S = 1.0
-"""For answers that are ready when the engine leaves."""
+"""How long answers that are ready get when the engine leaves, in seconds."""
 GOING_AWAY, UNSUPPORTED = 1001, 1003
 """Close codes, RFC 6455 section 7.4.1."""
 MAX_REASON_BYTES = 123
@@ -59,13 +59,13 @@ class ServerConnection:
         self._every_s = float("inf")
         self._watch = 0
         self._last_word: tuple[int, str] | None = None
-        """Close code and reason, where it is for us to end it."""
+        """Close code and reason, where this side ends the connection."""
         self._told: EngineState | None = None
         self._told_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
-        """Until the client goes, or `closing` is set: then it is told to go elsewhere. Raises what
-        is wrong with us, not with clients."""
+        """Serves until the client goes, or `closing` is set: then it is told to go elsewhere.
+        Raises this side's faults, not the client's."""
         try:
             await self._websocket.accept()
         except WebSocketDisconnect:

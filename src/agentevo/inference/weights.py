@@ -44,7 +44,7 @@ class Manifest(msgspec.Struct, frozen=True):
     sha256: str
     bytes: int
     tensors: int
-    """How many."""
+    """The number of tensors."""
 
 
 class WeightsFolder:
@@ -59,7 +59,7 @@ class WeightsFolder:
         return str(self.folder)
 
     def path(self, version: int) -> Path:
-        """Where that version is, or would be."""
+        """The folder of that version, whether or not it is there."""
         return self.folder / f"version-{version:06d}"
 
     def write(self, version: int, model: torch.nn.Module, *, keep: int) -> str:
@@ -113,7 +113,7 @@ class WeightsFolder:
             ) from error
 
     def versions(self) -> list[int]:
-        """Those at hand, oldest first, whether or not they are whole."""
+        """Versions at hand, oldest first, whether or not they are whole."""
         matches = (
             re.fullmatch(r"version-(\d+)", path.name) for path in self.folder.glob("version-*")
         )

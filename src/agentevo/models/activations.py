@@ -1,5 +1,5 @@
-"""What decoder layers keep between forward and backward pass: everything, the dear part, or only
-their input; on the device or on the CPU.
+"""What decoder layers keep between forward and backward pass: everything, the expensive part, or
+only their input; on the device or on the CPU.
 
 `keep_activations(model, section)` puts a `CheckpointedLayer` in the place of each decoder layer's
 `forward`; modules, parameters and names stay. Passes without gradient go straight to what was there
@@ -46,7 +46,7 @@ EXPENSIVE_OPERATORS = (
 """Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not
 batched products: those may be scores."""
 SMALLEST_OFFLOAD = 64 * 1024
-"""Bytes. Smaller tensors are not worth the trip."""
+"""In bytes. Smaller tensors are not worth the trip."""
 
 
 class CheckpointedLayer(PackedWeights):
@@ -55,7 +55,7 @@ class CheckpointedLayer(PackedWeights):
     def __init__(self, layer: nn.Module, section: MemorySection) -> None:
         self.layer, self.section = layer, section
         self.inner: PackedWeights | None = vars(layer).get("forward")
-        """What stood in for it before (models/fused.py)."""
+        """The callable that stood in its place before (models/fused.py)."""
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own `forward`: hidden_states [1, T, H] first."""
@@ -96,7 +96,7 @@ class CheckpointedLayer(PackedWeights):
 
 
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
-    """As the section says, in place, on a model that `agentevo.models.attention.prepare` has
+    """Follows the section, in place, on a model that `agentevo.models.attention.prepare` has
     prepared. On a CPU the allocator then keeps less, too, for the whole process. Raises ModelError
     for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
@@ -142,7 +142,7 @@ def _selective_contexts() -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested dicts, lists and tuples."""
+    """All tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):

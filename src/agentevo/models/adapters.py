@@ -159,7 +159,7 @@ def load_adapter(
 
 
 def adapter_names(model: PreTrainedModel) -> list[str]:
-    """Of a model with adapters; none of a plain one."""
+    """Names of the model's adapters; none for a plain model."""
     return list(model.peft_config) if is_adapted(model) else []
 
 

@@ -51,7 +51,7 @@ Ampere GA102 white papers for the RTX cards (16-bit with float32 sums)."""
 
 MEASURING_S = 0.1
 SIDE = {"cpu": 512, "cuda": 8192}
-"""Of the square matrices that are multiplied."""
+"""The side of the square matrices that are multiplied."""
 
 
 class Peak(NamedTuple):
@@ -59,11 +59,12 @@ class Peak(NamedTuple):
 
     flops_per_s: float
     source: str
-    """For people: which figure it is."""
+    """Which figure it is, for people."""
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """For products of matrices of that dtype, under the settings of now (threads, TF32)."""
+    """The peak for products of matrices of that dtype, under the current settings (threads,
+    TF32)."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         known = known_peak(name, dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
@@ -99,7 +100,7 @@ def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak
 
 @torch.no_grad()
 def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
-    """Of the fastest run; the first one, which warms up, does not count."""
+    """Seconds of the fastest run; the first one, which warms up, does not count."""
     seconds: list[float] = []
     until = time.perf_counter() + MEASURING_S
     while len(seconds) < 3 or time.perf_counter() < until:

@@ -1,5 +1,5 @@
-"""What a linear layer amounts to in a pass without gradients: one matrix and one bias, also where
-LoRA adapters surround it.
+"""The one matrix and one bias that a linear layer amounts to in a pass without gradients, also
+where LoRA adapters surround it.
 
     W' = W + sum_i scale_i B_i A_i                          (LoRA, arXiv 2106.09685)
     W' = m / ||W + scale B A|| (W + scale B A), row by row   (DoRA, arXiv 2402.09353)

@@ -32,7 +32,7 @@ Window = int | None
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass is asked for."""
+    """The work of a pass: tokens, predictions and query-key pairs."""
 
     tokens: int
     predictions: int
@@ -43,12 +43,12 @@ class Work:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Of one model. Weights are counted, each once per token that it is multiplied with."""
+    """The counts of one model: weights, each once per token that it is multiplied with."""
 
     trained: float
     frozen: float
     output_trained: float
-    """Of the output layer."""
+    """Weights of the output layer."""
     output_frozen: float
     per_pair: int
     """Operations of one layer's forward pass for one query-key pair."""
@@ -162,7 +162,7 @@ def _num_experts(config: Any) -> int | None:
 
 
 def _share_of_experts(config: Any) -> float:
-    """How many of the experts a token is sent to; all where the config does not say."""
+    """The share of the experts that a token is sent to; all where the config does not say."""
     number = _num_experts(config)
     active = next(
         (

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from agentevo.errors import ModelError
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""What attention plans can do. The others of transformers' `layer_types` are recurrences and
-convolutions, or choose what a token sees by a rule that no plan knows (chunks, indexes)."""
+"""The layer types that attention plans can compute. The others of transformers' `layer_types` are
+recurrences and convolutions, or choose what a token sees by a rule that no plan knows (chunks,
+indexes)."""
 NUM_COPIES = 8
 REMEDY = (
     "choose a Llama, Qwen2, Qwen3, Mistral, Gemma or similar decoder whose layers are "

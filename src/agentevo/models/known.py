@@ -25,9 +25,9 @@ class GgufWheel:
     project: str
     version: str
     sha256: str
-    """Of the wheel, in hex."""
+    """SHA-256 of the wheel, in hex."""
     size_mb: int
-    """Of the download, in 10^6 bytes."""
+    """Size of the download, in 10^6 bytes."""
     member: str
     """Path of the GGUF file inside the wheel."""
 

@@ -46,7 +46,7 @@ class LoadedModel:
     around it."""
     tokenizer: PreTrainedTokenizerBase
     name: str
-    """As the recipe called it."""
+    """The model's name in the recipe."""
 
 
 def load_model(
@@ -187,7 +187,7 @@ def _placed(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) ->
 
 
 def find_device(wanted: str) -> torch.device:
-    """Of ModelSection.device. Raises ModelError where there is none."""
+    """The device that ModelSection.device names. Raises ModelError where there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "model.device=cuda, but PyTorch sees no CUDA GPU: set model.device=auto or cpu, or "

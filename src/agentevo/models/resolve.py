@@ -116,14 +116,14 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
 
 def _hub_failure(name: str, error: Exception) -> str:
-    twins = [
+    same_models = [
         model
         for model in map(known_models.get, known_models.names())
         if model.hub_name.lower() == name.lower()
     ]
     instead = (
-        f"{twins[0].name!r} is the same model from PyPI"
-        if twins
+        f"{same_models[0].name!r} is the same model from PyPI"
+        if same_models
         else f"known models need no hub: {', '.join(known_models.names())}"
     )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

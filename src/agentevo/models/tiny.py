@@ -33,8 +33,8 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 CHARACTERS = ("\t", "\n", *map(chr, range(32, 127)))
 
 WORDS = r" ?[A-Z]?[a-z]+|[\s\S]"
-"""What the word tokenizer takes as one piece: a word with the blank before it, else a single
-character."""
+"""The pieces that the word tokenizer splits text into: a word with the blank before it, else a
+single character."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

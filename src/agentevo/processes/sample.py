@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from agentevo.inference.remote import RemoteEngine
 
 DONE_S = 2.0
-"""How often to look whether the run has come to its last step."""
+"""How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
-"""For the service to see that it is to stop; then it is cancelled, wherever it waits. One that is
-stopping has STOPPING_S more, and as much as this for what is late then."""
+"""How long the service gets to see that it is to stop, in seconds; then it is cancelled, wherever
+it waits. One that is stopping has STOPPING_S more, and as much as this for what is late then."""
 
 
 def sample(
@@ -94,8 +94,8 @@ def sample(
 
 
 def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
-    """How the recipe's model speaks, and the length of its context in tokens; without reading its
-    weights."""
+    """The chat format of the recipe's model, and the length of its context in tokens; without
+    reading its weights."""
     if config.model.name == "tiny":  # made on the spot, tokenizer and all
         loaded = load_policy(config)
         return ChatFormat(

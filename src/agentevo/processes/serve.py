@@ -139,7 +139,7 @@ class Follower:
         """Versions that could not be read as they were written: refused before the engine saw
         them."""
         self._said = ""
-        """The refusal that was told last; it is told once."""
+        """The last line that was noted; it is noted once."""
 
     def stats(self) -> dict[str, float]:
         """What the engine counts, with the versions that were refused before it saw them."""
@@ -148,14 +148,14 @@ class Follower:
         return counts | {"engine/refused_publishes": refused}
 
     async def follow(self, every_s: float) -> None:
-        """For ever."""
+        """Looks every `every_s`, for ever."""
         while True:
             await self.look()
             await asyncio.sleep(every_s)
 
     async def look(self) -> bool:
-        """Serves the newest weights if they are newer than what is served; whether it came to
-        that."""
+        """Serves the newest weights if they are newer than what is served; returns whether it
+        did."""
         try:
             newer = await asyncio.to_thread(self._newer)
             if newer is None:
