@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from agentevo.config import RunConfig
 from agentevo.orchestration.collect import Collected
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import KEY, Plan
 from agentevo.training.learner import PreparedBatch
 
 
@@ -48,4 +49,13 @@ def plan_of(
         staleness=config.rollout.staleness,
         policy=config.rollout.policy,
         masked_tokens=int(metrics.get("staleness/masked_tokens", 0)),
+    )
+
+
+async def commit(store: Store, step: int, plan: Plan, record: Mapping[str, Any]) -> None:
+    """Commits the step with its plan and the rest of its record, in one transaction."""
+    await with_retries(
+        lambda: store.commit_step(step, {**record, KEY: plan.to_record()}, ids=plan.ids),
+        within_s=STORE_RETRY_S,
+        what=f"committing step {step}",
     )

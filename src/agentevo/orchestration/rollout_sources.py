@@ -413,3 +413,22 @@ class DisaggregatedRollouts:
 
     def stats(self) -> dict[str, float]:
         return self._lost.stats()
+
+
+def make_rollouts(
+    parts: Components,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+    *,
+    sampled: bool,
+    apart: bool,
+    supervisor: Supervisor | None,
+) -> RolloutSource:
+    """The source that the recipe asks for. `sampled`: attempts are trained on. `apart`: engines and
+    samplers are other processes, which `supervisor`, if there is one, keeps alive."""
+    if apart:
+        check = (lambda: None) if supervisor is None else supervisor.check
+        return DisaggregatedRollouts(parts, stop, check, note)
+    if parts.config.rollout.staleness and sampled:
+        return ColocatedRollouts(parts, stop, note)
+    return SynchronousRollouts(parts)

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.transports import local_transport
 from agentevo.models.adapters import num_parameters
 from agentevo.models.device_peak import device_peak
+from agentevo.models.load import LoadedModel
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_from_run
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.orchestration.checks import check_parts, check_sft_parts
@@ -42,18 +44,16 @@ from agentevo.orchestration.components import (
 )
 from agentevo.orchestration.conversations import ConversationBatches, SFTData, read_sft_data
 from agentevo.orchestration.evaluation import evaluate, headline, reference_players
-from agentevo.orchestration.ledger import drop_reasons, plan_of, reserve
+from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.preference_data import given_pairs, solver_answers
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress, summary_of
 from agentevo.orchestration.resume import ResumePoint, find_resume_point, replay_steps
 from agentevo.orchestration.rollout_sources import (
-    ColocatedRollouts,
-    DisaggregatedRollouts,
     RolloutSource,
     StopAskedError,
     Supervisor,
-    SynchronousRollouts,
+    make_rollouts,
 )
 from agentevo.orchestration.step_metrics import (
     counted_since,
@@ -61,7 +61,6 @@ from agentevo.orchestration.step_metrics import (
     performance_metrics,
     step_metrics,
 )
-from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.creation import check_folder, prepare_folder, write_config
 from agentevo.runs.lock import only_trainer
@@ -69,7 +68,7 @@ from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
 from agentevo.signals import stop_on_interrupt
-from agentevo.training.batching.step_plan import KEY, Plan
+from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.learner import Learner, RolloutTrainer
 from agentevo.training.phases import phase
@@ -150,11 +149,10 @@ async def run_training(
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
     apart = supervisor is not None or command == "learn"
     with view, stop_on_interrupt(view.note) as asked, ExitStack() as stack:
-        if resume:
-            stack.enter_context(only_trainer(folder))
         view.phase("loading", config.model.name)
         start = ResumePoint()
         if resume:
+            stack.enter_context(only_trainer(folder))
             start = await find_resume_point(config, checkpoints, note=view.note)
         loaded = load_policy(config, start.checkpoint)
         conversations = read_sft_data(config, loaded, view) if command == "sft" else None
@@ -168,12 +166,6 @@ async def run_training(
         processes = None if supervisor is None else supervisor(config, view.note)
         if processes is not None:
             stack.enter_context(processes)
-        log = stack.enter_context(
-            MetricsLog(
-                folder / "metrics.jsonl",
-                folder / "tensorboard" if config.tracking.tensorboard else None,
-            )
-        )
         async with open_components(
             config,
             agent=agent,
@@ -184,30 +176,29 @@ async def run_training(
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
-
-            def stop() -> bool:
-                return bool(asked)
-
-            if apart:
-                check = (lambda: None) if processes is None else processes.check
-                rollouts: RolloutSource = DisaggregatedRollouts(parts, stop, check, view.warn)
-            elif config.rollout.staleness and command != "sft":
-                rollouts = ColocatedRollouts(parts, stop, view.warn)
-            else:
-                rollouts = SynchronousRollouts(parts)
-            trainer, source = make_trainer(parts, rollouts, conversations)
-            run = TrainingRun(
-                parts, trainer, rollouts, source, checkpoints, log, view, stop, command
+            rollouts = make_rollouts(
+                parts,
+                lambda: bool(asked),
+                view.warn,
+                sampled=conversations is None,
+                apart=apart,
+                supervisor=processes,
             )
-            await run.take_up(start, resumed=resume)
-            await run.run()
-            write_summary(folder, summary_of(run))
+            run = TrainingRun(parts, rollouts, conversations, checkpoints, view, asked, command)
+            with run.log:
+                await run.take_up(start, resumed=resume)
+                await run.run()
+                write_summary(folder, summary_of(run))
         if config.tracking.report:
-            view.phase("reporting")
-            path = report_from_run(folder, lambda token: str(loaded.tokenizer.decode([token])))
-            view.note(f"report: {path}")
+            _write_report(folder, loaded, view)
     if asked:
         raise KeyboardInterrupt
+
+
+def _write_report(folder: Path, loaded: LoadedModel, view: LiveView) -> None:
+    view.phase("reporting")
+    path = report_from_run(folder, lambda token: str(loaded.tokenizer.decode([token])))
+    view.note(f"report: {path}")
 
 
 def make_trainer(
@@ -254,23 +245,27 @@ def make_trainer(
 
 
 class TrainingRun:
-    """The steps of one run; `stop` asks it to end after the current one."""
+    """The steps of one run, from where it stands to the last one."""
 
     def __init__(
         self,
         parts: Components,
-        trainer: Learner,
         rollouts: RolloutSource,
-        source: BatchSource,
+        conversations: SFTData | None,
         checkpoints: Checkpoints,
-        log: MetricsLog,
         view: LiveView,
-        stop: Callable[[], bool],
+        asked: Sequence[int],
         command: Command,
     ) -> None:
-        self.parts, self.trainer, self.rollouts, self.source = parts, trainer, rollouts, source
-        self.checkpoints, self.log, self.view = checkpoints, log, view
-        self.stop, self.command = stop, command
+        """asked: not empty once somebody has asked the run to stop."""
+        self.parts, self.rollouts, self.checkpoints, self.view = parts, rollouts, checkpoints, view
+        self.trainer, self.source = make_trainer(parts, rollouts, conversations)
+        folder, config = parts.config.run_dir, parts.config
+        self.log = MetricsLog(
+            folder / "metrics.jsonl",
+            folder / "tensorboard" if config.tracking.tensorboard else None,
+        )
+        self.asked, self.command = asked, command
         self.players = reference_players(parts)
         self.monitor = CollapseMonitor()
         self.progress = Progress()
@@ -300,7 +295,7 @@ class TrainingRun:
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
             await self._cold_start(again=bool(start.steps))
-        if start.checkpoint is not None or not self.stop():
+        if start.checkpoint is not None or not self.asked:
             await replay_steps(self, start)
 
     async def _cold_start(self, *, again: bool) -> None:
@@ -310,14 +305,14 @@ class TrainingRun:
             self.progress.cold_start_before = await self.evaluate(
                 "before the cold start", full=False, label="untaught-"
             )
-        metrics = cold_start(self.parts, self.view, self.stop)
+        metrics = cold_start(self.parts, self.view, lambda: bool(self.asked))
         if not again:
             self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
             self.log.log(0, metrics)
 
     async def run(self) -> None:
-        """From where `progress` stands to the last step, or until `stop`."""
-        if self.stop() and not self.progress.before:
+        """From where `progress` stands to the last step, or until it is asked to stop."""
+        if self.asked and not self.progress.before:
             return  # asked to while the policy was loaded or taught
         await self.rollouts.begin(self.progress.step)
         if not self.progress.before:
@@ -327,7 +322,7 @@ class TrainingRun:
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
         async with self.rollouts.running():
             with self.profiling:
-                while self.progress.step < self.source.num_steps and not self.stop():
+                while self.progress.step < self.source.num_steps and not self.asked:
                     with self.profiling.step(self.progress.step + 1):
                         try:
                             await self.step()
@@ -494,16 +489,8 @@ class TrainingRun:
         self, step: int, plan: Plan, metrics: dict[str, float], checkpoint: dict[str, str] | None
     ) -> None:
         new = self.progress.warnings[self._recorded :]
-        record = {
-            "metrics": metrics,
-            KEY: plan.to_record(),
-            "source": self.source.state_dict(),
-            "progress": msgspec.to_builtins(msgspec.structs.replace(self.progress, warnings=new)),
-            "checkpoint": checkpoint,
-        }
-        await with_retries(
-            lambda: self.parts.store.commit_step(step, record, ids=plan.ids),
-            within_s=STORE_RETRY_S,
-            what=f"committing step {step}",
-        )
+        progress = msgspec.structs.replace(self.progress, warnings=new)
+        state = {"source": self.source.state_dict(), "progress": msgspec.to_builtins(progress)}
+        record = {"metrics": metrics, "checkpoint": checkpoint, **state}
+        await commit(self.parts.store, step, plan, record)
         self._recorded += len(new)
