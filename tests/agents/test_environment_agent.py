@@ -7,10 +7,11 @@ import random
 from typing import Literal
 
 import pytest
+from chat_templates import QWQ, tokenizer_with
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.agents import EnvironmentAgent, Policy
+from agentevo.agents import EnvironmentAgent, Policy, Reply
 from agentevo.agents import Outcome as Attempt
 from agentevo.agents.environment_agent import (
     answer_instructions,
@@ -25,7 +26,7 @@ from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.errors import EnvironmentFailure
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
-from agentevo.types import Baselines, SamplingParams, Task
+from agentevo.types import Baselines, Message, SamplingParams, Task
 
 PLAIN = EnvironmentAgentSection(format="plain")
 ANSWER = EnvironmentAgentSection(format="answer")
@@ -391,3 +392,25 @@ def test_a_demonstration_ends_where_the_task_is_lost():
 
 def test_without_a_solver_there_is_no_demonstration():
     assert demonstrate(Corridor(CorridorConfig(solvable=False)), 0, ANSWER, random_rate=1.0) is None
+
+
+@pytest.mark.parametrize("answer_format", ["plain", "answer", "think_answer"])
+def test_a_thought_that_the_template_opens_belongs_to_the_answer(answer_format, scripted_engine):
+    chat = ChatFormat(tokenizer_with(QWQ))
+    action = "Right" if answer_format == "plain" else GOOD
+    says = [f"Left or <answer>Left</answer>?</think>\n\n{action}", "only a thought", action]
+    engine = scripted_engine(chat.tokenizer, chat.end_of_turn_id, says)
+    conversation = Conversation(
+        engine, chat, SamplingParams(), name="a", seed=0, context_length=4096, timeout_s=120
+    )
+    section = EnvironmentAgentSection(format=answer_format, max_turns=3)
+    agent = EnvironmentAgent(section, lambda: Corridor(CorridorConfig(max_actions=6)))
+    outcome = asyncio.run(agent.run(Task(id="t", seed=0), Policy(conversation)))
+    assert outcome.metrics["num_effective_actions"] == 1, (
+        "the first answer alone closes its thought"
+    )
+    assert outcome.metrics["num_format_errors"] == 2
+    shown = chat.text(chat.completion(Message("assistant", format_answer(["Right"], section))))
+    reply = Reply(shown, True, 0, Message("assistant", shown), opening=chat.opening)
+    read = reply.opening + shown if answer_format == "think_answer" else reply.answer
+    assert parse_answer(read, section) == ["Right"], "what is demonstrated would be paid"

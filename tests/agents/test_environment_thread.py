@@ -7,11 +7,10 @@ import asyncio
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from agentevo.agents import EnvironmentAgent, environment_thread
+from agentevo.agents import EnvironmentAgent, Reply, environment_thread
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.config import EnvironmentAgentSection
 from agentevo.errors import EnvironmentFailure
@@ -169,7 +168,7 @@ class Stuck:
 
 class Mover:
     async def generate(self, messages):
-        return SimpleNamespace(turn=0, text="Up", message=Message("assistant", "Up"))
+        return Reply("Up", True, 0, Message("assistant", "Up"))
 
 
 def test_an_environment_that_hangs_when_it_is_closed_is_counted_and_what_was_played_stays(

@@ -188,7 +188,10 @@ def test_images_are_refused_and_parts_of_text_are_one_text() -> None:
      ("r1", "<think>\n")],
 )  # fmt: skip
 def test_the_opening_of_a_thought_is_known(name: str, opening: str) -> None:
-    assert CHATS[name].opening == opening
+    chat = CHATS[name]
+    assert chat.opening == chat.opening_of(chat.first_prompt([QUESTION])) == opening
+    after = chat.continuation([RESULT], ended_with_stop=True)
+    assert chat.opening_of(after) == ("" if name == "r1" else opening)
 
 
 THOUGHT = Message("assistant", "two", reasoning="add them")

@@ -10,7 +10,8 @@ observation that the actions led to. The format says where the action stands in 
 An environment plays on a thread of its own (environment_thread.py): one that hangs fails its
 attempt when `agent.timeout_s` is over.
 
-Text outside of the tags is allowed around `answer`, not around `think_answer`. A turn that breaks
+Text outside of the tags is allowed around `answer`, not around `think_answer`. Where the chat
+template itself opens a thought, `plain` and `answer` read what comes behind it. A turn that breaks
 the format takes no action; it, and a turn with an invalid action, costs `agent.format_penalty`
 once.
 """
@@ -161,7 +162,12 @@ class EnvironmentAgent:
                         raise
                     episode.truncated = True  # a full context is a limit like any other: what was earned until then counts
                     break
-                await self._act(thread, environment, episode, reply.turn, reply.text)
+                said = (
+                    reply.opening + reply.text
+                    if self._section.format == "think_answer"
+                    else reply.answer
+                )
+                await self._act(thread, environment, episode, reply.turn, said)
                 if episode.over:
                     break
                 messages = next_messages(

@@ -32,6 +32,18 @@ class Reply:
     """Index of the recorded turn."""
     message: Message
     """The reply as it goes into the history."""
+    opening: str = ""
+    """What the chat template made the reply begin with, such as "<think>\\n"; `text` goes on from
+    there."""
+
+    @property
+    def answer(self) -> str:
+        """The text behind a thought that the template opened, empty while it is not closed; where
+        the template opened none, the whole text."""
+        if not self.opening:
+            return self.text
+        _, closed, answer = (self.opening + self.text).rpartition("</think>")
+        return answer if closed else ""
 
 
 class Policy:
@@ -95,18 +107,23 @@ class Policy:
             overrides=_overrides(sampling, stop),
             n=1 if n is None else n,
         )
-        replies = [_reply(turn) for turn in turns]
+        replies = [self._reply(turn) for turn in turns]
         return replies[0] if n is None else replies
+
+    def _reply(self, turn: Turn) -> Reply:
+        message = turn.messages[-1]
+        return Reply(
+            message.text,
+            turn.finish_reason == "stop",
+            turn.index,
+            message,
+            self.conversation.opening(turn),
+        )
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
         """Records what the agent does besides asking the policy, so that it can be watched: `async
         with policy.call("tool", "search"): ...`."""
         return self.conversation.calls.call(kind, name, **attributes)
-
-
-def _reply(turn: Turn) -> Reply:
-    message = turn.messages[-1]
-    return Reply(message.text, turn.finish_reason == "stop", turn.index, message)
 
 
 def _checked(prompt: Prompt) -> list[Message] | list[int]:

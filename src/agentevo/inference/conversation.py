@@ -163,6 +163,10 @@ class Conversation:
             raise BadRequestError(f"turn {turn} answered token ids, which have no messages")
         asked.children[message] = asked.children[self._turns[turn].messages[-1]]
 
+    def opening(self, turn: Turn) -> str:
+        """What the prompt of a turn said in the assistant's place, such as "<think>\\n"."""
+        return self._chat.opening_of(turn.prompt_ids)
+
     async def close(self) -> None:
         """Frees the engine's memory of the conversation, which takes no further call."""
         self._closed = True

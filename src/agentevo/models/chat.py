@@ -100,6 +100,13 @@ class ChatFormat:
         )
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
+    def opening_of(self, prompt_ids: Sequence[int]) -> str:
+        """What the end of this prompt says in the assistant's place: `opening`, or nothing."""
+        if not self.opening:
+            return ""
+        end = str(self.tokenizer.decode(list(prompt_ids[-len(self.opening) - 1 :])))
+        return self.opening if end.endswith(self.opening) else ""
+
     def _compute_first_prompt(self, messages: tuple[Message, ...], tools: ToolSchemas) -> list[int]:
         if not messages:
             raise ModelError("a conversation needs at least one message")
