@@ -241,7 +241,8 @@ def test_supervised_samples_are_what_the_chat_format_encodes(template):
             conversation.messages[1]["reasoning_content"] = message.reasoning
         (row,), _ = AssistantTokens(tokenizer, max_tokens=512).encode(conversation)
         sample = conversation_sample([Message("user", "one"), message], chat, "x")
-        assert (row.ids.tolist(), row.mask.tolist()) == (sample.ids, sample.loss_mask)
+        assert row.ids.tolist() == sample.ids.tolist()
+        assert row.mask.tolist() == sample.loss_mask.tolist()
 
 
 def test_a_thought_that_is_written_otherwise_than_it_is_opened_is_refused():
