@@ -205,7 +205,7 @@ class EnvironmentAgent:
         episode.num_format_errors += broken
         for action in actions or []:
             observation, step_reward, terminated, truncated, info = await thread.call(
-                partial(environment.step, action)
+                partial(environment.step, action), "step"
             )
             reward += float(step_reward)
             episode.observation = observation

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -73,9 +74,9 @@ class EnvironmentThread:
         self._pending: Future[Any] | None = None
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
-    async def call(self, function: Callable[[], T], name: str = "step") -> T:
-        """What the function returns or raises. Recorded as a call of the environment from where it
-        is no longer waited for on the spot."""
+    async def call(self, function: Callable[[], T], name: str | None = None) -> T:
+        """What the function returns or raises. With a name it is recorded as a call of the
+        environment from where it is no longer waited for on the spot."""
         answer = self._ask(function)
         await self._wait(answer, name)
         return answer.result()
@@ -87,7 +88,7 @@ class EnvironmentThread:
         closing = self._ask(close)
         try:
             if idle:
-                await self._wait(closing, "close", within_s=CLOSE_S)
+                await self._wait(closing, None, within_s=CLOSE_S)
         finally:
             if not closing.done():
                 _hung.add(self)  # before the thread can end, which takes it out
@@ -101,11 +102,13 @@ class EnvironmentThread:
         self._calls.put((answer, function))
         return answer
 
-    async def _wait(self, answer: Future[Any], name: str, *, within_s: float | None = None) -> None:
+    async def _wait(
+        self, answer: Future[Any], name: str | None, *, within_s: float | None = None
+    ) -> None:
         try:
             answer.exception(timeout=self._pace.grace_s)
         except TimeoutError:
-            with record_call("environment", name):
+            with record_call("environment", name) if name is not None else nullcontext():
                 await asyncio.wait([asyncio.wrap_future(answer)], timeout=within_s)
 
     def _work(self) -> None:

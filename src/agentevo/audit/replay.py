@@ -370,7 +370,7 @@ async def _play(
         )
         scoring = Scoring(config.rewards)
         if not scoring.compares(task):
-            (played,) = await scoring.score([played], [attempt.is_unrewarded], task)
+            (played,) = await scoring.score([played], [attempt.is_unrewarded], {}, task=task)
         elif played.status == "completed":  # the others of its group are not played again
             told = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **told)

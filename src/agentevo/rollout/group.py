@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Policy
 from agentevo.errors import AgentEvoError
+from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Outcome, Status, Task, Trajectory
 
 LETTING_GO_S = 5.0
@@ -28,9 +29,11 @@ LOOK_S = 0.05
 sleeps."""
 
 
-Score = Callable[[Sequence[Trajectory], Sequence[bool]], Awaitable[list[Trajectory]]]
+Score = Callable[
+    [Sequence[Trajectory], Sequence[bool], Mapping[str, AttemptCalls]], Awaitable[list[Trajectory]]
+]
 """The trajectories of one group with their rewards; of each it is said whether its agent returned
-none (see Scoring.score)."""
+none, and by its id where its calls are recorded (see Scoring.score)."""
 
 
 class InfrastructureFailure(AgentEvoError):
@@ -230,10 +233,11 @@ class Group:
         """The one beside the group is judged alone."""
         unrewarded = [attempt.is_unrewarded for attempt in self.attempts]
         count = len(self.members)
-        members = await self._score(trajectories[:count], unrewarded[:count])
+        calls = {attempt.name: attempt.policy.conversation.calls for attempt in self.attempts}
+        members = await self._score(trajectories[:count], unrewarded[:count], calls)
         if self.beside is None:
             return members
-        return [*members, *await self._score(trajectories[count:], unrewarded[count:])]
+        return [*members, *await self._score(trajectories[count:], unrewarded[count:], calls)]
 
     def cut(self, reason: str) -> None:
         """Breaks off the members that are still playing."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from msgspec.structs import replace
@@ -21,7 +22,11 @@ from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.rewards import RewardConfig, Score, make_reward
 from agentevo.rewards.reward import call_function, reward_config, score_of
+from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Task, Trajectory
+
+Calls = Mapping[str, AttemptCalls]
+"""Trajectory id -> where its calls are recorded. Of one that is absent none is."""
 
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
@@ -45,15 +50,30 @@ class NamedReward:
         return hasattr(self._item, "score_group")
 
     async def scores(
-        self, trajectories: Sequence[Trajectory], task: Task
+        self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
         """One for each trajectory, in order."""
         if self.judges_groups:
-            return await self._together(trajectories, task)
-        return list(await asyncio.gather(*(self._single(one, task) for one in trajectories)))
+            return await self._together(trajectories, task, calls)
+        singles = [self._single(one, task, calls) for one in trajectories]
+        return list(await asyncio.gather(*singles))
 
-    async def _single(self, trajectory: Trajectory, task: Task) -> Score | ScorerFailure:
+    def _recorded(self, trajectories: Sequence[Trajectory], calls: Calls) -> ExitStack:
+        """A block that is a call of each of these attempts."""
+        stack = ExitStack()
+        for trajectory in trajectories:
+            if trajectory.id in calls:
+                stack.enter_context(calls[trajectory.id].call("scorer", self.config.name))
+        return stack
+
+    async def _single(
+        self, trajectory: Trajectory, task: Task, calls: Calls
+    ) -> Score | ScorerFailure:
         async def work() -> Score:
+            with self._recorded([trajectory], calls):
+                return await judge()
+
+        async def judge() -> Score:
             if hasattr(self._item, "score"):
                 return _finite(score_of(await self._item.score(trajectory, task)))
             return _finite(score_of(await self._call(call_function(self._item, trajectory, task))))
@@ -61,10 +81,11 @@ class NamedReward:
         return await self._within_limit(work)
 
     async def _together(
-        self, trajectories: Sequence[Trajectory], task: Task
+        self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
         async def work() -> list[Score]:
-            returned = await self._item.score_group(list(trajectories), task)
+            with self._recorded(trajectories, calls):
+                returned = await self._item.score_group(list(trajectories), task)
             scores = [_finite(score_of(one)) for one in returned]
             if len(scores) != len(trajectories):
                 raise ValueError(f"{len(scores)} scores for {len(trajectories)} attempts")
@@ -152,7 +173,12 @@ class Scoring:
         return [self._named[name]]
 
     async def score(
-        self, trajectories: Sequence[Trajectory], unrewarded: Sequence[bool], task: Task
+        self,
+        trajectories: Sequence[Trajectory],
+        unrewarded: Sequence[bool],
+        calls: Calls,
+        *,
+        task: Task,
     ) -> list[Trajectory]:
         """The trajectories of one group, in order, with their rewards; those that are not completed
         as they were. `unrewarded`: the agent returned no reward of its own."""
@@ -163,7 +189,7 @@ class Scoring:
                 _failed(one, NO_REWARD) if missing and one.status == "completed" else one
                 for one, missing in zip(trajectories, unrewarded, strict=True)
             ]
-        columns = [await reward.scores(judged, task) for reward in rewards] if judged else []
+        columns = [await reward.scores(judged, task, calls) for reward in rewards] if judged else []
         rows = {one.id: list(row) for one, *row in zip(judged, *columns, strict=True)}
         return [
             _with_scores(one, rewards, rows[one.id]) if one.id in rows else one
