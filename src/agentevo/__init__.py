@@ -17,38 +17,50 @@ if TYPE_CHECKING:
     from agentevo.api import load_run, sft, train
     from agentevo.config.agents import AgentSection, agent
     from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
+    from agentevo.environments.episode import ActionResult, EpisodicEnvironment
     from agentevo.errors import AgentEvoError, ConfigError
+    from agentevo.rewards.reward import RewardConfig, Score, reward
     from agentevo.types import Message, Outcome, Task
 
 __version__ = "0.1.0"
 _HOMES = {
+    "ActionResult": "agentevo.environments.episode",
     "AgentEvoError": "agentevo.errors",
     "AgentSection": "agentevo.config.agents",
     "ConfigError": "agentevo.errors",
     "EnvironmentConfig": "agentevo.environments.environment",
+    "EpisodicEnvironment": "agentevo.environments.episode",
     "Message": "agentevo.types",
     "Outcome": "agentevo.types",
+    "RewardConfig": "agentevo.rewards.reward",
+    "Score": "agentevo.rewards.reward",
     "Task": "agentevo.types",
     "TextEnvironment": "agentevo.environments.environment",
     "agent": "agentevo.config.agents",
     "environment": "agentevo.environments.environment",
     "load_run": "agentevo.api",
+    "reward": "agentevo.rewards.reward",
     "sft": "agentevo.api",
     "train": "agentevo.api",
 }
 __all__ = [
+    "ActionResult",
     "AgentEvoError",
     "AgentSection",
     "ConfigError",
     "EnvironmentConfig",
+    "EpisodicEnvironment",
     "Message",
     "Outcome",
+    "RewardConfig",
+    "Score",
     "Task",
     "TextEnvironment",
     "__version__",
     "agent",
     "environment",
     "load_run",
+    "reward",
     "sft",
     "train",
 ]

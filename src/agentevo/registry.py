@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
-from agentevo.errors import UnknownNameError
+from agentevo.errors import ConfigError, UnknownNameError
 
 
 def nearest(name: str, known: list[str]) -> str | None:
@@ -56,18 +56,33 @@ class Registry(Generic[T]):
 
         return add
 
-    def _entry_points(self) -> dict[str, object]:
+    def _entry_points(self) -> dict[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=f"agentevo.{self.kind}")}
+
+    def _load(self, point: EntryPoint) -> T:
+        try:
+            item: T = point.load()
+        except Exception as error:
+            where = f" of the package {point.dist.name}" if point.dist is not None else ""
+            raise ConfigError(
+                f"{self.kind}: {point.name!r}{where} ({point.value}) can't be imported: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return item
 
     def names(self) -> list[str]:
         return sorted({*self._items, *self._entry_points()})
+
+    def name_of(self, item: object) -> str | None:
+        """The name under which that very object is filed."""
+        return next((name for name, one in self._items.items() if one is item), None)
 
     def get(self, name: str) -> T:
         """The object called `name`. Raises `UnknownNameError` with the nearest known name."""
         if name not in self._items:
             point = self._entry_points().get(name)
             if point is not None:
-                self._items[name] = point.load()  # type: ignore[attr-defined]
+                self._items[name] = self._load(point)
         if name not in self._items:
             guess = nearest(name, self.names())
             hint = f"did you mean {guess!r}? " if guess else ""

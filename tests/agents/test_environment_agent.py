@@ -21,7 +21,7 @@ from agentevo.agents.environment_agent import (
 )
 from agentevo.config import EnvironmentAgentSection
 from agentevo.environments.environment import EnvironmentConfig
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
 from agentevo.errors import EnvironmentFailure
 from agentevo.inference.conversation import Conversation
@@ -133,14 +133,16 @@ class Corridor(EpisodicEnvironment):
     def observe(self) -> str:
         return f"at {self.place}"
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         if action == "break":
             raise EnvironmentFailure("the corridor collapsed")
         if action not in ("Left", "Right"):
             return INVALID
         self.place += 1 if action == "Right" else -1
         won = self.place == 3
-        return Outcome(reward=2.0 if won else -0.25, terminated=won or self.place < 0, success=won)
+        return ActionResult(
+            reward=2.0 if won else -0.25, terminated=won or self.place < 0, success=won
+        )
 
     def random_action(self, rng: random.Random) -> str:
         return rng.choice(["Left", "Right"])

@@ -9,7 +9,7 @@ import zlib
 from typing import Any, ClassVar, Literal
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import EpisodicEnvironment, Outcome
+from agentevo.environments.episode import ActionResult, EpisodicEnvironment
 from agentevo.types import Baselines
 
 WORDS = ("red", "green", "blue", "black", "white", "brown", "left", "right", "up", "down")
@@ -70,12 +70,12 @@ class LotteryEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         return f"The last word was {self._said}."
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         if self.config.hangs and self._seed // 4 % self.config.hangs == 0:
             time.sleep(3600.0)
         drawn = zlib.crc32(f"{self._seed}/{action}".encode())
         self._said = WORDS[drawn % len(WORDS)]
-        return Outcome(reward=drawn % 101 / 100, success=drawn % 2 == 0)
+        return ActionResult(reward=drawn % 101 / 100, success=drawn % 2 == 0)
 
     def random_action(self, rng: random.Random) -> str:
         return rng.choice(WORDS)

@@ -19,10 +19,13 @@ import msgspec
 import pydantic
 
 from agentevo.config import RunConfig, build_config, sources, to_tree
+from agentevo.config.agents import agent_names
 from agentevo.config.other_preset import kept_keys
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
+from agentevo.rewards import reward
+from agentevo.rewards import rewards as rewards_by_name
 from agentevo.runs.folder import run_config
 from agentevo.types import Task
 
@@ -30,8 +33,9 @@ if TYPE_CHECKING:
     from agentevo.api.run import Run
     from agentevo.observability import LiveView
 
-AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[float | None]]
-"""`async def run(task, policy) -> float`: acts through the policy and returns the reward."""
+AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[Any]]
+"""`async def run(task, policy) -> float`: acts through the policy and returns the reward, named parts
+of it, an `Outcome`, or None where `rewards` decide."""
 Trainable: TypeAlias = (
     str
     | Path
@@ -42,12 +46,16 @@ Trainable: TypeAlias = (
     | AgentFunction
 )
 Option: TypeAlias = str | Path | Mapping[str, Any] | pydantic.BaseModel
+Tasks: TypeAlias = Sequence[Task | Mapping[str, Any]] | str | Path | Mapping[str, Any]
+Reward: TypeAlias = str | Mapping[str, Any] | pydantic.BaseModel | Callable[..., Any] | type
+"""A reward by name, with options, or as a function or class."""
 
 
 def train(
     agent_or_env: Trainable,
-    tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+    tasks: Tasks | None = None,
     *,
+    rewards: Sequence[Reward] = (),
     model: Option | None = None,
     algorithm: Option | None = None,
     overrides: Sequence[str] = (),
@@ -58,18 +66,33 @@ def train(
     """Trains, and returns the finished run.
 
     `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or
-    object), or an async agent function, which needs `tasks`. `model` and `algorithm` are names or
-    whole sections; None leaves the recipe's, or the defaults. Every other section of the
-    configuration is an option of its name. Raises `ConfigError` for whatever the command line would
-    refuse.
+    object), the name of a registered agent, or an async agent function. Agents need `tasks`: a list,
+    a file or dataset, or the whole section as a mapping. `rewards` are names, options, or functions
+    `def reward(completion, task) -> float`. `model` and `algorithm` are names or whole sections;
+    None leaves the recipe's, or the defaults. Every other section of the configuration is an option
+    of its name. Raises `ConfigError` for whatever the command line would refuse.
     """
     from agentevo.api.run import train as train_run
 
+    options: dict[str, Any] = dict(sections)
+    if isinstance(tasks, (str, Path)):
+        options["tasks"] = {"train": str(tasks)}
+    elif isinstance(tasks, Mapping):
+        options["tasks"] = tasks
+    given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
+    if rewards:
+        options["rewards"] = [_named_reward(one) for one in rewards]
     config, agent = resolve(
-        agent_or_env, model=model, algorithm=algorithm, overrides=overrides, **sections
+        agent_or_env,
+        model=model,
+        algorithm=algorithm,
+        overrides=overrides,
+        has_tasks=given is not None,
+        **options,
     )
+    needs_tasks = agent if not config.tasks.given else None
     return train_run(
-        config, agent=agent, tasks=checked_tasks(tasks, agent), resume=resume, view=view
+        config, agent=agent, tasks=checked_tasks(given, needs_tasks), resume=resume, view=view
     )
 
 
@@ -124,12 +147,14 @@ def load_run(
     tasks: Sequence[Task | Mapping[str, Any]] | None = None,
     overrides: Sequence[str] = (),
 ) -> Run:
-    """A run that was trained earlier, from its folder. What is no text is not in there: an agent
-    function and its tasks are given again, and the class of an environment of one's own is
-    registered first (`agentevo.environments.environments.register`)."""
+    """A run that was trained earlier, from its folder. What its configuration names is found again
+    (files under `import` too); an agent function and a list of tasks that a program gave are given
+    again, and what it registered itself is registered first."""
     from agentevo.api.run import Run
 
-    return Run(run_config(Path(run_dir), overrides), agent=agent, tasks=checked_tasks(tasks, agent))
+    config = run_config(Path(run_dir), overrides)
+    needs_tasks = agent if not config.tasks.given else None
+    return Run(config, agent=agent, tasks=checked_tasks(tasks, needs_tasks))
 
 
 def resolve(
@@ -138,10 +163,11 @@ def resolve(
     model: Option | None = None,
     algorithm: Option | None = None,
     overrides: Sequence[str] = (),
-    **sections: Option,
+    has_tasks: bool = False,
+    **sections: Any,
 ) -> tuple[RunConfig, AgentFunction | None]:
-    """What `train` will run: the checked configuration, and the agent function if that was
-    given."""
+    """What `train` will run: the checked configuration, and the agent function if that was given.
+    `has_tasks`: a list of them is given beside it."""
     named = {"model": model, "algorithm": algorithm}
     options = {
         key: _plain(value, named=key in named)
@@ -149,12 +175,20 @@ def resolve(
         if value is not None
     }
     given, name, agent = _starting_point(agent_or_env)
+    folder = None
+    if isinstance(agent_or_env, (str, Path)) and Path(agent_or_env).suffix in {".yaml", ".yml"}:
+        folder = Path(agent_or_env).parent  # where its imports and files are
     try:
         tree = sources.overlay(given, options)
     except ConfigError as error:
         raise ConfigError(f"agentevo.train: {error}") from error
     config = build_config(
-        tree, overrides, where="agentevo.train", name=name, needs_environment=agent is None
+        tree,
+        overrides,
+        where="agentevo.train",
+        folder=folder,
+        name=name,
+        needs_environment=agent is None and not has_tasks,
     )
     if kept := kept_keys(given, overrides, where=name, options=options):
         warnings.warn("\n".join(kept), stacklevel=3)
@@ -203,12 +237,30 @@ def _named(name: str) -> tuple[dict[str, Any], str, None]:
         return sources.read_yaml(path), path.stem, None
     if name in known:
         return {"environment": {"type": name}}, name, None
+    if name in agent_names():
+        return {"agent": {"type": name}}, name, None
     guess = nearest(name, [*recipes, *known])
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
-        f"agentevo.train: {name!r} is no recipe and no environment: {hint}recipes: "
+        f"agentevo.train: {name!r} is no recipe, no environment and no agent: {hint}recipes: "
         f"{', '.join(recipes)}; environments: {', '.join(known)}"
     )
+
+
+def _named_reward(given: Reward) -> Any:
+    """A reward as the recipe's list would hold it. A function or class is registered under its own
+    name."""
+    if isinstance(given, (str, Mapping, pydantic.BaseModel)):
+        return _plain(given, named=False)
+    name = str(getattr(given, "__name__", type(given).__name__))
+    if not callable(given) or not name.isidentifier():
+        raise ConfigError(
+            f"agentevo.train: rewards: {given!r} has no name: give a function, a class, or the name "
+            "of a registered reward"
+        )
+    if rewards_by_name.name_of(given) is None:
+        reward(name)(given)
+    return {"name": rewards_by_name.name_of(given)}
 
 
 def _registered(environment: type[TextEnvironment]) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import pydantic
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
 from agentevo.types import Baselines
 
 
@@ -74,13 +74,13 @@ class BanditEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         return f"The arms are named {self._arms[0]} and {self._arms[1]}. Which arm do you choose?"
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         chosen = choose(action, self._arms)
         if chosen is None:
             return INVALID
         if self._arms[chosen] == self.config.low_arm:
-            return Outcome(reward=self.config.low_reward, terminated=True)
-        return Outcome(
+            return ActionResult(reward=self.config.low_reward, terminated=True)
+        return ActionResult(
             reward=self.config.high_reward if self._pays else 0.0, terminated=True, success=True
         )
 

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import pydantic
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
 from agentevo.types import Baselines
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "pink", "brown")
@@ -137,10 +137,10 @@ class CoinsEnvironment(EpisodicEnvironment):
         share = self._values[coin] / self._values[self._best] if self._values else 1.0
         return self.config.other_credit * share
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         chosen = choose(action, self._coins)
         if chosen is not None:
-            return Outcome(
+            return ActionResult(
                 reward=self._worth(chosen), terminated=True, success=chosen == self._best
             )
         mentioned = [

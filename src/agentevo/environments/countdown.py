@@ -19,7 +19,7 @@ from agentevo.environments.arithmetic import (
     solve,
 )
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, stream
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, stream
 from agentevo.errors import EnvironmentFailure
 from agentevo.types import Baselines
 
@@ -104,12 +104,12 @@ class CountdownEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         return f"Numbers: {', '.join(map(str, self.numbers))}. Target: {self.target}."
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         made = evaluate(action, self.config.operations)
         if made is None or sorted(made[1]) != sorted(self.numbers):
             return INVALID
         success = made[0] == self.target
-        return Outcome(
+        return ActionResult(
             reward=1.0 if success else WRONG_VALUE_REWARD, terminated=True, success=success
         )
 

@@ -1,6 +1,6 @@
 """The environment contract: Gymnasium's reset and step, with text for observations and actions.
 
-An environment is one environment for one player. Everything random in it comes from the seed given
+An environment serves one player. Everything random in it comes from the seed given
 to `reset`. A bad action is part of the game (`info["valid"]` is false, the environment does not
 change, it still counts as an action), never an exception.
 """
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import gymnasium
 import pydantic
 
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.registry import Registry
 from agentevo.types import Baselines
 
@@ -63,20 +63,21 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Returns (observation, reward, terminated, truncated, info)."""
 
-    @abstractmethod
     def random_action(self, rng: random.Random) -> str:
-        """One action drawn uniformly from those a player may take now."""
+        """One action drawn uniformly from those a player may take now. Raises EnvironmentFailure
+        where they can't be listed; only demonstrations with random actions ask for one."""
+        raise EnvironmentFailure(f"{type(self).__name__} has no random_action()")
 
-    @abstractmethod
     def optimal_action(self) -> str | None:
         """The action an optimal player takes now with the actions it has left; None where no solver
         exists or nothing can still succeed."""
+        return None
 
-    @abstractmethod
     def baselines(self, max_actions: int | None = None) -> Baselines:
         """Success rates, from the state after `reset`, of a uniform random and an optimal player
         with at most `max_actions` actions (default: the config's). Exact where the environment is
         small, else by seeded play; None where unknown. Does not disturb the episode."""
+        return Baselines(random=None, optimal=None)
 
 
 environments: Registry[type[TextEnvironment]] = Registry("environments")

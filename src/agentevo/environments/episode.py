@@ -17,7 +17,7 @@ from agentevo.environments.environment import EnvironmentConfig, TextEnvironment
 from agentevo.errors import EnvironmentFailure
 
 
-class Outcome(NamedTuple):
+class ActionResult(NamedTuple):
     """What one action did."""
 
     reward: float = 0.0
@@ -50,9 +50,9 @@ class EpisodicEnvironment(TextEnvironment):
         """The current state as text."""
 
     @abstractmethod
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         """Plays one action (white space at both ends is gone). An action it does not understand is
-        `Outcome(valid=False, ...)`."""
+        `ActionResult(valid=False, ...)`."""
 
     @property
     def actions_left(self) -> int:
@@ -87,7 +87,7 @@ def stream(config: EnvironmentConfig, seed: int, name: str) -> random.Random:
     return random.Random(f"{config.type}/{name}/{seed}")
 
 
-INVALID = Outcome(valid=False, effective=False)
+INVALID = ActionResult(valid=False, effective=False)
 """The outcome of an action that was not understood: nothing happens and nothing is paid."""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pydantic
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
 from agentevo.environments.planning import SuccessTables
 from agentevo.environments.words import offset
 from agentevo.types import Baselines
@@ -181,7 +181,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         size = self.lake.size
         return "\n".join("".join(tiles[row * size : (row + 1) * size]) for row in range(size))
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         chosen = choose(action, ACTIONS)
         if chosen is None:
             return INVALID
@@ -190,7 +190,7 @@ class FrozenLakeEnvironment(EpisodicEnvironment):
         )
         previous, self._tile = self._tile, self.lake.neighbour(self._tile, direction)
         success = self._tile == self.lake.goal
-        return Outcome(
+        return ActionResult(
             reward=float(success),
             effective=self._tile != previous,
             terminated=success or self._tile in self.lake.holes,

@@ -24,7 +24,7 @@ import pydantic
 from gymnasium import spaces
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
 from agentevo.environments.planning import SuccessTables, random_play_success
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.types import Baselines
@@ -193,7 +193,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
     def observe(self) -> str:
         return self._shown
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         move: Any = choose(action, self._names)
         if isinstance(self._world.action_space, spaces.Discrete) and move is not None:
             move += int(self._world.action_space.start)
@@ -206,7 +206,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         observation, reward, terminated, truncated, info = self._world.step(move)
         before, self._shown = self._shown, self._show(observation)
         ended_well = terminated and (self.config.success_on == "termination" or float(reward) > 0)
-        return Outcome(
+        return ActionResult(
             reward=float(reward),
             valid=bool(info.get("valid", True)),
             effective=bool(info.get("effective", self._shown != before)),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import pydantic
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment
 from agentevo.environments.extras import load_extra
 from agentevo.errors import ConfigError
 from agentevo.registry import nearest
@@ -90,11 +90,11 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
     def _score(self, answer: str) -> float:
         return float(self._questions.score_answer(answer=answer, entry=self._entry))
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         if not action:
             return INVALID
         score = self._score(action)
-        return Outcome(reward=score, terminated=True, success=score >= FULL_SCORE)
+        return ActionResult(reward=score, terminated=True, success=score >= FULL_SCORE)
 
     def random_action(self, rng: random.Random) -> str:
         """The reference answer to another question of the same kind: the right form, the content by

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import pydantic
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import INVALID, EpisodicEnvironment, Outcome, choose, stream
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose, stream
 from agentevo.environments.planning import random_play_success
 from agentevo.environments.sokoban_rooms import (
     ACTIONS,
@@ -180,7 +180,7 @@ class SokobanEnvironment(EpisodicEnvironment):
     def _num_stored(self) -> int:
         return (self._state >> PLAYER_BITS & self.room.targets).bit_count()
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         chosen = choose(action, ACTIONS)
         if chosen is None:
             return INVALID._replace(reward=ACTION_REWARD)
@@ -188,7 +188,7 @@ class SokobanEnvironment(EpisodicEnvironment):
         self._state = self.room.step(previous, chosen)
         solved = self.room.solved(self._state)
         reward = ACTION_REWARD + BOX_REWARD * (self._num_stored() - stored) + SOLVED_REWARD * solved
-        return Outcome(
+        return ActionResult(
             reward=reward, effective=self._state != previous, terminated=solved, success=solved
         )
 

@@ -25,7 +25,7 @@ import numpy as np
 import pydantic
 
 from agentevo.environments.environment import EnvironmentConfig, environments
-from agentevo.environments.episode import EpisodicEnvironment, Outcome
+from agentevo.environments.episode import ActionResult, EpisodicEnvironment
 from agentevo.environments.extras import load_extra
 from agentevo.environments.planning import random_play_success
 from agentevo.errors import ConfigError, EnvironmentFailure
@@ -227,13 +227,13 @@ class TextArenaEnvironment(EpisodicEnvironment):
             tries = 0 if self._move(self._opponent.choice(actions)) else tries + 1
         self._read(self.config.seat)
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> ActionResult:
         valid = self._move(action)
         self._play_others()
         state = self._table.state
         reward = float((state.rewards or {}).get(self.config.seat, 0.0)) if state.done else 0.0
         success = bool(state.done) and reward >= self.config.success_reward
-        return Outcome(
+        return ActionResult(
             reward=reward,
             valid=valid,
             effective=valid,

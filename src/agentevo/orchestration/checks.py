@@ -6,11 +6,18 @@ import importlib
 from collections.abc import Sequence
 
 from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
 from agentevo.inference.engines import engines
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
-from agentevo.orchestration.components import check_memory, check_play, make_environment
+from agentevo.orchestration.components import (
+    AgentFunction,
+    check_memory,
+    check_play,
+    find_agent,
+    make_environment,
+)
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.types import Task
@@ -35,6 +42,22 @@ def check_parts(
         check_lora(config.model.lora)
     if config.reward_model.name is not None:
         resolve(config.reward_model.name)
+
+
+def check_agent(
+    config: RunConfig, agent: AgentFunction | None, tasks: Sequence[Task] | None
+) -> None:
+    """Raises ConfigError for an agent function without tasks, no agent at all, and what samplers in
+    other processes could not have."""
+    if agent is not None and tasks is None and not config.tasks.given:
+        raise ConfigError("an agent function needs tasks: pass tasks=[...]")
+    find_agent(config, agent)
+    if (tasks is not None or config.agent.type == "function") and config.rollout.samplers:
+        raise ConfigError(
+            "an agent function and given tasks live in this process: set rollout.samplers=0, or "
+            "put the agent into a file (@agentevo.agent(NAME), key import) and the tasks into "
+            "another (key tasks)"
+        )
 
 
 def check_sft_parts(config: RunConfig, resume: bool) -> None:

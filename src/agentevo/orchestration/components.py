@@ -121,9 +121,11 @@ def _corpus(config: RunConfig) -> Iterable[str]:
     agent = config.agent
     if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
         agent = EnvironmentAgentSection()
+    lists_actions = type(environment).random_action is not TextEnvironment.random_action
+    random_rate = 0.5 if lists_actions else 0.0
     for index in range(CORPUS_EPISODES):
         seed = environment_seed(config.run.seed, "demonstration", index)
-        shown = demonstrate(environment, seed, agent, random_rate=0.5)
+        shown = demonstrate(environment, seed, agent, random_rate)
         opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
         for messages in [opening] if shown is None else shown.conversations:
             yield from (message.text for message in messages)

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import msgspec
 
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.transports import local_transport
 from agentevo.models.adapters import num_parameters
@@ -32,12 +31,11 @@ from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_from_run
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
-from agentevo.orchestration.checks import check_parts, check_sft_parts
+from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import (
     AgentFunction,
     Components,
-    find_agent,
     load_policy,
     load_token_reward_model,
     open_components,
@@ -96,15 +94,7 @@ def train(
     other processes of a recipe with `rollout.samplers` above 0. Raises ConfigError before anything
     is created.
     """
-    if agent is not None and tasks is None and not config.tasks.given:
-        raise ConfigError("an agent function needs tasks: pass tasks=[...]")
-    find_agent(config, agent)
-    if (tasks is not None or config.agent.type == "function") and config.rollout.samplers:
-        raise ConfigError(
-            "an agent function and given tasks live in this process: set rollout.samplers=0, or "
-            "put the agent into a file (@agentevo.agent(NAME), key import) and the tasks into "
-            "another (key tasks)"
-        )
+    check_agent(config, agent, tasks)
     view = view if view is not None else LiveView(config.run.name)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     if command == "sft":
