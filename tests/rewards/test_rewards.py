@@ -1,0 +1,268 @@
+"""What replies are worth: built-in rewards, rewards of a user's own, and which of them counts."""
+
+import asyncio
+import time
+
+import pytest
+
+from agentevo.config import build_config
+from agentevo.errors import ConfigError
+from agentevo.rewards import RewardConfig, Score, make_reward, reward, rewards
+from agentevo.rewards.answers import find_answer, last_number
+from agentevo.rewards.reward import check_reward, completion_of, reward_config, score_of
+from agentevo.rollout.scoring import NO_REWARD, Scoring
+from agentevo.types import Message, Task, Trajectory, Turn
+
+
+def said(text, name="a", reward=0.25, **fields):
+    turn = Turn(
+        index=0,
+        prompt_ids=[1],
+        completion_ids=[2],
+        logprobs=[-1.0],
+        versions=[0],
+        finish_reason="stop",
+        messages=[Message("user", "?"), Message("assistant", text)],
+    )
+    return Trajectory(id=name, task_id="t", group_id="g", turns=[turn], reward=reward, **fields)
+
+
+def task(answer="4", **fields):
+    return Task(id="t", query="2 + 2?", answer=answer, **fields)
+
+
+def value(name, text, answer="4", **options):
+    scorer = make_reward(reward_config(name)(name=name, **options))
+    return asyncio.run(scorer.score(said(text), task(answer))).value
+
+
+@pytest.fixture
+def own_rewards(monkeypatch):
+    monkeypatch.setattr(rewards, "_items", dict(rewards._items))
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("a <answer> 3 </answer> b <answer>4</answer>", "auto", "4"),
+        (r"so \boxed{\frac{1}{2}} and \boxed{x^{2}}", "auto", "x^{2}"),
+        (r"open \boxed{1", "boxed", None),
+        ("work\n#### 42\nmore", "auto", "42"),
+        ("  just this ", "auto", "just this"),
+        ("nothing", "answer_tag", None),
+        (r"<answer>\boxed{1}</answer>", "answer_tag", r"\boxed{1}"),
+    ],
+)
+def test_where_an_answer_is_stated(text, place, expected):
+    assert find_answer(text, place) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("it is 1,234.5.", 1234.5),
+        ("$3", 3.0),
+        ("-2e3", -2000.0),
+        ("3/4", 0.75),
+        ("50%", 0.5),
+        ("from 1 to 7", 7.0),
+        ("5 - 3 = 2", 2.0),
+        ("x2", None),
+        ("1/0", None),
+        ("9" * 400, None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer", "options", "expected"),
+    [
+        ("exact_match", " The  CAT. ", "the cat", {}, 1.0),
+        ("exact_match", "The cat", "the cat", {"ignore_case": False}, 0.0),
+        ("exact_match", "dog", ["cat", "dog"], {}, 1.0),
+        ("exact_match", "a dog", "dog", {}, 0.0),
+        ("exact_match", "a dog", "dog", {"place": "answer_tag"}, 0.0),
+        ("contains", "It is a dog!", "dog", {}, 1.0),
+        ("contains", "a dogma", "dog", {}, 0.0),
+        ("contains", "C++ it is", "C++", {}, 1.0),
+        ("numeric", "I think 4.0", "4", {}, 1.0),
+        ("numeric", "4 or 5", 4, {}, 0.0),
+        ("numeric", "#### 1,000", "reasons\n#### 1000", {}, 1.0),
+        ("numeric", "3.14", 3.14159, {"tolerance": 0.01}, 1.0),
+        ("numeric", "3.14", 3.14159, {}, 0.0),
+        ("numeric", "none", 4, {}, 0.0),
+        ("format", "<a>\nx</a>", None, {"pattern": "<a>.*</a>"}, 1.0),
+        ("format", "<a>x</a> y", None, {"pattern": "<a>.*</a>"}, 0.0),
+    ],
+)
+def test_built_in_rewards(name, text, answer, options, expected):
+    assert value(name, text, answer, **options) == expected
+
+
+@pytest.mark.parametrize(("name", "answer"), [("exact_match", None), ("numeric", "four")])
+def test_a_task_that_can_not_be_judged_is_no_wrong_answer(name, answer):
+    with pytest.raises(ValueError, match=r"the (task|answer)"):
+        value(name, "4", answer)
+
+
+def scored(configs, trajectories, task, unrewarded=None):
+    missing = unrewarded or [False] * len(trajectories)
+    return asyncio.run(Scoring(configs).score(trajectories, missing, task))
+
+
+def test_the_tasks_own_scorer_then_the_list_then_what_was_returned(own_rewards):
+    @reward("fifth")
+    def fifth(completion, answer):
+        return {"right": float(completion == answer), "always": 0.2}
+
+    members = [said("4", "a"), said("5", "b"), said("4", "c", status="failed", error="x")]
+    listed = [
+        reward_config("numeric")(name="numeric"),
+        RewardConfig(name="fifth", weight=0.5),
+        RewardConfig(name="returned"),
+    ]
+    first, second, failed = scored(listed, members, task())
+    assert first.reward_parts == pytest.approx(
+        {"numeric": 1.0, "fifth/right": 0.5, "fifth/always": 0.1, "returned": 0.25}
+    )
+    assert (first.reward, first.success) == (pytest.approx(1.85), True)
+    assert (second.reward, second.success) == (pytest.approx(0.35), False)
+    assert failed == members[2]
+    own = scored(listed, members[:1], task(scorer="fifth"))[0]
+    assert (own.reward, own.success) == (pytest.approx(0.6), True)
+    assert scored([], members, task()) == members
+    missing = scored([], members, task(), [True, False, True])
+    assert [(one.status, one.error) for one in missing] == [
+        ("failed", NO_REWARD),
+        ("completed", None),
+        ("failed", "x"),
+    ]
+
+
+def test_a_group_is_compared(own_rewards):
+    @reward("rank")
+    class Rank:
+        def __init__(self, config):
+            pass
+
+        async def score_group(self, trajectories, task):
+            order = sorted(completion_of(one) for one in trajectories)
+            return [Score(float(order.index(completion_of(one)))) for one in trajectories]
+
+    members = [said("b", "1"), said("x", "2", status="cancelled"), said("a", "3")]
+    config = [RewardConfig(name="rank")]
+    assert [one.reward for one in scored(config, members, task())] == [1.0, 0.25, 0.0]
+    assert Scoring(config).compares(task()) and not Scoring([]).compares(task())
+
+
+@pytest.mark.parametrize("form", ["plain", "async", "class"])
+@pytest.mark.parametrize("problem", ["raises", "nan", "text", "exits", "hangs"])
+def test_a_reward_that_fails_fails_its_attempt_only(own_rewards, form, problem):
+    def judge(completion):
+        if completion != "bad":
+            return 1.0
+        if problem == "raises":
+            raise KeyError("no such answer")
+        if problem == "exits":
+            raise SystemExit(3)
+        return float("nan") if problem == "nan" else "text"
+
+    async def judge_later(completion):
+        if problem == "hangs" and completion == "bad":
+            await asyncio.sleep(60)
+        return judge(completion)
+
+    class Judge:
+        def __init__(self, config):
+            pass
+
+        async def score(self, trajectory, task):
+            return await judge_later(completion_of(trajectory))
+
+    def plain(completion):
+        if problem == "hangs" and completion == "bad":
+            time.sleep(3)
+        return judge(completion)
+
+    reward("judge")({"plain": plain, "async": judge_later, "class": Judge}[form])
+    config = [RewardConfig(name="judge", timeout_s=0.3 if problem == "hangs" else 30)]
+    bad, good = scored(config, [said("bad", "a"), said("fine", "b")], task())
+    assert (bad.status, bad.reward, bad.success) == ("failed", 0.0, False)
+    assert bad.error.startswith("the reward 'judge' failed: ")
+    told = {
+        "raises": "KeyError: 'no such answer'",
+        "nan": "its value is nan",
+        "text": "it returned 'text'",
+        "exits": "SystemExit(3)",
+        "hangs": "no score within timeout_s=0.3 s",
+    }
+    assert told[problem] in bad.error
+    if (form, problem) != ("plain", "hangs"):  # it holds up the other for the time of the grace
+        assert (good.status, good.reward, good.success) == ("completed", 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (lambda completion, other: 1.0, "asks for other: it may ask for completion, task"),
+        (type("Empty", (), {}), "needs a method `async def score"),
+        (
+            type("Odd", (), {"Config": int, "score": lambda self: None}),
+            "needs a method `async def score",
+        ),
+    ],
+)
+def test_what_can_be_no_reward_is_refused(item, expected):
+    with pytest.raises(ConfigError, match="the reward 'x'") as caught:
+        check_reward("x", item)
+    assert expected in str(caught.value)
+
+
+def test_a_score_is_a_number_parts_or_a_score():
+    assert score_of(2) == Score(2.0)
+    assert score_of({"a": 1, "b": 0.5}) == Score(1.5, {"a": 1.0, "b": 0.5})
+    assert Score(1.0).is_success and not Score(0.5).is_success
+    assert Score(0.5, success=True).is_success
+    with pytest.raises(ValueError, match="sum to 1"):
+        Score(2.0, {"a": 1.0})
+    for wrong in (None, "1"):
+        with pytest.raises(TypeError, match="it returned"):
+            score_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["numerik"], "rewards[0].name: got 'numerik'; did you mean numeric?"),
+        ([{"weight": 2}], "rewards[0].name: missing; choose one of contains, "),
+        ([{"name": "numeric", "tolerence": 1}], "rewards[0].tolerence: unknown key; did you mean"),
+        ([{"name": "format"}], "rewards[0].pattern: missing; A Python regular expression"),
+        ([{"name": "format", "pattern": "("}], "it is no regular expression"),
+        (["numeric", "numeric"], "rewards: numeric is listed twice"),
+        ([3], "rewards[0]: got 3; needs a name, or a mapping with a name"),
+    ],
+)
+def test_wrong_rewards_are_refused_before_anything_is_created(given, expected):
+    with pytest.raises(ConfigError) as caught:
+        build_config({"environment": {"type": "coins"}, "rewards": given})
+    assert expected in str(caught.value)
+
+
+def test_rewards_of_a_recipe_keep_their_options():
+    config = build_config(
+        {"environment": {"type": "coins"}},
+        ["rewards=[exact_match, {name: format, pattern: 'a+', weight: 0.5}]"],
+    )
+    assert [one.name for one in config.rewards] == ["exact_match", "format"]
+    assert build_config(config.model_dump(mode="json")) == config
+
+
+def test_tasks_without_anybody_to_judge_them_are_refused():
+    with pytest.raises(ConfigError, match="nothing judges the task 't'"):
+        Scoring([]).check([task()], needed=True)
+    Scoring([]).check([task(scorer="numeric")], needed=True)
+    with pytest.raises(ConfigError, match="tasks: 't': scorer: no reward is called 'nemeric'"):
+        Scoring([]).check([task(scorer="nemeric")], needed=False)

@@ -1,0 +1,143 @@
+"""Tasks out of files: every row is a task or is accounted for, and every process reads the same."""
+
+import json
+
+import pytest
+
+from agentevo.config import build_config
+from agentevo.config.tasks import TaskFields, TasksSection
+from agentevo.data import RowError
+from agentevo.errors import ConfigError
+from agentevo.rollout.given_tasks import begin_with, check_same_tasks, read_tasks, task_of
+from agentevo.rollout.task_source import TaskSource
+
+
+def lines(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rows(count, first=0):
+    return [{"question": f"{n}?", "answer": n, "level": n % 2} for n in range(first, first + count)]
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "expected"),
+    [
+        (
+            {"id": 7, "query": "q", "answer": ["a", "b"], "scorer": "numeric", "x": 1},
+            {},
+            ("7", "q", ["a", "b"], "numeric", {"x": 1}),
+        ),
+        ({"task_id": "t", "problem": "q", "solution": 3}, {}, ("t", "q", 3, None, {})),
+        (
+            {"id": "t", "query": "no", "ask": "q", "gold": "g"},
+            {"query": "ask", "answer": "gold"},
+            ("t", "q", "g", None, {"query": "no"}),
+        ),
+        (
+            {"id": "t", "prompt": [{"role": "user", "content": "q"}]},
+            {},
+            ("t", "q", None, None, {"messages": [{"role": "user", "content": "q"}]}),
+        ),
+    ],
+)
+def test_a_row_is_a_task(row, fields, expected):
+    task = task_of(row, TaskFields(**fields))
+    assert (task.id, task.query, task.answer, task.scorer, task.metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "expected"),
+    [
+        ([1], {}, "a list: a task is an object"),
+        ({"text": "q"}, {}, "no query: it has no key one of query, question, prompt"),
+        ({"query": "q"}, {"answer": "gold"}, "no answer: it has no key gold"),
+        ({"query": "  "}, {}, "the query is '  '"),
+        ({"query": 3}, {}, "the query is 3"),
+        ({"query": [{"content": "q"}]}, {}, "no chat messages"),
+        ({"query": [{"role": "assistant", "content": "q"}]}, {}, "must end with a message of the"),
+        ({"query": "q", "scorer": 3}, {}, "the scorer is 3"),
+        ({"query": "q", "id": [1]}, {}, "the id is [1]"),
+    ],
+)
+def test_a_row_that_is_no_task_says_why(row, fields, expected):
+    with pytest.raises(RowError) as caught:
+        task_of(row, TaskFields(**fields))
+    assert expected in str(caught.value)
+
+
+def test_a_row_without_a_name_is_named_by_its_content():
+    named = [task_of(row, TaskFields()).id for row in rows(3)]
+    assert len(set(named)) == 3
+    assert task_of({"answer": 0, "level": 0, "question": "0?"}, TaskFields()).id == named[0]
+
+
+def test_every_row_is_used_or_accounted_for_and_none_is_in_both_halves(tmp_path):
+    train = tmp_path / "train.jsonl"
+    lines(train, *rows(5), {"bad": 1}, rows(1)[0])
+    train.write_text(train.read_text() + "not json\n")
+    held_out = lines(tmp_path / "eval.jsonl", *rows(3, first=4))
+    given = read_tasks(TasksSection(train=str(train), eval=held_out))
+    assert [len(given.train), len(given.held_out)] == [5, 2]
+    assert [report.counts() for report in given.reports] == [
+        {"unknown_form": 1, "duplicate_task": 1, "not_json": 1},
+        {"duplicate_task": 1},
+    ]
+    assert not {task.id for task in given.train} & {task.id for task in given.held_out}
+    with pytest.raises(ConfigError, match="allow_bad_rows is false"):
+        read_tasks(TasksSection(train=str(train), allow_bad_rows=False))
+    with pytest.raises(ConfigError, match=r"tasks\.train: no row is a task"):
+        read_tasks(TasksSection(train=lines(tmp_path / "bad.jsonl", {"bad": 1})))
+
+
+def config_of(folder, train, **sections):
+    tree = {"tasks": train, "rewards": ["numeric"], "run": {"dir": str(folder)}, **sections}
+    return build_config(tree)
+
+
+def test_a_source_goes_round_the_files_tasks(tmp_path):
+    train = lines(tmp_path / "train.jsonl", *rows(10))
+    config = config_of(tmp_path / "run", train, trainer={"groups_per_step": 4})
+    assert config.agent.type == "single_turn"
+    source, other = TaskSource(config, None), TaskSource(config, None)
+    assert len(source.held_out()) == 2
+    for step in range(1, 5):
+        assert source.train(step) == other.train(step)
+        assert not set(map(id, source.train(step))) & set(map(id, source.held_out()))
+    queued = source.queued(4)
+    assert [source.as_given(task).query for task in queued] == [
+        task.query for task in source.train(4)
+    ]
+
+
+def test_a_run_remembers_its_tasks(tmp_path):
+    train = lines(tmp_path / "train.jsonl", *rows(10), {"bad": 1})
+    config = config_of(tmp_path / "run", train)
+    (tmp_path / "run").mkdir()
+    notes: list[str] = []
+    begin_with(config, read_tasks(config.tasks), notes.append)
+    assert any("1 left out" in note for note in notes)
+    assert len((tmp_path / "run" / "bad_rows.jsonl").read_text().splitlines()) == 1
+    check_same_tasks(config, read_tasks(config.tasks))
+    lines(tmp_path / "train.jsonl", *rows(9))
+    with pytest.raises(ConfigError, match=r"began with 10 tasks .* they are others now"):
+        check_same_tasks(config, read_tasks(config.tasks))
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"environment": {"type": "coins"}}, "leave out either `tasks` or `environment`"),
+        ({"agent": {"type": "environment"}}, "set agent.type=single_turn"),
+    ],
+)
+def test_what_can_not_be_played_together_is_refused(tmp_path, sections, expected):
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, lines(tmp_path / "train.jsonl", *rows(3)), **sections)
+    assert expected in str(caught.value)
+
+
+def test_an_agent_of_your_own_needs_something_to_play():
+    with pytest.raises(ConfigError, match=r"tasks.train: missing; agent.type=single_turn needs"):
+        build_config({"agent": {"type": "single_turn"}})
