@@ -245,7 +245,7 @@ def _parts(parts: Mapping[str, Tensor] | Tensor, trajectory: Tensor, counts: Ten
         if isinstance(parts, Mapping)
         else [(f"[{index}]", part) for index, part in enumerate(parts)]
     )
-    found = []
+    scores_of_parts = []
     for name, part in named:
         row_scores = _per_row(f"reward_parts {name}", part, counts[trajectory])
         scores = row_scores.new_zeros(len(counts)).index_copy_(0, trajectory, row_scores)
@@ -255,10 +255,10 @@ def _parts(parts: Mapping[str, Tensor] | Tensor, trajectory: Tensor, counts: Ten
                 f"reward_parts {name}: the trajectory of row {row} has different scores: repeat "
                 "its score at each of its rows"
             )
-        found.append(scores)
-    if not found:
+        scores_of_parts.append(scores)
+    if not scores_of_parts:
         raise ValueError("reward_parts is empty: give at least one reward")
-    return torch.stack(found)
+    return torch.stack(scores_of_parts)
 
 
 def _weights(

@@ -24,6 +24,6 @@ def row_blocks(*tables: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
 
 
 def row_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """How many places of each row are True, [S] float64. A sum over the whole mask would first
+    """Number of True places of each row, [S] float64. A sum over the whole mask at once would first
     widen a copy of it to int64."""
     return torch.cat([part.sum(1) for (part,) in row_blocks(mask)]).double()

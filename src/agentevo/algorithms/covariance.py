@@ -91,7 +91,7 @@ def _statistics(
         for inputs in tables.cleaned_blocks()
     ]
     trained, advantages, logp = torch.stack(sums).sum(0).tolist()
-    found = {
+    statistics = {
         "mean_advantage": advantages / max(trained, 1.0),
         "mean_logp": logp / max(trained, 1.0),
         "threshold": -math.inf,
@@ -99,28 +99,32 @@ def _statistics(
     wanted = max(1, int(fraction * trained))
     largest = []
     for inputs in tables.cleaned_blocks():
-        covariance, candidates = _candidates(inputs, eligible(inputs), found, low, high)
+        covariance, candidates = _candidates(inputs, eligible(inputs), statistics, low, high)
         values = covariance[candidates]
         largest.append(values.topk(min(wanted, len(values))).values)
     values = torch.cat(largest)
     last = float(values.topk(min(wanted, len(values))).values[-1]) if len(values) else math.inf
-    found["threshold"] = last - 1e-12 * abs(last) if len(values) else last
-    return found
+    statistics["threshold"] = last - 1e-12 * abs(last) if len(values) else last
+    return statistics
 
 
 def _candidates(
-    inputs: LossInputs, eligible: torch.Tensor, found: Mapping[str, float], low: float, high: float
+    inputs: LossInputs,
+    eligible: torch.Tensor,
+    statistics: Mapping[str, float],
+    low: float,
+    high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and
     reach the threshold."""
-    covariance = _centred(inputs.advantages, found["mean_advantage"]) * _centred(
-        inputs.logp.detach(), found["mean_logp"]
+    covariance = _centred(inputs.advantages, statistics["mean_advantage"]) * _centred(
+        inputs.logp.detach(), statistics["mean_logp"]
     )
     bounded = (
         (covariance != 0)
         & (covariance > low)
         & (covariance < high)
-        & (covariance >= found["threshold"])
+        & (covariance >= statistics["threshold"])
     )
     return covariance, inputs.mask & eligible & bounded
 

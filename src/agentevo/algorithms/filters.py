@@ -101,15 +101,15 @@ def dynamic_sampling(
             "least 1"
         )
     reasons: dict[int, str] = {}
-    found = 0
+    num_informative = 0
     for members in _groups(rewards, group_ids).values():
         reason = _uninformative([rewards[member] for member in members])
         if reason is None:
-            found += 1
-            reason = "surplus: the batch is full" if found > wanted else None
+            num_informative += 1
+            reason = "surplus: the batch is full" if num_informative > wanted else None
         if reason:
             reasons |= dict.fromkeys(members, reason)
-    return _kept(len(rewards), reasons), max(wanted - found, 0)
+    return _kept(len(rewards), reasons), max(wanted - num_informative, 0)
 
 
 def starpo_s(

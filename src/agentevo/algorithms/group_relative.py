@@ -2,11 +2,12 @@
 the batch.
 
 Each takes the validated inputs and returns [N] float64, one entry per trajectory;
-`estimators.advantage` spreads it over the trajectory's trained tokens. What holds for all of them:
+`estimators.Advantage` spreads it over the trajectory's trained tokens. What holds for all of them:
 
 - A trajectory without any trained token has no score: it enters no mean, no count, and gets 0.
 - A group of one has advantage 0 (except under `raw`, which has no baseline).
-- Scores that differ by no more than 1e-12 of the largest count as equal, and equal scores give exactly 0, not rounding noise over epsilon.
+- Scores that differ by no more than 1e-12 of the largest count as equal, and equal scores give
+  exactly 0, not rounding noise over epsilon.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Members:
     def highest(self, values: Tensor) -> Tensor:
         """Largest of `values` [N] in the group of each member; -inf in a group where none counts.
         [N]"""
-        found = values.new_full((self._num_groups,), -torch.inf)
-        found.scatter_reduce_(0, self.group, self._counted(values, -torch.inf), "amax")
-        return found[self.group]
+        largest = values.new_full((self._num_groups,), -torch.inf)
+        largest.scatter_reduce_(0, self.group, self._counted(values, -torch.inf), "amax")
+        return largest[self.group]
 
     def _counted(self, values: Tensor, otherwise: float) -> Tensor:
         return values if self._all_count else torch.where(self.counts, values, otherwise)
@@ -219,7 +220,7 @@ def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
     """
     assert (
         inputs.reward_parts is not None and inputs.reward_weights is not None
-    )  # the dispatcher checks `needs`
+    )  # `Advantage` checks its `needs`
     total = torch.zeros_like(inputs.score)
     for part, weight in zip(inputs.reward_parts, inputs.reward_weights, strict=True):
         total += weight * inputs.members.normalised(part, scale_by_std=True, epsilon=epsilon)

@@ -26,7 +26,7 @@ def prime(
     mean_{j != i} m_j), 0 in a group of one. Returns A before it is whitened over the batch's
     trained tokens. Source: PRIME, arXiv 2502.01456, eq. 6; its code whitens.
     """
-    assert inputs.process_rewards is not None  # the dispatcher checks `needs`
+    assert inputs.process_rewards is not None  # `Advantage` checks its `needs`
     rewards = stream.at(inputs.process_rewards)
     owner = inputs.trajectory[stream.row]
     mean = divide(

@@ -57,13 +57,13 @@ class Stream:
 
     @property
     def turn(self) -> Tensor:
-        """`turn_lengths`, which the dispatcher has made sure of."""
+        """`turn_lengths`, which recursions over turns always have."""
         assert self.turn_lengths is not None
         return self.turn_lengths
 
     @property
     def num_turns(self) -> Tensor:
-        """`turns`, which the dispatcher has made sure of."""
+        """`turns`, which recursions over turns always have."""
         assert self.turns is not None
         return self.turns
 
@@ -166,7 +166,7 @@ def remax(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tens
 
     Source: ReMax, arXiv 2310.10505.
     """
-    assert inputs.baseline_rewards is not None  # the dispatcher checks `needs`
+    assert inputs.baseline_rewards is not None  # `Advantage` checks its `needs`
     returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
     return returns - inputs.baseline_rewards[stream.row], returns
 
@@ -179,7 +179,7 @@ def gae(
 
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
-    assert inputs.values is not None  # the dispatcher checks `needs`
+    assert inputs.values is not None  # `Advantage` checks its `needs`
     values = stream.at(inputs.values)
     advantages = estimate(stream.at(inputs.rewards), values, stream.lengths, gamma, lam)
     return whitened(advantages) if whiten else advantages, advantages + values
@@ -194,7 +194,7 @@ def turn_gae(
     Returns A_k + V_k at all tokens of the turn, before whitening, which is over tokens. Source:
     GAE, arXiv 1506.02438, eq. 16.
     """
-    assert inputs.values is not None  # the dispatcher checks `needs`
+    assert inputs.values is not None  # `Advantage` checks its `needs`
     values = stream.at(inputs.values)[stream.turn.cumsum(0) - stream.turn]
     advantages = estimate(turn_rewards(inputs, stream), values, stream.num_turns, gamma, lam)
     returns = spread(advantages + values, stream.turn)
@@ -215,8 +215,10 @@ def bi_level_gae(
     """GAE over the turns, whose result is the reward of a second GAE over the tokens of each turn.
 
     With e(k) the last trained token of turn k, r_k the sum of the turn's rewards, K turns:
-    1. delta_k = r_k + turn_gamma V_{e(k+1)} - V_{e(k)}, V_{e(K+1)} = 0; B_k = delta_k + turn_gamma turn_lam B_{k+1}.
-    2. Within turn k, u_t = B_k + V_{e(k)} at t = e(k), and 0 before; delta_t = u_t + gamma V_{t+1} - V_t, where V after e(k) is 0;
+    1. delta_k = r_k + turn_gamma V_{e(k+1)} - V_{e(k)}, V_{e(K+1)} = 0;
+       B_k = delta_k + turn_gamma turn_lam B_{k+1}.
+    2. Within turn k, u_t = B_k + V_{e(k)} at t = e(k), and 0 before;
+       delta_t = u_t + gamma V_{t+1} - V_t, where V after e(k) is 0;
        A_t = delta_t + gamma lam A_{t+1}, where A after e(k) is 0.
     Returns A_t + V_t, before A is whitened over all trained tokens.
 
@@ -224,7 +226,7 @@ def bi_level_gae(
     from rewards other than 0, that all rewards of a turn count, and that the two levels have a
     lambda each (RAGEN's: turn_lam = lam).
     """
-    assert inputs.values is not None  # the dispatcher checks `needs`
+    assert inputs.values is not None  # `Advantage` checks its `needs`
     values, last = stream.at(inputs.values), stream.turn.cumsum(0) - 1
     turn_advantages = estimate(
         turn_rewards(inputs, stream), values[last], stream.num_turns, turn_gamma, turn_lam
@@ -281,7 +283,7 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
     """
     assert (
         inputs.logp is not None and inputs.sum_pi_squared is not None
-    )  # the dispatcher checks `needs`
+    )  # `Advantage` checks its `needs`
     returns = discounted(stream.at(inputs.rewards), stream.lengths, 1.0)
     if not returns.numel():
         return returns, returns

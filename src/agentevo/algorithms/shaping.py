@@ -13,8 +13,8 @@ from collections.abc import Hashable, Sequence
 
 def _same_length(**columns: Sequence[object]) -> None:
     if len({len(column) for column in columns.values()}) > 1:
-        found = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-        raise ValueError(f"{found}: give one of each per trajectory")
+        lengths = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+        raise ValueError(f"{lengths}: give one of each per trajectory")
 
 
 def _positive(entry: str, **numbers: float) -> None:

@@ -31,11 +31,11 @@ def tree_returns(
 def along_tree(rewards: Tensor, parent: list[int], gamma: float) -> Tensor:
     """x_k = rewards_k + gamma times the sum of x over the k' with parent_k' = k. rewards [K];
     parent_k < k, or -1. [K]"""
-    found = rewards.tolist()
-    for turn in range(len(found) - 1, -1, -1):
+    sums = rewards.tolist()
+    for turn in range(len(sums) - 1, -1, -1):
         if parent[turn] >= 0:
-            found[parent[turn]] += gamma * found[turn]
-    return rewards.new_tensor(found)
+            sums[parent[turn]] += gamma * sums[turn]
+    return rewards.new_tensor(sums)
 
 
 def parents(inputs: Inputs, stream: Stream) -> list[int]:
@@ -43,16 +43,16 @@ def parents(inputs: Inputs, stream: Stream) -> list[int]:
     first of a trajectory."""
     assert (
         inputs.turn_ids is not None and inputs.turn_parents is not None
-    )  # the dispatcher checks `needs`
+    )  # `Advantage` checks its `needs`
     first = stream.turn.cumsum(0) - stream.turn
     at = stream.index[first]
     names = inputs.turn_ids.reshape(-1)[at].tolist()
     wanted = inputs.turn_parents.reshape(-1)[at].tolist()
     owners = inputs.trajectory[stream.row[first]].tolist()
     known: dict[tuple[int, int], int] = {}
-    found = []
+    parent_of_turn = []
     for turn, (owner, name, parent) in enumerate(zip(owners, names, wanted, strict=True)):
         before = turn - 1 if turn and owners[turn - 1] == owner else -1
-        found.append(known.get((owner, parent), before))
+        parent_of_turn.append(known.get((owner, parent), before))
         known[owner, name] = turn
-    return found
+    return parent_of_turn

@@ -1,13 +1,17 @@
 """Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's
 state beside it.
 
-    checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt, state.json, checkpoint.json
-                               (with adapters: adapter_model.safetensors, adapter_config.json in place of the first two)
-    checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}, for readers; not read here
+    checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt,
+                               state.json, checkpoint.json (with adapters:
+                               adapter_model.safetensors and adapter_config.json in place of the
+                               first two)
+    checkpoints/index.json     {"steps": [...], "best": {"step": 10, "value": 0.9} | null}, for
+                               readers; not read here
 
-A folder appears whole or not at all: written beside, hashed (`manifest.py`), brought to the disk,
-then renamed. It goes by a rename too. What happens to it afterwards (a torn disk, a careless copy)
-shows in its checksums. The newest `keep_last` stay, and the best one.
+A folder appears whole or not at all: it is written under another name, hashed (`manifest.py`),
+brought to the disk, then renamed. Deleting begins with a rename too. Damage that comes later (a
+failing disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and the best
+one.
 """
 
 from __future__ import annotations
@@ -214,16 +218,18 @@ class Checkpoints:
         """Steps that have a folder, whole or torn."""
         if not self.folder.is_dir():
             return []
-        found = [
+        candidates = [
             (match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))
         ]
         return [
-            int(match.group(1)) for match, path in found if path == self.path(int(match.group(1)))
+            int(match.group(1))
+            for match, path in candidates
+            if path == self.path(int(match.group(1)))
         ]
 
     def _manifests(self) -> dict[int, Manifest]:
         """By step, of those checkpoints whose files are all there."""
-        found = {}
+        manifests = {}
         for step in self.folders():
             path = self.path(step)
             try:
@@ -231,8 +237,8 @@ class Checkpoints:
             except CheckpointError:
                 continue  # not whole, or not to be read now; newest_whole says which
             if all((path / name).is_file() for name in sealed.files):
-                found[step] = sealed
-        return found
+                manifests[step] = sealed
+        return manifests
 
     def _best(self) -> tuple[float | None, int | None]:
         """(value, step) of the best one that is there."""

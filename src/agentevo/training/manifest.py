@@ -1,6 +1,7 @@
 """What a checkpoint consists of: `checkpoint.json` names every file of its folder with its sha256.
 
-    {"step": 10, "value": 0.9 | null, "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}, "sha256": "ef…"}
+    {"step": 10, "value": 0.9 | null, "sha256": "ef…",
+     "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}}
 
 `sha256` is that of the same object without it, written without spaces and with sorted keys: one
 number stands for all bytes of all files. The manifest is written last, so a folder that has none is
@@ -28,8 +29,8 @@ _READERS = 4
 
 
 class TornError(CheckpointError):
-    """Its files are not those that were saved: one is missing or changed. What can't be read now,
-    and may be whole, is a CheckpointError that is no TornError."""
+    """A checkpoint whose files are not those that were saved: one is missing or changed. One that
+    can't be read now, and may be whole, is a CheckpointError but no TornError."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     value: float | None
-    """Of its evaluation, if there was one: the best checkpoint has the largest."""
+    """Result of the step's evaluation, if there was one: the best checkpoint has the largest."""
     files: dict[str, str]
     """Path within the folder, with slashes -> sha256 in hex."""
     sha256: str
@@ -61,7 +62,7 @@ def seal(folder: Path, step: int, value: float | None) -> Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest alone; of the files nothing is said. Raises TornError, naming it, if it is
+    """The manifest alone; the files are not looked at. Raises TornError, naming it, if it is
     missing or torn, CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
@@ -90,8 +91,8 @@ def verify(folder: Path) -> Manifest:
     checksum, CheckpointError for one that can't be read now."""
     manifest = read(folder)
     with ThreadPoolExecutor(_READERS) as pool:
-        found = pool.map(_found, (folder / name for name in manifest.files))
-    for name, digest in zip(manifest.files, found, strict=True):
+        digests = pool.map(_digest_or_error, (folder / name for name in manifest.files))
+    for name, digest in zip(manifest.files, digests, strict=True):
         if digest != manifest.files[name]:
             what = (
                 digest
@@ -110,7 +111,7 @@ def _hash_and_sync(path: Path) -> str:
     return digest
 
 
-def _found(path: Path) -> str:
+def _digest_or_error(path: Path) -> str:
     """The file's sha256, or that it is not there."""
     try:
         return _hash(path)
@@ -129,11 +130,11 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _hash(path: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sha256(step: int, value: float | None, files: Mapping[str, str]) -> str:

@@ -217,11 +217,11 @@ def minibatches(items: Sequence[T], section: TrainerSection) -> Iterator[list[T]
 
 def over_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Means over those updates that have the metric; `trainer/...` are counts, and add up."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for update in updates:
         for key, value in update.items():
-            found.setdefault(key, []).append(value)
+            by_name.setdefault(key, []).append(value)
     return {
         key: sum(values) if key.startswith("trainer/") else sum(values) / len(values)
-        for key, values in found.items()
+        for key, values in by_name.items()
     }

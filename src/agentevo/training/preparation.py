@@ -71,7 +71,7 @@ class Preparation:
         if not rows:
             return PreparedBatch([])
         tables, metrics = self._tables(rows, roles)
-        bonus, found = self._bonus(rows, roles, tables, kl_coef)
+        bonus, bonus_metrics = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
             rows,
             self.advantage.monte_carlo() if monte_carlo else self.advantage,
@@ -83,8 +83,8 @@ class Preparation:
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         if roles.critic is not None:
-            found["critic/vf_explained_var"] = _foreseen(samples)
-        return PreparedBatch(samples, metrics | found)
+            bonus_metrics["critic/vf_explained_var"] = _foreseen(samples)
+        return PreparedBatch(samples, metrics | bonus_metrics)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
         """By name, [S, T] float32 each."""
@@ -92,22 +92,22 @@ class Preparation:
         device = device_of(roles.policy)
 
         def compute(batch: PackedBatch) -> dict[str, torch.Tensor]:
-            found: dict[str, torch.Tensor] = {}
+            columns: dict[str, torch.Tensor] = {}
             if self.recomputed or self.collision:
                 if self.collision:
-                    found["logp"], squares = token_logprobs_and_squares(roles.policy, batch)
-                    found["sum_pi_squared"] = squares[batch.rows]
+                    columns["logp"], squares = token_logprobs_and_squares(roles.policy, batch)
+                    columns["sum_pi_squared"] = squares[batch.rows]
                 else:
-                    found["logp"] = token_logprobs(roles.policy, batch)[0]
+                    columns["logp"] = token_logprobs(roles.policy, batch)[0]
                 if self.recomputed:
-                    found["old_logp"] = found["logp"]
+                    columns["old_logp"] = columns["logp"]
             if roles.reference is not None:
-                found["ref_logp"] = roles.reference.logprobs(batch)
+                columns["ref_logp"] = roles.reference.logprobs(batch)
             if roles.critic is not None:
-                found["values"] = roles.critic.values(batch)
+                columns["values"] = roles.critic.values(batch)
             if roles.reward_model is not None:
-                found["reward_model"] = roles.reward_model.rewards(batch)
-            return found
+                columns["reward_model"] = roles.reward_model.rewards(batch)
+            return columns
 
         beside = (roles.reference, roles.critic, roles.reward_model)
         if not (self.recomputed or self.collision or any(role is not None for role in beside)):

@@ -21,27 +21,27 @@ class FlopCounter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.of_model = model_flops(model)
-        self._found = {DISTINCT: 0.0, LOGICAL: 0.0}
+        self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
 
     def trained(self, samples: Sequence[Sample], batch: PackedBatch) -> None:
         """One pass forward and backward over samples, packed as `batch`: of the model, or of
         another as large as it."""
-        self._found[DISTINCT] += self.of_model.training(self._distinct(batch))
-        self._found[LOGICAL] += self.of_model.training(self._logical(samples))
+        self._sums[DISTINCT] += self.of_model.training(self._distinct(batch))
+        self._sums[LOGICAL] += self.of_model.training(self._logical(samples))
 
     def computed(self, batch: PackedBatch) -> None:
         """One pass without gradient; what its samples stand for is told by `stood_for`."""
-        self._found[DISTINCT] += self.of_model.forward(self._distinct(batch))
+        self._sums[DISTINCT] += self.of_model.forward(self._distinct(batch))
 
     def stood_for(self, samples: Sequence[Sample]) -> None:
         """See `computed`; samples may be those of several batches, and are those of all ranks."""
         if rank() == 0:
-            self._found[LOGICAL] += self.of_model.forward(self._logical(samples))
+            self._sums[LOGICAL] += self.of_model.forward(self._logical(samples))
 
     def take(self) -> dict[str, float]:
         """The metrics, over all ranks, and begins anew."""
-        found, self._found = self._found, {DISTINCT: 0.0, LOGICAL: 0.0}
-        return summed(found)
+        sums, self._sums = self._sums, {DISTINCT: 0.0, LOGICAL: 0.0}
+        return summed(sums)
 
     def _distinct(self, batch: PackedBatch) -> Work:
         return work_of_depths(batch.position_ids, len(batch.logit_nodes), self.of_model.windows)

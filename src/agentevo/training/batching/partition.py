@@ -4,7 +4,8 @@ Samples stand in sorted order, so a micro-batch, which is a stretch of them, mer
 samples share. A cut before sample i makes the next micro-batch compute again what i shares with the
 one before it; nothing else is computed twice:
 
-    tokens of the stretch [i, j) = new(i) + ... + new(j - 1) + shared(i),    new(k) = length(k) - shared(k)
+    tokens of the stretch [i, j) = new(i) + ... + new(j - 1) + shared(i)
+    new(k) = length(k) - shared(k)
 
 One rank: the cuts that recompute the fewest tokens under the budget; of these the fewest
 micro-batches; of these the most even ones. Several ranks: they wait for the slowest, so evenness
@@ -62,33 +63,33 @@ def spread(
 
 @dataclass(frozen=True, eq=False)
 class _Line:
-    """S sequences in sorted order; of the stretch [i, j), tokens = tokens[j] - tokens[i] +
-    shared[i], and likewise its cost."""
+    """S sequences in sorted order. The stretch [i, j) has tokens[j] - tokens[i] + shared[i] tokens,
+    and its cost is counted likewise."""
 
     order: list[int]
     tokens: np.ndarray
-    """[S + 1] int64 new tokens of all before."""
+    """[S + 1] int64: new tokens of all sequences before each one."""
     shared: np.ndarray
-    """[S] int64"""
+    """[S] int64: tokens that each sequence shares with the one before it."""
     costs: np.ndarray
-    """[S + 1] float64 cost of the new tokens of all before."""
+    """[S + 1] float64: cost of the new tokens of all sequences before each one."""
     again: np.ndarray
-    """[S] float64 cost of the shared tokens."""
+    """[S] float64: cost of the shared tokens, which a cut before the sequence adds."""
 
     @classmethod
     def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _Line:
-        found = sort_sequences(sequences, merge=merge)
-        lengths = np.array([len(ids) for ids in found.tokens], dtype=np.int64)
+        in_order = sort_sequences(sequences, merge=merge)
+        lengths = np.array([len(ids) for ids in in_order.tokens], dtype=np.int64)
 
         def path_cost(length: np.ndarray) -> np.ndarray:
             return length + pair_cost * (length * (length + 1) / 2)
 
-        again = path_cost(found.shared)
-        tokens = np.concatenate([[0], np.cumsum(lengths - found.shared)])
+        again = path_cost(in_order.shared)
+        tokens = np.concatenate([[0], np.cumsum(lengths - in_order.shared)])
         return cls(
-            found.order,
+            in_order.order,
             tokens,
-            found.shared,
+            in_order.shared,
             np.concatenate([[0.0], np.cumsum(path_cost(lengths) - again)]),
             again,
         )
@@ -106,26 +107,29 @@ def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
     one begins; O(samples * samples that fit in one). Best: recomputed tokens, then micro-batches,
     then the sum of squared costs."""
     scale = line.num + 1
-    keys, squares = (
-        np.zeros(line.num + 1, dtype=np.int64),
-        np.zeros(line.num + 1),
-    )  # recomputed * scale + micro-batches
-    opened = np.empty(line.num, dtype=np.int64)  # keys, with one more that begins here
+    # The best split of the first n sequences: recomputed tokens * scale + micro-batches in one
+    # number, the sum of squared costs, and where its last micro-batch begins.
+    keys = np.zeros(line.num + 1, dtype=np.int64)
+    squares = np.zeros(line.num + 1)
     begin = np.zeros(line.num + 1, dtype=np.int64)
+    opened = np.empty(line.num, dtype=np.int64)  # keys, once one more micro-batch begins there
     first = 0
     for end in range(1, line.num + 1):
         opened[end - 1] = keys[end - 1] + line.shared[end - 1] * scale + 1
+        # Step 1: the earliest begin of a last micro-batch that holds its tokens.
         while (
             first < end - 1
             and line.tokens[end] - line.tokens[first] + line.shared[first] > max_tokens
         ):
             first += 1  # once a stretch is too long, so is every longer one
+        # Step 2: among the begins from there on the smallest key, and of equals the evenest.
         window = opened[first:end]
         keys[end] = window.min()
         places = np.flatnonzero(window == keys[end]) + first
         sums = squares[places] + line.cost(places, end) ** 2
         chosen = int(sums.argmin())
         begin[end], squares[end] = places[chosen], sums[chosen]
+    # Step 3: back from the end, micro-batch by micro-batch.
     starts = [int(begin[line.num])]
     while starts[-1] > 0:
         starts.append(int(begin[starts[-1]]))
@@ -135,8 +139,10 @@ def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
 def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
     """Where micro-batches begin if their number is the least multiple of `ranks` and the costliest
     as cheap as bisection finds it."""
+    # Step 1: how many micro-batches, a multiple of the ranks where there are enough sequences.
     needed = len(list(_filled(line, max_tokens, np.inf)))
     number = min(line.num, -(-needed // ranks) * ranks)
+    # Step 2: bisection for the least cost limit under which that many are enough.
     low, high = float(line.costs[-1]) / number, float(line.costs[-1])
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
@@ -145,6 +151,7 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
             if len(list(_filled(line, max_tokens, middle))) <= number
             else (middle, high)
         )
+    # Step 3: fewer may have come out; then the costliest are halved.
     starts = list(_filled(line, max_tokens, high))
     while len(starts) < number:
         ends = np.array([*starts[1:], line.num])

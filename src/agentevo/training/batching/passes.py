@@ -52,11 +52,11 @@ def token_tables(
         for indices, batch in micro_batches(samples, max_tokens, device, merge=merge)
         for name, values in compute(batch).items()
     ]
-    found: dict[str, torch.Tensor] = {}
+    tables: dict[str, torch.Tensor] = {}
     for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:
-        table = found.setdefault(name, torch.zeros(len(samples), width))
+        table = tables.setdefault(name, torch.zeros(len(samples), width))
         table[torch.tensor(indices), : part.shape[1]] = part
-    return found
+    return tables
 
 
 def backward_through_sums(

@@ -1,6 +1,7 @@
 """How old the tokens of a step are, and that none older than the bound is trained on.
 
-    age of a token = |trainer_version - version of the weights that drew it|,   trained  <=>  age <= bound
+    age of a token = |trainer_version - version of the weights that drew it|
+    a token is trained  <=>  its age <= bound
 
 A trainer at version v has committed v steps; its next step is trained at v. Advantages are made
 before, from all attempts and all their tokens: what is too old loses its gradient, not its part in
@@ -33,7 +34,7 @@ _SUMS = "by_age/"
 
 
 class _Tokens(NamedTuple):
-    """What the policy chose in a sample or a trajectory, [T] each."""
+    """The tokens that the policy chose in a sample or a trajectory, [T] each."""
 
     trajectory_id: str
     versions: np.ndarray
@@ -51,16 +52,16 @@ def mask_stale(
     Raises TrainingError for tokens without a version, or newer than the trainer.
     """
     _check(trainer_version, bound)
-    found = []
+    aged = []
     for sample in samples:
         versions = sample.versions[sample.loss_mask]
-        found.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
+        aged.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
     kept = [
         _only(sample, tokens)
-        for sample, tokens in zip(samples, found, strict=True)
+        for sample, tokens in zip(samples, aged, strict=True)
         if tokens.fresh.any()
     ]
-    return kept, _metrics(found, bound)
+    return kept, _metrics(aged, bound)
 
 
 def leave_out_stale(
@@ -70,7 +71,7 @@ def leave_out_stale(
     token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
     `mask_stale`."""
     _check(trainer_version, bound)
-    kept, dropped, found = [], {}, []
+    kept, dropped, aged = [], {}, []
     for trajectory in trajectories:
         columns = [np.asarray(turn.versions) for turn in trajectory.turns]
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
@@ -79,27 +80,27 @@ def leave_out_stale(
             kept.append(trajectory)
         else:
             dropped[trajectory.id] = STALE
-        found.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
-    return kept, dropped, _metrics(found, bound)
+        aged.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
+    return kept, dropped, _metrics(aged, bound)
 
 
 def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
-    """Of each age: how many tokens, the sum of their weights and of the squares. These add up over
-    micro-batches and ranks.
+    """For each age the number of tokens, the sum of their weights and the sum of their squares.
+    These add up over micro-batches and ranks.
 
     weights, ages: [M].
     """
     wide = weights.detach().double()
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for age in ages.unique().tolist():
         of_age = wide[ages == age]
         key = f"{_SUMS}{round(age)}"
-        found |= {
+        sums |= {
             f"{key}/count": float(len(of_age)),
             f"{key}/total": float(of_age.sum()),
             f"{key}/squares": float(of_age.square().sum()),
         }
-    return found
+    return sums
 
 
 def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
@@ -110,13 +111,13 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
     """
     own = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
     ages = sorted({int(key.split("/")[1]) for key in own})
-    found = {}
+    sizes = {}
     for age in ages:
         count, total, squares = (
             own[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
         )
-        found[f"{ESS}{age}"] = effective_sample_size(total, squares, count)
-    return found
+        sizes[f"{ESS}{age}"] = effective_sample_size(total, squares, count)
+    return sizes
 
 
 def of_first_update(updates: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -175,12 +176,12 @@ def _only(sample: Sample, tokens: _Tokens) -> Sample:
     )
 
 
-def _metrics(found: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
-    found = [tokens for tokens in found if len(tokens.ages)]
-    if not found:
+def _metrics(aged: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
+    aged = [tokens for tokens in aged if len(tokens.ages)]
+    if not aged:
         return {}
-    ages = np.concatenate([tokens.ages for tokens in found])
-    fresh = np.concatenate([tokens.fresh for tokens in found])
+    ages = np.concatenate([tokens.ages for tokens in aged])
+    fresh = np.concatenate([tokens.fresh for tokens in aged])
     trained = ages[fresh]
     of_age = np.bincount(trained, minlength=(0 if bound is None else bound) + 1)
     metrics = {
@@ -193,7 +194,7 @@ def _metrics(found: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
     if len(trained):
         metrics |= {"staleness/mean": float(trained.mean()), "staleness/max": float(trained.max())}
     of_trajectory: dict[str, list[_Tokens]] = {}
-    for tokens in found:
+    for tokens in aged:
         of_trajectory.setdefault(tokens.trajectory_id, []).append(tokens)
     spreads = [
         max(int(part.versions.max()) for part in parts)

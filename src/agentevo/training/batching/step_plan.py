@@ -97,8 +97,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_record(self) -> dict[str, Any]:
         """Plain JSON values, for `record["plan"]`."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        record: dict[str, Any] = msgspec.to_builtins(self)
+        return record
 
     def trained(self, stored: Iterable[Trajectory]) -> list[Trajectory]:
         """The trajectories as they were trained on: in order, with final rewards. Raises
@@ -110,13 +110,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 f"the plan names {missing[0]!r} (and {len(missing) - 1} more), which the store "
                 "does not have"
             )
-        found = [self.final(by_id[name]) for name in self.ids]
-        if (digest := plan_digest(found)) != self.digest:
+        trajectories = [self.final(by_id[name]) for name in self.ids]
+        if (digest := plan_digest(trajectories)) != self.digest:
             raise TrainingError(
                 "the trajectories in the store are not those that were trained on: digest "
                 f"{digest[:12]}, in the plan {self.digest[:12]}"
             )
-        return found
+        return trajectories
 
     def final(self, stored: Trajectory) -> Trajectory:
         """One of them with its final reward."""
@@ -128,7 +128,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_digest(trajectories: Iterable[Trajectory]) -> str:
-    """Of a step, see the module; hex."""
+    """The digest of a step, see the module; hex."""
     return hashlib.sha256(b"".join(trajectory_digest(t) for t in trajectories)).hexdigest()
 
 

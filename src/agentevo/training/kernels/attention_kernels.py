@@ -47,12 +47,12 @@ class Flash:
         lse: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=self.scale
             )
         )
-        return found
+        return gradients
 
 
 class Math:

@@ -59,8 +59,8 @@ class FlexTree:
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        found: torch.Tensor = out[0].transpose(0, 1)[: self.num_nodes]
-        return found
+        rows: torch.Tensor = out[0].transpose(0, 1)[: self.num_nodes]
+        return rows
 
     def block_mask(self, window: int | None) -> BlockMask:
         """`window`: how many tokens back a token sees, itself included."""
@@ -71,7 +71,7 @@ class FlexTree:
             torch.as_tensor(x, dtype=torch.int32, device=self.device)
             for x in (self.ends, self.depth)
         )
-        found: BlockMask = BlockMask.from_kv_blocks(
+        block_mask: BlockMask = BlockMask.from_kv_blocks(
             counts,
             indices,
             full_counts,
@@ -80,7 +80,7 @@ class FlexTree:
             mask_mod=_seen(ends, depth, window),
             seq_lengths=(len(self.ends), len(self.ends)),
         )
-        return found
+        return block_mask
 
     def _blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         """[queries / BLOCK, keys / BLOCK] bool each: blocks that may have a pair of nodes that see
@@ -151,5 +151,5 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 def _run(device: str) -> Callable[..., Any]:
     """FlexAttention; without compiling it makes all scores, which only serves to test it without a
     GPU."""
-    found: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
-    return found
+    attention: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
+    return attention

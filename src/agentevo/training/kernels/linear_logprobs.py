@@ -29,10 +29,11 @@ import torch
 from agentevo.models.linear import available, product
 
 KEPT_BYTES = 256 * 2**20
-"""Of products, kept for the backward pass."""
+"""Size of the products that are kept for the backward pass."""
 CELL_BYTES = {"cpu": 8 * 2**20}
-"""Of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster, and
-threads wait for each other more often), elsewhere OTHER_CELL_BYTES, enough to fill the device."""
+"""Size of a cell's float32 scores: on a CPU near what its caches hold (smaller cells are no faster,
+and threads wait for each other more often), elsewhere OTHER_CELL_BYTES, enough to fill the
+device."""
 OTHER_CELL_BYTES = 128 * 2**20
 CELL_ROWS = {"cpu": 1024}
 OTHER_CELL_ROWS = 4096
@@ -180,8 +181,8 @@ def _even_part(total: int, largest: int, step: int = 1) -> int:
 
 @dataclass(eq=False)
 class _Sums:
-    """Of each row's scores so far; see the module. All [R] but `picked` [M], the targets'
-    scores."""
+    """Running sums over each row's scores; see the module. All are [R] but `picked` [M], the
+    targets' scores."""
 
     top: torch.Tensor
     total: torch.Tensor
@@ -220,9 +221,11 @@ class _Sums:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One cell's scores; returns their e^(z - a), and by how much a has scaled down the sums
         before."""
+        # Step 1: the new maximum a, and by how much it scales down what was summed under the old.
         top = torch.maximum(self.top[rows], scores.amax(1))
         fall = self.top[rows] - top
         fade = fall.exp()
+        # Step 2: this cell's e^(z - a), added to the scaled sums s and t (t moves with a as well).
         below = scores - top.unsqueeze(1)
         weights = below.exp()
         self.moment[rows] = (self.moment[rows] + self.total[rows] * fall) * fade + below.mul_(
@@ -250,14 +253,17 @@ def _sweep(
     sums = _Sums.empty(hidden, len(cells.order), ahead)
     for index in range(len(cells.columns)):
         for cell in cells.in_column(index):
+            # Step 1: the cell's scores; its products are kept while there is room.
             products = _products(hidden, weight, bias, cell)
             bent = None if tail.softcap is None else tail.bend(products)
             scores = tail.scores(products, bent)
             room -= products.nbytes
             if room >= 0:
                 sums.kept.append(products)
+            # Step 2: the targets' scores, and the running sums of every row.
             sums.picked[cell.chosen] = scores[cell.places]
             weights, fade = sums.absorb(cell.rows, scores, squares)
+            # Step 3 (frozen output layer, large batch): the gradient of log Z, ahead of the loss.
             if sums.pull is not None:
                 slope = weights if bent is None else weights.mul_(_slope_of(bent))
                 pulled = _multiplied(slope.to(weight.dtype), weight[cell.columns].t())
@@ -303,6 +309,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 None
             ] * 7
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Columns outside, rows inside: a column's weight gradient is whole before the next begins.
         of_hidden = torch.zeros_like(hidden, dtype=_exact(hidden)) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
@@ -322,8 +329,8 @@ class _LinearLogprobs(torch.autograd.Function):
                     column = part if column is None else column.add_(part)
             if of_weight is not None and column is not None:
                 of_weight[columns] = column
-        found = (of_hidden, of_weight, of_bias)
-        return *(None if one is None else one.to(hidden.dtype) for one in found), *[None] * 5
+        gradients = (of_hidden, of_weight, of_bias)
+        return *(None if one is None else one.to(hidden.dtype) for one in gradients), *[None] * 5
 
 
 class _Slopes(NamedTuple):
@@ -365,6 +372,7 @@ class _Slopes(NamedTuple):
     def of_products(self, products: torch.Tensor, cell: _Cell) -> torch.Tensor:
         """The gradient in one cell's products."""
         bent = None if self.tail.softcap is None else self.tail.bend(products)
+        # Step 1: the part of every token of the vocabulary, -p times what comes in.
         logp = self.tail.scores(products, bent) - self.log_partition[cell.rows].unsqueeze(1)
         slope = logp.exp()
         if self.of_entropy is None:
@@ -374,6 +382,7 @@ class _Slopes(NamedTuple):
                 -self.of_entropy[cell.rows].unsqueeze(1)
             )
             slope.mul_(factor.sub_(self.of_row[cell.rows].unsqueeze(1)))
+        # Step 2: the part of the targets alone, then through the cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
         return slope if bent is None else slope.mul_(_slope_of(bent))
 
@@ -390,8 +399,8 @@ class _Slopes(NamedTuple):
         slope = self.of_logp
         if self.tail.softcap is not None:
             slope = slope * _slope_of(picked * (self.tail.temperature / self.tail.softcap))
-        found = pull * -self.of_row.unsqueeze(1)
-        return found.index_add_(0, rows, weight[targets] * slope.unsqueeze(1))
+        gradient = pull * -self.of_row.unsqueeze(1)
+        return gradient.index_add_(0, rows, weight[targets] * slope.unsqueeze(1))
 
 
 def _slope_of(bent: torch.Tensor) -> torch.Tensor:
@@ -400,14 +409,14 @@ def _slope_of(bent: torch.Tensor) -> torch.Tensor:
 
 
 def _exact(tensor: torch.Tensor) -> torch.dtype:
-    """What its sums are kept in."""
+    """The type in which sums over such a tensor are kept."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _products(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: _Cell
 ) -> torch.Tensor:
-    """Of one cell, [rows, columns]."""
+    """Products of one cell, [rows, columns]."""
     return _multiplied(
         hidden[cell.rows], weight[cell.columns], None if bias is None else bias[cell.columns]
     )

@@ -71,8 +71,8 @@ def selected_logprobs(
 def sum_of_squares(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """logits [R, V] -> sum over the vocabulary of p^2, p = softmax(logits / temperature): the
     chance that two draws agree. [R] float32"""
-    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    squares = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     for start in range(0, len(logits), BLOCK_ROWS):
         block = slice(start, start + BLOCK_ROWS)
-        found[block] = torch.softmax(logits[block].float() / temperature, -1).square_().sum(-1)
-    return found
+        squares[block] = torch.softmax(logits[block].float() / temperature, -1).square_().sum(-1)
+    return squares

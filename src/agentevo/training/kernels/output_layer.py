@@ -1,4 +1,4 @@
-"""What a model predicts, without its logits where that is possible.
+"""Log-probs that a model predicts, without its logits where that is possible.
 
 A pass is stopped short at the output layer: a hook takes the hidden states [R, H] that arrive there
 and hands the layer none. All before it is the model's own doing, so this holds for every
@@ -182,8 +182,8 @@ def _intercepted(
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
     with _Interceptor(model, answer) as heard:
-        found: Any = model(**inputs)
-    return heard.hidden, found.logits
+        outputs: Any = model(**inputs)
+    return heard.hidden, outputs.logits
 
 
 def _known_tail(model: PreTrainedModel) -> tuple[bool, Tail | None]:
@@ -212,8 +212,8 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
     scale nor cap."""
     if logits.numel() != len(probes):
         return None
-    made = logits.detach().to("cpu", torch.float64).flatten()
-    first, last = float(made[0]), float(made[len(PROBES) - 1])
+    answers = logits.detach().to("cpu", torch.float64).flatten()
+    first, last = float(answers[0]), float(answers[len(PROBES) - 1])
     softcap = last if 0 < last < HIGHEST_CAP else None
     if softcap is not None and not abs(first) < softcap:
         return None
@@ -221,7 +221,7 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
     tail = Tail(softcap, bent / PROBES[0])
     scaled = probes * tail.logit_scale
     expected = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
-    return tail if torch.allclose(made, expected, rtol=1e-6, atol=1e-6) else None
+    return tail if torch.allclose(answers, expected, rtol=1e-6, atol=1e-6) else None
 
 
 def _probes(layer: Any) -> torch.Tensor:

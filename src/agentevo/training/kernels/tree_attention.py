@@ -36,13 +36,13 @@ class _Batch:
     seen: torch.Tensor
     """[B, 1, n, n] bool, query by key."""
     real: torch.Tensor
-    """Flat places that are no padding,"""
+    """Flat places that are no padding."""
     distinct: torch.Tensor
-    """and their nodes."""
+    """The nodes at those places."""
 
 
 class _Block(NamedTuple):
-    """Queries against keys."""
+    """Queries that are computed against keys."""
 
     rows: slice | torch.Tensor
     keys: slice
@@ -56,9 +56,9 @@ class _Layout:
 
     batches: list[_Batch] = field(default_factory=list)
     own: list[_Block] = field(default_factory=list)
-    """Within segments."""
+    """Queries of a segment over the segment itself."""
     below: list[_Block] = field(default_factory=list)
-    """From below segments."""
+    """Queries below a segment over the segment."""
 
 
 class TreeAttention:
@@ -92,11 +92,11 @@ class TreeAttention:
         kernel = (
             Flash(scaling) if softcap is None and q.device.type == "cpu" else Math(scaling, softcap)
         )
-        found: torch.Tensor = _Attention.apply(q, k, v, self, self._layouts[window], kernel)
-        return found
+        out: torch.Tensor = _Attention.apply(q, k, v, self, self._layouts[window], kernel)
+        return out
 
     def mask(self, seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """The same additively; made once for all layers, and once for all views of the same
+        """The mask as numbers to add; made once for all layers, and once for all views of the same
         rows."""
         if seen is None:
             return None
@@ -141,13 +141,13 @@ def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device
     row = torch.arange(BLOCK, device=device)[:, None]
     column = torch.arange(back + BLOCK, device=device)[None, :] - back
     seen = column <= row if window is None else (column <= row) & (row - column < window)
-    found = []
+    blocks = []
     for first, last in ranges:
         for start in range(first, last, BLOCK):
             stop, start_of_keys = min(start + BLOCK, last), max(first, start - back)
             part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
-            found.append(_Block(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
-    return found
+            blocks.append(_Block(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
+    return blocks
 
 
 def _below(tree: TokenTree, segment: Segment, window: int | None, device: torch.device) -> _Block:
@@ -167,11 +167,11 @@ def _similar(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Splits ranges of nodes into groups in which padding to the longest at most doubles the
     attention."""
     groups: list[list[tuple[int, int]]] = []
-    for one in sorted(ranges, key=lambda r: r[1] - r[0], reverse=True):
-        if groups and groups[-1][0][1] - groups[-1][0][0] <= 1.4 * (one[1] - one[0]) + 4:
-            groups[-1].append(one)
+    for nodes in sorted(ranges, key=lambda r: r[1] - r[0], reverse=True):
+        if groups and groups[-1][0][1] - groups[-1][0][0] <= 1.4 * (nodes[1] - nodes[0]) + 4:
+            groups[-1].append(nodes)
         else:
-            groups.append([one])
+            groups.append([nodes])
     return groups
 
 
@@ -221,17 +221,20 @@ class _Attention(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty(q.shape, dtype=exact, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=exact, device=q.device)
+        # Step 1: long segments, each block of queries over the segment's nodes up to it.
         for rows, keys, seen in layout.own:
             own, sums = kernel.forward(
                 _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
             )
             out[rows], lse[rows] = _rows(own), _rows(sums)
+        # Step 2: small subtrees, batches of similar size, each whole under its mask.
         for batch in layout.batches:
             own, sums = kernel.forward(
                 _taken(q, batch), _taken(k, batch), _taken(v, batch), plan.mask(batch.seen, q.dtype)
             )
             for whole, part in ((out, own), (lse, sums)):
                 whole[batch.distinct] = part.transpose(1, 2).flatten(0, 1)[batch.real].to(exact)
+        # Step 3: nodes below a segment over the segment, merged into what they have so far.
         for rows, keys, seen in layout.below:
             more, sums = kernel.forward(
                 _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
@@ -247,13 +250,15 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, layout, kernel = ctx.how
         grads = [torch.zeros_like(x) for x in (q, k, v)]
+        # Parts need nothing of one another but the whole's output and log-sum-exp, so they may
+        # come in any order.
         for rows, keys, seen in (*layout.own, *layout.below):
             at = (rows, rows, keys, keys, rows, rows)
             taken = [
                 _heads(x[where]) for x, where in zip((grad, q, k, v, out, lse), at, strict=True)
             ]
-            found = kernel.backward(*taken, mask=plan.mask(seen, q.dtype))
-            for total, where, more in zip(grads, (rows, keys, keys), found, strict=True):
+            gradients = kernel.backward(*taken, mask=plan.mask(seen, q.dtype))
+            for total, where, more in zip(grads, (rows, keys, keys), gradients, strict=True):
                 total[where] += _rows(more)
         for batch in layout.batches:
             above = grad.new_zeros(len(batch.nodes), *grad.shape[1:]).index_copy_(
@@ -262,12 +267,12 @@ class _Attention(torch.autograd.Function):
             above = above.view(len(batch.seen), -1, *grad.shape[1:]).transpose(
                 1, 2
             )  # nothing comes back through padding
-            found = kernel.backward(
+            gradients = kernel.backward(
                 above,
                 *(_taken(x, batch) for x in (q, k, v, out, lse)),
                 mask=plan.mask(batch.seen, q.dtype),
             )
-            for total, more in zip(grads, found, strict=True):
+            for total, more in zip(grads, gradients, strict=True):
                 total[batch.distinct] += more.transpose(1, 2).flatten(0, 1)[batch.real]
         return (*grads, None, None, None)
 
@@ -294,7 +299,7 @@ def _merge(
     more: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """Puts another part's outputs [n, H, D] and log-sum-exps [n, H] to those of these rows."""
+    """Merges another part's outputs [n, H, D] and log-sum-exps [n, H] into those of these rows."""
     share = torch.sigmoid(sums - lse[rows]).unsqueeze(-1)
     out[rows] = torch.lerp(out[rows], more.to(out.dtype), share)
     lse[rows] = torch.logaddexp(lse[rows], sums)

@@ -1,6 +1,6 @@
 """The critic: the return that is expected as each token is about to be chosen.
 
-Its own model (a twin of the policy with a head of one output) or a head on the policy's last hidden
+Its own model (a copy of the policy with a head of one output) or a head on the policy's last hidden
 states. The head starts at 0, so a critic that has learnt nothing expects nothing. Beside a policy
 with adapters, an own model is another set of adapters on the same base.
 """
@@ -82,7 +82,7 @@ class Critic:
         """This micro-batch's part of the loss over `num_tokens` of the minibatch, and sums over its
         tokens for the metrics. values [M]."""
         count = int(batch.mask.sum())
-        loss, found = value_loss(
+        loss, measured = value_loss(
             batch.table(values),
             batch.columns["returns"],
             batch.mask,
@@ -92,7 +92,7 @@ class Critic:
         )
         metrics = {"critic/vf_loss": float(loss.detach()) * num_tokens}
         metrics |= {
-            f"critic/{key}": float(found[key]) * count for key in ("vf_clipfrac", "value_mean")
+            f"critic/{key}": float(measured[key]) * count for key in ("vf_clipfrac", "value_mean")
         }
         return loss, metrics
 

@@ -2,7 +2,7 @@
 reward.
 
 What the policy does not train (the base under its adapters) is shared, never copied: beside a
-policy with adapters a twin costs another set of adapters.
+policy with adapters a copy costs another set of adapters.
 """
 
 from __future__ import annotations

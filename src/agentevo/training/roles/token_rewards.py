@@ -27,8 +27,8 @@ class TokenRewardModel:
             use_cache=False,
             plan=batch.plan,
         ).logits
-        found = self.section.coef * scores[0, batch.nodes, 0].float()
+        rewards = self.section.coef * scores[0, batch.nodes, 0].float()
         if self.section.at == "all":
-            return found
+            return rewards
         last = batch.mask.sum(1)[batch.samples] - 1 == batch.places
-        return torch.where(last, found, 0.0)
+        return torch.where(last, rewards, 0.0)
