@@ -46,7 +46,7 @@ class Round(NamedTuple):
     """What a round of collecting gets."""
 
     trajectories: list[Trajectory]
-    """Of whole groups, greedy baselines among them where the recipe has any."""
+    """Whole groups, with their greedy baselines where the recipe has any."""
     last: bool = False
     """The step gets no further round: these are what it was trained on when its trainer was
     killed."""
@@ -176,7 +176,7 @@ class Stream:
         reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
-        """See Attempts.round. Raises StopAskedError, and TrainingError where waiting is in vain."""
+        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in vain."""
         attempts = await (
             self._own(step)
             if self._config.rollout.policy == "wait"
