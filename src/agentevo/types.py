@@ -100,8 +100,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
-    """Of this request alone: the same seed, prompt and weights give the same tokens in any
-    batch."""
+    """The seed of this request alone: the same seed, prompt and weights give the same tokens in
+    any batch."""
 
 
 class SamplingOverrides(
@@ -212,7 +212,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Member number within the group; part of every random seed."""
     turns: list[Turn] = []
     reward: float = 0.0
-    """Of the whole attempt, penalties included: what the advantages are made from."""
+    """What the whole attempt earned, penalties included: the advantages are made from it."""
     reward_parts: dict[str, float] = {}
     """What the reward is the sum of, by name (`environment`, `format`, ...). Empty where nobody
     took it apart."""

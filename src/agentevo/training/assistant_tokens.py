@@ -194,11 +194,11 @@ class AssistantTokens:
         return parts
 
     def _marked_tokens(self, messages: Chat, tools: Chat | None) -> tuple[list[int], list[bool]]:
-        """By the template's own `{% generation %}` blocks."""
-        found = self._template(
+        """Ids and mask by the template's own `{% generation %}` blocks."""
+        encoding = self._template(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
+        ids, mask = list(encoding["input_ids"]), [bool(m) for m in encoding["assistant_masks"]]
         runs = [
             list(run)
             for trained, run in groupby(range(len(ids)), key=lambda at: mask[at])
@@ -251,12 +251,12 @@ class AssistantTokens:
             [*conversation.messages, {"tools": conversation.tools}], start=1
         ):
             text = json.dumps(message, ensure_ascii=False, default=str)
-            found = next((token for token in self._special_texts if token in text), None)
-            if found is not None:
+            special = next((token for token in self._special_texts if token in text), None)
+            if special is not None:
                 where = f"message {number}" if number <= len(conversation.messages) else "tools"
                 raise RowError(
                     "special_token",
-                    f"{where}: has {found} in its text, which would be encoded as that token: "
+                    f"{where}: has {special} in its text, which would be encoded as that token: "
                     "remove it",
                 )
 
