@@ -24,15 +24,18 @@ from pathlib import Path
 from agentevo.store import open_store
 from agentevo.store.call_log import AttemptCalls, CallLog, call_log
 
-TIMINGS = ("_s", "per_s", "time/", "mfu", "memory", "timestamp")
+TIMINGS = ("timing_s/", "perf/", "engine/tokens_per_s", "engine/busy_s", "trainer/mfu", "memory")
 
 
 def numbers(folder: Path) -> str:
     """The run's metrics without what a clock decides."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return json.dumps(
-        [{k: v for k, v in row.items() if not any(t in k for t in TIMINGS)} for row in rows]
-    )
+
+    def is_timing(key: str) -> bool:
+        timed = key.startswith(TIMINGS) or key in ("time", "wall_s")
+        return timed or "per_s" in key or "mfu" in key
+
+    return json.dumps([{k: v for k, v in sorted(row.items()) if not is_timing(k)} for row in rows])
 
 
 def run_once(recipe: str, overrides: list[str], record: bool) -> tuple[float, float, str, int]:
