@@ -50,23 +50,6 @@ from agentevo.store.streams import CHUNK, chunks, whole_groups
 
 Document = dict[str, Any]
 
-INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "tasks": (
-        ("seq",),
-        ("state", "seq"),
-        ("state", "not_before", "seq"),
-        ("state", "lease_expires_at"),
-        ("state", "lease_started_at"),
-    ),
-    "trajectories": (
-        ("seq",),
-        *(
-            (name, "seq")
-            for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")
-        ),
-        ("state", "split", "seq"),
-    ),
-}
 LET_GO: Document = {
     "worker": None,
     "lease_started_at": None,

@@ -36,8 +36,9 @@ from agentevo.store.codec import (
     encode_task,
     encode_trajectories,
 )
-from agentevo.store.mongo_calls import CALL_INDEXES, MongoCalls
-from agentevo.store.mongo_rows import INDEXES, LET_GO, Document, Rows, row_of
+from agentevo.store.mongo_calls import MongoCalls
+from agentevo.store.mongo_rows import LET_GO, Document, Rows, row_of
+from agentevo.store.mongo_schema import check_or_make
 from agentevo.store.store import (
     RETRIES,
     Lease,
@@ -58,15 +59,12 @@ if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
     from pymongo.errors import PyMongoError
 
-SCHEMA_VERSION = 2
-"""Of the documents in mongo_rows.py."""
-
 T = TypeVar("T")
 Work = Callable[[Rows], Awaitable[T]]
 
 _PAUSE_S = 0.01
 _LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
-_DUPLICATE_KEY, _NAMESPACE_EXISTS = 11000, 48
+_DUPLICATE_KEY = 11000
 
 
 class MongoDBStore(MongoCalls):
@@ -127,82 +125,12 @@ class MongoDBStore(MongoCalls):
         store = cls(client, name, timeout_s=timeout_s, retries=retries, clock=clock)
         try:
             async with store._deadline("open"):
-                await store._check_or_make(create=create)
+                await check_or_make(client, store._database, store.where, create=create)
         except BaseException:
             await client.close()
             raise
         store._is_open = True
         return store
-
-    async def _check_or_make(self, *, create: bool) -> None:
-        from pymongo.errors import OperationFailure
-
-        hello = await self._client.admin.command("hello")
-        if "setName" not in hello and hello.get("msg") != "isdbgrid":
-            raise StoreError(
-                f"store {self.where}: this server has no transactions, without which nothing "
-                "here is exactly-once: start mongod with "
-                "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
-                "PostgreSQL"
-            )
-        known = await self._database["meta"].find_one({"_id": "schema"})
-        if known is not None:
-            if known["version"] > SCHEMA_VERSION:
-                raise StoreError(
-                    f"store {self.where}: its schema {known['version']} is a newer AgentEvo's, "
-                    f"this knows up to {SCHEMA_VERSION}: upgrade "
-                    "with pip install -U agentevo; it was left as it is"
-                )
-            if known["version"] < SCHEMA_VERSION:
-                await self._make_calls()
-                await self._database["meta"].update_one(
-                    {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
-                )
-            return
-        if not create:
-            raise StoreError(f"store {self.where}: no store in this database: check the URL")
-        there = set(await self._database.list_collection_names()) & {
-            "tasks",
-            "trajectories",
-            "tokens",
-            "steps",
-            "calls",
-        }
-        if there:
-            for name in sorted(
-                there
-            ):  # a store that another process is making right now has none of these filled
-                if await self._database[name].find_one({}) is not None:
-                    raise StoreError(
-                        f"store {self.where}: the database holds a collection {name!r} of "
-                        "something else: give another name"
-                    )
-        for name, indexes in INDEXES.items():
-            for columns in indexes:
-                await self._database[name].create_index([(column, 1) for column in columns])
-        for name in ("tokens", "steps"):
-            try:
-                await self._database.create_collection(name, check_exists=False)
-            except OperationFailure as error:
-                if error.code != _NAMESPACE_EXISTS:
-                    raise
-        for name in ("trainer", "tasks", "trajectories"):
-            await self._make_counter(name)
-        await self._make_calls()
-        await self._database["meta"].update_one(
-            {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
-        )
-
-    async def _make_counter(self, name: str) -> None:
-        await self._database["meta"].update_one(
-            {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
-        )
-
-    async def _make_calls(self) -> None:
-        """What version 2 has and version 1 had not. Again is harmless."""
-        for columns in CALL_INDEXES:
-            await self._database["calls"].create_index([(column, 1) for column in columns])
-        await self._make_counter("calls")
 
     async def close(self) -> None:
         async with self._deadline("close"):

@@ -1,0 +1,113 @@
+"""The collections and indexes of a store in MongoDB, and the way from an older version to this one.
+Every step may be repeated, and several processes may take it at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from agentevo.errors import StoreError
+from agentevo.store.mongo_calls import CALL_INDEXES
+
+if TYPE_CHECKING:
+    from pymongo import AsyncMongoClient
+
+SCHEMA_VERSION = 2
+"""The version of the documents in mongo_rows.py and mongo_calls.py."""
+
+Document = dict[str, Any]
+
+INDEXES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tasks": (
+        ("seq",),
+        ("state", "seq"),
+        ("state", "not_before", "seq"),
+        ("state", "lease_expires_at"),
+        ("state", "lease_started_at"),
+    ),
+    "trajectories": (
+        ("seq",),
+        *(
+            (name, "seq")
+            for name in ("step", "trained_step", "split", "state", "status", "task_id", "group_id")
+        ),
+        ("state", "split", "seq"),
+    ),
+}
+_NAMESPACE_EXISTS = 48
+
+
+async def check_or_make(
+    client: AsyncMongoClient[Document], database: Any, where: str, *, create: bool
+) -> None:
+    """Leaves a store of this version. Raises StoreError, with all as it was, for a server without
+    transactions, a newer version, something else, and for nothing unless `create`."""
+    from pymongo.errors import OperationFailure
+
+    hello = await client.admin.command("hello")
+    if "setName" not in hello and hello.get("msg") != "isdbgrid":
+        raise StoreError(
+            f"store {where}: this server has no transactions, without which nothing "
+            "here is exactly-once: start mongod with "
+            "--replSet rs0 and call rs.initiate() once (a single member is enough), or use "
+            "PostgreSQL"
+        )
+    known = await database["meta"].find_one({"_id": "schema"})
+    if known is not None:
+        if known["version"] > SCHEMA_VERSION:
+            raise StoreError(
+                f"store {where}: its schema {known['version']} is a newer AgentEvo's, "
+                f"this knows up to {SCHEMA_VERSION}: upgrade "
+                "with pip install -U agentevo; it was left as it is"
+            )
+        if known["version"] < SCHEMA_VERSION:
+            await _make_calls(database)
+            await database["meta"].update_one(
+                {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
+            )
+        return
+    if not create:
+        raise StoreError(f"store {where}: no store in this database: check the URL")
+    there = set(await database.list_collection_names()) & {
+        "tasks",
+        "trajectories",
+        "tokens",
+        "steps",
+        "calls",
+    }
+    if there:
+        for name in sorted(
+            there
+        ):  # a store that another process is making right now has none of these filled
+            if await database[name].find_one({}) is not None:
+                raise StoreError(
+                    f"store {where}: the database holds a collection {name!r} of "
+                    "something else: give another name"
+                )
+    for name, indexes in INDEXES.items():
+        for columns in indexes:
+            await database[name].create_index([(column, 1) for column in columns])
+    for name in ("tokens", "steps"):
+        try:
+            await database.create_collection(name, check_exists=False)
+        except OperationFailure as error:
+            if error.code != _NAMESPACE_EXISTS:
+                raise
+    for name in ("trainer", "tasks", "trajectories"):
+        await _make_counter(database, name)
+    await _make_calls(database)
+    await database["meta"].update_one(
+        {"_id": "schema"}, {"$setOnInsert": {"version": SCHEMA_VERSION}}, upsert=True
+    )
+
+
+async def _make_counter(database: Any, name: str) -> None:
+    await database["meta"].update_one(
+        {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
+    )
+
+
+async def _make_calls(database: Any) -> None:
+    """What version 2 has and version 1 had not. Again is harmless."""
+    for columns in CALL_INDEXES:
+        await database["calls"].create_index([(column, 1) for column in columns])
+    await _make_counter(database, "calls")
