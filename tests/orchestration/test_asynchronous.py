@@ -215,10 +215,14 @@ def test_what_cannot_be_apart_is_refused(tmp_path, small_config, quiet_view):
         with pytest.raises(ConfigError, match=message):
             small_config(tmp_path / "run", *keys)
     apart = small_config(tmp_path / "run", "rollout.samplers=1")
+
+    async def played(task, policy):
+        return 0.0
+
     with pytest.raises(ConfigError, match=r"live in this process: set rollout\.samplers=0"):
         train(
             apart,
-            agent=lambda task, policy: 0.0,
+            agent=played,
             tasks=environment_tasks("frozen_lake", 1, "train", 0, 9),
             view=quiet_view(),
         )

@@ -360,7 +360,7 @@ def test_the_refilling_run_has_something_to_lose(whole):
     assert max(row["rollout/rounds"] for row in rows) > 1
     found = {entry[9] for entry in whole["trajectories"].values()}
     assert {"zero-variance", "below-usual-spread"} <= found
-    assert whole["state"]["collector"]["rlpr"]["mean"] > 0
+    assert whole["state"]["source"]["rlpr"]["mean"] > 0
     refilled = [name for name in whole["trajectories"] if "+" in name]
     assert refilled
     assert all(name.startswith(f"train-{whole['trajectories'][name][6]}+") for name in refilled), (

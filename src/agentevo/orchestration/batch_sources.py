@@ -29,7 +29,7 @@ class BatchSource(Protocol):
 
     num_steps: int
     activity: str
-    """What `collect` does, for people: "sampling" or "reading"."""
+    """What `collect` is called in the view and in profiles: "sampling" or "data"."""
     samples_rollouts: bool
     """Whether batches are made of attempts, so that the engine's and the attempts' metrics say
     something about a step."""
@@ -143,7 +143,7 @@ class GivenPairs(WithoutHeldOutData):
     fill a step at a round's end waits: no step has a group twice.
     """
 
-    activity = "reading"
+    activity = "data"
     samples_rollouts = False
 
     def __init__(self, config: RunConfig, groups: Sequence[Sequence[Pair]]) -> None:

@@ -77,7 +77,7 @@ class ConversationBatches:
     unless the recipe has an environment to play.
     """
 
-    activity = "reading"
+    activity = "data"
     samples_rollouts = False
 
     def __init__(self, config: RunConfig, data: SFTData, model: PreTrainedModel) -> None:

@@ -396,21 +396,22 @@ class TrainingRun:
         self.view.phase("evaluating", name)
         started, step = time.perf_counter(), self.progress.step
         with phase("evaluation"):
-            metrics = self.source.evaluate()
-        if metrics:
-            texts = (
-                f"{key.rpartition('/')[2].replace('_', ' ')} {value:.4g}"
-                for key, value in metrics.items()
-            )
-            self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
-        if self.parts.plays:
-            samples = self.parts.config.evaluation.samples if full else 0
-            with phase("evaluation"):
+            held_out = self.source.evaluate()
+            played: dict[str, float] = {}
+            if self.parts.plays:
+                samples = self.parts.config.evaluation.samples if full else 0
                 played, tokens = await evaluate(
                     self.parts, step, samples=samples, players=self.players, label=label
                 )
-            metrics |= played
-            self.progress.generated_tokens += tokens
+                self.progress.generated_tokens += tokens
+        metrics = held_out | played
+        if held_out:
+            texts = (
+                f"{key.rpartition('/')[2].replace('_', ' ')} {value:.4g}"
+                for key, value in held_out.items()
+            )
+            self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
+        if played:
             self.view.evaluation(step, metrics)
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
         return metrics
