@@ -176,7 +176,8 @@ class Stream:
         reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
-        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in vain."""
+        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in
+        vain."""
         attempts = await (
             self._own(step)
             if self._config.rollout.policy == "wait"
