@@ -264,7 +264,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         reward = self.reward or 0.0
         if self.reward_parts and not math.isclose(total, reward, rel_tol=1e-6, abs_tol=1e-6):
             raise ValueError(
-                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is {reward:g}: give parts that sum to the reward, or none"
+                f"reward_parts {self.reward_parts} sum to {total:g}, but reward is {reward:g}: "
+                "give parts that sum to the reward, or none"
             )
 
 

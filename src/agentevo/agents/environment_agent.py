@@ -160,7 +160,8 @@ class EnvironmentAgent:
                 except RequestTooLongError:
                     if not episode.turn_rewards:
                         raise
-                    episode.truncated = True  # a full context is a limit like any other: what was earned until then counts
+                    # A full context is a limit like any other: what was earned until then counts.
+                    episode.truncated = True
                     break
                 said = (
                     reply.opening + reply.text

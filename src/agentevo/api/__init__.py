@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from agentevo.observability import LiveView
 
 AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[Any]]
-"""`async def run(task, policy) -> float`: acts through the policy and returns the reward, named parts
-of it, an `Outcome`, or None where `rewards` decide."""
+"""`async def run(task, policy) -> float`: acts through the policy and returns the reward, named
+parts of it, an `Outcome`, or None where `rewards` decide."""
 Trainable: TypeAlias = (
     str
     | Path
@@ -66,8 +66,8 @@ def train(
     """Trains, and returns the finished run.
 
     `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or
-    object), the name of a registered agent, or an async agent function. Agents need `tasks`: a list,
-    a file or dataset, or the whole section as a mapping. `rewards` are names, options, or functions
+    object), the name of a registered agent, or an async agent function. Agents need `tasks`: a
+    list, a file or dataset, or the section as a mapping. `rewards` are names, options, or functions
     `def reward(completion, task) -> float`. `model` and `algorithm` are names or whole sections;
     None leaves the recipe's, or the defaults. Every other section of the configuration is an option
     of its name. Raises `ConfigError` for whatever the command line would refuse.
@@ -255,8 +255,8 @@ def _named_reward(given: Reward) -> Any:
     name = str(getattr(given, "__name__", type(given).__name__))
     if not callable(given) or not name.isidentifier():
         raise ConfigError(
-            f"agentevo.train: rewards: {given!r} has no name: give a function, a class, or the name "
-            "of a registered reward"
+            f"agentevo.train: rewards: {given!r} has no name: give a function, a class, or the "
+            "name of a registered reward"
         )
     if rewards_by_name.name_of(given) is None:
         reward(name)(given)

@@ -4,7 +4,8 @@ its own.
 A recipe's top-level key `sweep` says which. What a member of the sweep is configured by, later ones
 on top:
 
-    the recipe  <-  its variant's overrides  <-  overrides of the command line  <-  run.name, run.dir and run.seed of the member
+    the recipe  <-  its variant's overrides  <-  overrides of the command line
+                <-  run.name, run.dir and run.seed of the member
 
 Reading checks every member, so nothing starts if any would be refused. `RunConfig` knows nothing of
 sweeps: a member is an ordinary run. Importing this module imports no torch.

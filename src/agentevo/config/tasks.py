@@ -31,7 +31,8 @@ class TaskFields(Section):
 class TasksSection(Section):
     """Tasks from files: .jsonl, .json (also .gz), .parquet, folders of them, saved datasets, or
     datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT. `tasks: FILE` is short for
-    tasks.train. What else a row holds is the task's metadata. Paths start at the recipe's folder."""
+    tasks.train. What else a row holds is the task's metadata. Paths start at the recipe's
+    folder."""
 
     train: tuple[str, ...] = ()
     """Tasks to train on."""

@@ -3,10 +3,12 @@ still needs reading.
 
 Which coin is best follows from `rule`, in rising order of what the policy must be able to do:
 
-    match    each coin has a colour, the lamp has one of them: take that coin     (copy one word of the observation)
-    hidden   the lamp's colour decides, by a mapping that is never told           (remember a few associations from reward alone)
-    table    the lamp's colour decides, by a mapping shown each time              (look up)
-    value    each coin's value is shown: take the highest                         (compare)
+    match    each coin has a colour, the lamp has one of them: take that coin
+             (copy one word of the observation)
+    hidden   the lamp's colour decides, by a mapping that is never told
+             (remember a few associations from reward alone)
+    table    the lamp's colour decides, by a mapping shown each time   (look up)
+    value    each coin's value is shown: take the highest              (compare)
 
 Success takes the coin's exact name and nothing else (case is ignored). An instruction-tuned model
 starts near 0%, since it says more than the name; `mention_credit` pays it a little for saying

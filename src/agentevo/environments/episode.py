@@ -4,7 +4,8 @@ A subclass says how an environment starts (`start`), looks (`observe`) and answe
 (`act`); this class counts the actions, truncates at `config.max_actions`, fills `info`, and refuses
 a step after the end. Lifecycle:
 
-    reset(seed) -> start -> observe ;  step(action) -> act -> observe ;  ... until terminated or truncated ;  reset(seed) again
+    reset(seed) -> start -> observe
+    step(action) -> act -> observe     until terminated or truncated; then reset(seed) again
 """
 
 from __future__ import annotations

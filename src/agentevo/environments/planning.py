@@ -5,7 +5,8 @@ With `win[a, s]` the chance that action `a` in state `s` succeeds at once, `move
 chance that it goes on in `t` (rows may sum to less than 1: the rest ended, won or lost), and V_0 =
 0, the success rate with k actions left is
 
-    Q_k[a, s] = win[a, s] + sum_t move[a, s, t] V_{k-1}[t]      V_k = max_a Q_k (optimal)  or  mean_a Q_k (uniform random)
+    Q_k[a, s] = win[a, s] + sum_t move[a, s, t] V_{k-1}[t]
+    V_k       = max_a Q_k (optimal)  or  mean_a Q_k (uniform random)
 """
 
 from __future__ import annotations

@@ -132,9 +132,9 @@ class SokobanEnvironment(EpisodicEnvironment):
         for name, step in zip(ACTIONS, (-width, width, -1, 1), strict=True):
             there = cell + step
             free = "you" if there == self._state & PLAYER_MASK else "floor"
-            found.append(
-                f"{name.lower()} {'wall' if there not in self.room.floor else 'box' if boxes >> there & 1 else free}"
-            )
+            holds = "box" if boxes >> there & 1 else free
+            what = holds if there in self.room.floor else "wall"
+            found.append(f"{name.lower()} {what}")
         return ", ".join(found)
 
     def _describe(self) -> str:

@@ -3,8 +3,8 @@
 
     reward = sum of weight * score over the list;  success is what the list's first reward says
 
-A scorer that raises, is late or returns no number costs its attempt, which becomes a failed one with
-the reason: nothing counts as 0 because it could not be judged.
+A scorer that raises, is late or returns no number costs its attempt, which becomes a failed one
+with the reason: nothing counts as 0 because it could not be judged.
 """
 
 from __future__ import annotations
