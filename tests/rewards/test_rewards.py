@@ -110,7 +110,7 @@ def test_a_task_that_can_not_be_judged_is_no_wrong_answer(name, answer):
 
 def scored(configs, trajectories, task, unrewarded=None):
     missing = unrewarded or [False] * len(trajectories)
-    return asyncio.run(Scoring(configs).score(trajectories, missing, task))
+    return asyncio.run(Scoring(configs).score(trajectories, missing, {}, task=task))
 
 
 def test_the_tasks_own_scorer_then_the_list_then_what_was_returned(own_rewards):
