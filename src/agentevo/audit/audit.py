@@ -41,7 +41,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Audit(msgspec.Struct, kw_only=True):
-    """What was found."""
+    """What the audit found."""
 
     steps: int = 0
     """Committed ones."""
@@ -136,21 +136,21 @@ class Audit(msgspec.Struct, kw_only=True):
 async def audit(store: Store, folder: Path) -> Audit:
     """Reads the whole store of the run in `folder`, step by step, and the checkpoints that are
     there."""
-    found = Audit()
+    report = Audit()
     records = await store.steps()
-    found.steps = len(records)
-    _check_numbers(records, found)
+    report.steps = len(records)
+    _check_numbers(records, report)
     used: dict[str, int] = {}
     members: dict[tuple[str, int], str] = {}
     for record in records:
-        await _check_step(store, record, used, members, found)
-        _check_checkpoint(record, folder, found)
-    await _check_rest(store, records, found)
-    await _account(store, found)
-    return found
+        await _check_step(store, record, used, members, report)
+        _check_checkpoint(record, folder, report)
+    await _check_rest(store, records, report)
+    await _account(store, report)
+    return report
 
 
-def _check_numbers(records: Iterable[StepRecord], found: Audit) -> None:
+def _check_numbers(records: Iterable[StepRecord], report: Audit) -> None:
     expected = 1
     for record in records:
         if record.step != expected:
@@ -159,7 +159,7 @@ def _check_numbers(records: Iterable[StepRecord], found: Audit) -> None:
                 if record.step == expected + 1
                 else f"steps {expected} to {record.step - 1}"
             )
-            found.violations.append(
+            report.violations.append(
                 Violation(f"{missing} before it: there is no record", step=record.step)
             )
         expected = record.step + 1
@@ -170,14 +170,14 @@ async def _check_step(
     record: StepRecord,
     used: dict[str, int],
     members: dict[tuple[str, int], str],
-    found: Audit,
+    report: Audit,
 ) -> None:
     """Its plan against the trajectories that the ledger has committed to it. `used`: id -> step
     that names it; `members`: (group, attempt) -> id."""
     step = record.step
 
     def violated(what: str, trajectory: str | None = None) -> None:
-        found.violations.append(Violation(what, step=step, trajectory=trajectory))
+        report.violations.append(Violation(what, step=step, trajectory=trajectory))
 
     try:
         plan = Plan.of(step, record.record)
@@ -198,16 +198,18 @@ async def _check_step(
     digests: dict[str, bytes] = {}
     masked = 0
     try:
-        async for one in store.trajectories(trained_step=step):
-            name = one.trajectory.id
-            for what in _wrong_with(one, places):
+        async for stored in store.trajectories(trained_step=step):
+            name = stored.trajectory.id
+            for what in _wrong_with(stored, places):
                 violated(what, name)
-            twin = members.setdefault((one.trajectory.group_id, one.trajectory.attempt), name)
-            if twin != name:
-                violated(f"it is the same attempt as {twin}, under another id", name)
-            if name in places and not one.tokens_deleted:
-                digests[name] = trajectory_digest(plan.final(one.trajectory))
-                masked += _count_ages(one, plan, step, found)
+            first_id = members.setdefault(
+                (stored.trajectory.group_id, stored.trajectory.attempt), name
+            )
+            if first_id != name:
+                violated(f"it is the same attempt as {first_id}, under another id", name)
+            if name in places and not stored.tokens_deleted:
+                digests[name] = trajectory_digest(plan.final(stored.trajectory))
+                masked += _count_ages(stored, plan, step, report)
     except StoreError as error:
         violated(f"its trajectories can't be read: {error}")
         return
@@ -216,8 +218,8 @@ async def _check_step(
             violated(
                 "its plan names it, but it is not in the store as committed to this step", name
             )
-    found.trained += len(digests)
-    found.masked_tokens += masked
+    report.trained += len(digests)
+    report.masked_tokens += masked
     if masked != plan.masked_tokens:
         violated(
             f"{masked} tokens were older than {plan.staleness} versions, its plan says that "
@@ -232,26 +234,26 @@ async def _check_step(
         _check_digest(plan, digests, violated)
 
 
-def _wrong_with(one: StoredTrajectory, places: Mapping[str, int]) -> list[str]:
+def _wrong_with(stored: StoredTrajectory, places: Mapping[str, int]) -> list[str]:
     wrong = []
-    if one.state != "committed":
-        wrong.append(f"it is {one.state} for this step, which is committed")
-    if one.trajectory.id not in places:
+    if stored.state != "committed":
+        wrong.append(f"it is {stored.state} for this step, which is committed")
+    if stored.trajectory.id not in places:
         wrong.append("it is in the store as committed to this step, whose plan does not name it")
-    if one.split != "train":
-        wrong.append(f"it is of the split {one.split}, which is not trained on")
-    if one.trajectory.status != "completed":
-        wrong.append(f"it was trained on though it {one.trajectory.status}")
-    if one.tokens_deleted:
+    if stored.split != "train":
+        wrong.append(f"it is of the split {stored.split}, which is not trained on")
+    if stored.trajectory.status != "completed":
+        wrong.append(f"it was trained on though it {stored.trajectory.status}")
+    if stored.tokens_deleted:
         wrong.append("its tokens were deleted")
     return wrong
 
 
-def _count_ages(one: StoredTrajectory, plan: Plan, step: int, found: Audit) -> int:
-    """Adds its trained tokens to `found.ages`; returns how many are older than the bound. The
+def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) -> int:
+    """Adds its trained tokens to `report.ages`; returns how many are older than the bound. The
     trainer's version is step - 1."""
     counts: Counter[int] = Counter()
-    for turn in one.trajectory.turns:
+    for turn in stored.trajectory.turns:
         counts.update(turn.versions)
     masked = 0
     for version, count in counts.items():
@@ -261,11 +263,11 @@ def _count_ages(one: StoredTrajectory, plan: Plan, step: int, found: Audit) -> i
                 f"{count} of its tokens are of version {version}, which weights had only "
                 f"after step {version}"
             )
-            found.violations.append(Violation(what, step=step, trajectory=one.trajectory.id))
+            report.violations.append(Violation(what, step=step, trajectory=stored.trajectory.id))
         if age > plan.staleness:
             masked += count
         else:
-            found.ages[age] = found.ages.get(age, 0) + count
+            report.ages[age] = report.ages.get(age, 0) + count
     return masked
 
 
@@ -291,75 +293,79 @@ def _check_digest(plan: Plan, digests: Mapping[str, bytes], violated: Any) -> No
         )
 
 
-def _check_checkpoint(record: StepRecord, folder: Path, found: Audit) -> None:
+def _check_checkpoint(record: StepRecord, folder: Path, report: Audit) -> None:
     named = record.record.get("checkpoint")
     if named is None:
         return
     path = folder / named["path"]
     if not path.is_dir():
-        found.gone.append(record.step)
+        report.gone.append(record.step)
         return
     try:
         sha256 = manifest.verify(path).sha256
     except CheckpointError as error:
         if path.is_dir():
-            found.violations.append(Violation(str(error), step=record.step))
+            report.violations.append(Violation(str(error), step=record.step))
         else:  # a run that goes on has deleted it meanwhile
-            found.gone.append(record.step)
+            report.gone.append(record.step)
         return
-    (found.checkpoints if sha256 == named["sha256"] else found.remade).append(record.step)
+    (report.checkpoints if sha256 == named["sha256"] else report.remade).append(record.step)
 
 
-async def _check_rest(store: Store, records: Sequence[StepRecord], found: Audit) -> None:
+async def _check_rest(store: Store, records: Sequence[StepRecord], report: Audit) -> None:
     """Nothing may be committed to a step that has no record."""
     committed = sum(
         count for name, count in (await store.counts()).items() if name.endswith("/committed")
     )
-    if committed == found.trained:
+    if committed == report.trained:
         return
     summaries = await store.summaries(state="committed")
     since = await store.steps(
         after=max((record.step for record in records), default=0)
     )  # of a run that goes on meanwhile
     steps = {record.step for record in (*records, *since)}
-    for one in summaries:
-        if one.trained_step not in steps:
-            what = f"it is committed to step {one.trained_step}, which has no record"
-            found.violations.append(Violation(what, trajectory=one.id))
+    for summary in summaries:
+        if summary.trained_step not in steps:
+            what = f"it is committed to step {summary.trained_step}, which has no record"
+            report.violations.append(Violation(what, trajectory=summary.id))
 
 
-async def _account(store: Store, found: Audit) -> None:
+async def _account(store: Store, report: Audit) -> None:
     """Every trajectory for training that was not trained on, and every task that is not done, with
     the reason."""
     for state in ("dropped", "failed"):
-        for one in await store.summaries(state=state, split="train"):
+        for summary in await store.summaries(state=state, split="train"):
             kind, reason = (
-                (state, one.drop_reason) if state == "dropped" else (one.status, one.error)
+                (state, summary.drop_reason)
+                if state == "dropped"
+                else (summary.status, summary.error)
             )
             if not reason:
-                found.violations.append(
-                    Violation(f"it is {kind}, and no reason is recorded", trajectory=one.id)
+                report.violations.append(
+                    Violation(f"it is {kind}, and no reason is recorded", trajectory=summary.id)
                 )
-            found.reasons.setdefault(kind, {}).setdefault(reason or "no reason", []).append(one.id)
+            report.reasons.setdefault(kind, {}).setdefault(reason or "no reason", []).append(
+                summary.id
+            )
     counts = await store.counts()
-    found.waiting = {
+    report.waiting = {
         state: counts[f"trajectories/train/{state}"] for state in ("ready", "reserved")
     }
-    found.tasks = {
+    report.tasks = {
         name.removeprefix("tasks/"): count
         for name, count in counts.items()
         if name.startswith("tasks/")
     }
-    found.unfinished = [one.task.id async for one in store.tasks(state="queued")]
-    found.unfinished += [one.task.id async for one in store.tasks(state="leased")]
+    report.unfinished = [task.task.id async for task in store.tasks(state="queued")]
+    report.unfinished += [task.task.id async for task in store.tasks(state="leased")]
     lost: list[tuple[TaskState, dict[str, str], str]] = [
-        ("poison", found.poison, "was set aside"),
-        ("failed", found.failed, "failed"),
+        ("poison", report.poison, "was set aside"),
+        ("failed", report.failed, "failed"),
     ]
     for place, tasks, fate in lost:
         async for task in store.tasks(state=place):
             if not task.error:
-                found.violations.append(
+                report.violations.append(
                     Violation(f"task {task.task.id} {fate}, and no error is recorded")
                 )
             tasks[task.task.id] = task.error or "no error"

@@ -42,9 +42,11 @@ async def rebuild(
     path = checkpoints.path(start) if start is not None else None
     async with open_components(config, agent=agent, tasks=tasks, checkpoint=path) as parts:
         steps = [
-            one for one in await parts.store.steps(after=start or 0) if one.step <= max(versions)
+            record
+            for record in await parts.store.steps(after=start or 0)
+            if record.step <= max(versions)
         ]
-        unknown = sorted(set(versions) - {start or 0} - {one.step for one in steps})
+        unknown = sorted(set(versions) - {start or 0} - {record.step for record in steps})
         if unknown:
             raise CheckpointError(
                 f"version {unknown[0]} can't be made again: {config.run_dir} has no committed "

@@ -121,7 +121,7 @@ class RecordedEngine:
         elif (
             self._trajectory.status == "completed"
         ):  # what failed or was cancelled may have asked for more
-            self._found(
+            self._differs(
                 "end",
                 self.asked,
                 0,
@@ -156,14 +156,14 @@ class RecordedEngine:
                 f"turn {turn.index}: the replay asks with another prompt, from token {place} "
                 "on: agent or environment did something else"
             )
-            self._found("prompt", turn.index, place, what)
+            self._differs("prompt", turn.index, place, what)
             return
         if sampling.stop_strings:  # which token completes one, only the engine's tokenizer knows
             return
         ids = turn.completion_ids
         stop = next((i for i, token in enumerate(ids) if token in self._end_ids), None)
         if stop is not None and stop != len(ids) - 1:
-            self._found(
+            self._differs(
                 "end",
                 turn.index,
                 stop,
@@ -174,9 +174,9 @@ class RecordedEngine:
                 f"turn {turn.index}: the record ends after {len(ids)} tokens without a stop "
                 f"token, the limit is {sampling.max_new_tokens}"
             )
-            self._found("end", turn.index, len(ids), what)
+            self._differs("end", turn.index, len(ids), what)
 
-    def _found(self, kind: Any, turn: int, position: int, what: str) -> None:
+    def _differs(self, kind: Any, turn: int, position: int, what: str) -> None:
         if self.difference is None:
             self.difference = Difference(kind=kind, turn=turn, position=position, what=what)
 
@@ -208,17 +208,19 @@ async def replay(
     versions = sorted({version for t in chosen for version in versions_of(t)})
     missing = set(versions) - set(stored.at_hand()) if made_again else set()
     async with aclosing(rebuild(config, missing, agent=agent, tasks=tasks)) as rebuilt:
-        found, chat, context = await _draw_again(
+        replays, chat, context = await _draw_again(
             config, chosen, _sources(versions, stored, missing, rebuilt)
         )
     player = _player(config, agent)
     for trajectory in chosen:
-        one = found[trajectory.id]
+        result = replays[trajectory.id]
         if player is None or chat is None:
-            one.played = False
+            result.played = False
         else:
-            await _play(config, trajectory, shown[trajectory.task_id], player, chat, context, one)
-    return [found[trajectory.id] for trajectory in chosen]
+            await _play(
+                config, trajectory, shown[trajectory.task_id], player, chat, context, result
+            )
+    return [replays[trajectory.id] for trajectory in chosen]
 
 
 async def _sources(
@@ -238,7 +240,11 @@ async def _sample(
 ) -> list[Trajectory]:
     """`weights_of` None: all can be had. Raises CheckpointError if no trajectory has all its
     weights at hand."""
-    names = [one.id for one in await store.summaries(split="train") if one.num_completion_tokens]
+    names = [
+        summary.id
+        for summary in await store.summaries(split="train")
+        if summary.num_completion_tokens
+    ]
     random.Random(derive_seed(config.run.seed, "replay")).shuffle(names)
     at_hand: dict[int, bool] = {}
     chosen: list[Trajectory] = []
@@ -283,7 +289,7 @@ async def _draw_again(
 ) -> tuple[dict[str, Replay], ChatFormat | None, int]:
     """The first half, one version after the other; with the chat format and context length of the
     models."""
-    found = {
+    replays = {
         t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
         for t in trajectories
     }
@@ -299,19 +305,19 @@ async def _draw_again(
         )
         context = int(getattr(loaded.model.config, "max_position_embeddings", 1 << 30))
         for trajectory in trajectories:
-            one = found[trajectory.id]
-            if version not in one.versions:
+            result = replays[trajectory.id]
+            if version not in result.versions:
                 continue
             again = resample(trajectory, version, loaded, filters)
-            one.tokens += again.num_tokens
-            one.ties += again.num_ties
-            _keep_first(one, *again.differences)
-    return found, chat, context
+            result.tokens += again.num_tokens
+            result.ties += again.num_ties
+            _keep_first(result, *again.differences)
+    return replays, chat, context
 
 
-def _keep_first(one: Replay, *differences: Difference) -> None:
-    before = [one.difference] if one.difference is not None else []
-    one.difference = min(
+def _keep_first(result: Replay, *differences: Difference) -> None:
+    before = [result.difference] if result.difference is not None else []
+    result.difference = min(
         [*before, *differences], key=lambda difference: difference.place, default=None
     )
 
@@ -331,7 +337,7 @@ async def _play(
     player: Agent,
     chat: ChatFormat,
     context: int,
-    found: Replay,
+    result: Replay,
 ) -> None:
     """The second half. What the agent raises ends it, and so does agent.timeout_s: that was so in
     the record too, or is a difference."""
@@ -374,34 +380,34 @@ async def _play(
         elif played.status == "completed":  # the others of its group are not played again
             told = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **told)
-    found.turns = engine.asked
+    result.turns = engine.asked
     if engine.difference is not None:
-        _keep_first(found, engine.difference)
-    if trajectory.status != "completed" or found.difference is not None or played is None:
+        _keep_first(result, engine.difference)
+    if trajectory.status != "completed" or result.difference is not None or played is None:
         return
     last = len(trajectory.turns)
     if played.status != "completed":
         _keep_first(
-            found,
+            result,
             Difference(kind="end", turn=last, position=0, what=f"the agent failed: {played.error}"),
         )
         return
-    found.replayed_reward = played.reward
+    result.replayed_reward = played.reward
     if engine.asked < last:
         what = f"the agent ended after {engine.asked} turns, the record has {last}"
-        _keep_first(found, Difference(kind="end", turn=engine.asked, position=0, what=what))
+        _keep_first(result, Difference(kind="end", turn=engine.asked, position=0, what=what))
     else:
-        _compare_rewards(trajectory, played, found)
+        _compare_rewards(trajectory, played, result)
 
 
-def _compare_rewards(trajectory: Trajectory, played: Trajectory, found: Replay) -> None:
+def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: Replay) -> None:
     earned = {turn.index: turn.reward for turn in played.turns}
     for turn in trajectory.turns:
         paid = earned.get(turn.index, 0.0)
         if abs(paid - turn.reward) > REWARD_TOLERANCE:
             what = f"turn {turn.index} earned {paid:g}, in the record {turn.reward:g}"
             _keep_first(
-                found,
+                result,
                 Difference(
                     kind="reward", turn=turn.index, position=len(turn.completion_ids), what=what
                 ),
@@ -415,5 +421,5 @@ def _compare_rewards(trajectory: Trajectory, played: Trajectory, found: Replay) 
             f"{trajectory.reward:g} ({trajectory.success})"
         )
         _keep_first(
-            found, Difference(kind="reward", turn=len(trajectory.turns), position=0, what=what)
+            result, Difference(kind="reward", turn=len(trajectory.turns), position=0, what=what)
         )

@@ -113,7 +113,7 @@ def resample(
             same = tokens[row] == piece.turn.completion_ids[position]
             if same and abs(logprobs[row] - piece.turn.logprobs[position]) <= tolerance.logprob:
                 continue
-            found = _compare(
+            difference = _compare(
                 piece.turn,
                 position,
                 logits[row],
@@ -123,8 +123,8 @@ def resample(
                 tolerance,
                 loaded,
             )
-            num_ties += found is None
-            differences += [found] if found is not None else []
+            num_ties += difference is None
+            differences += [difference] if difference is not None else []
     return Resampled(num_tokens, num_ties, differences)
 
 
@@ -180,33 +180,36 @@ def _compare(
         )
     probabilities = _distribution(logits, params)
     distance = _distance(logits, probabilities, token, uniform, greedy=params.temperature == 0)
-    facts: Mapping[str, float | int] = {
+    recorded_probability = float(probabilities[token])
+    drawn_probability = float(probabilities[drawn])
+    properties: Mapping[str, float | int] = {
         "turn": turn.index,
         "position": position,
         "version": version,
         "token": token,
-        "probability": float(probabilities[token]),
+        "probability": recorded_probability,
         "drawn": drawn,
-        "drawn_probability": float(probabilities[drawn]),
+        "drawn_probability": drawn_probability,
     }
     here = f"turn {turn.index}, token {position}, version {version}"
     if distance > tolerance.uniform:
+        tokenizer = loaded.tokenizer
         texts = [
-            repr(str(loaded.tokenizer.decode([one]))) if one < len(loaded.tokenizer) else "no text"
-            for one in (token, drawn)
+            repr(str(tokenizer.decode([chosen]))) if chosen < len(tokenizer) else "no text"
+            for chosen in (token, drawn)
         ]
         what = (
-            f"{here}: the record has {token} ({texts[0]}, probability {facts['probability']:.4%}), "
-            f"the replay draws {drawn} ({texts[1]}, {facts['drawn_probability']:.4%})"
+            f"{here}: the record has {token} ({texts[0]}, probability {recorded_probability:.4%}), "
+            f"the replay draws {drawn} ({texts[1]}, {drawn_probability:.4%})"
         )
-        return Difference(kind="token", what=what, **facts)  # type: ignore[arg-type]
+        return Difference(kind="token", what=what, **properties)  # type: ignore[arg-type]
     again = 0.0 if params.temperature == 0 else float(probabilities[token].log())
     if abs(again - turn.logprobs[position]) > tolerance.logprob:
         what = (
             f"{here}: token {token} has the log-prob {turn.logprobs[position]:.5f} in the "
             f"record, {again:.5f} in the replay"
         )
-        return Difference(kind="logprob", what=what, **facts)  # type: ignore[arg-type]
+        return Difference(kind="logprob", what=what, **properties)  # type: ignore[arg-type]
     return None
 
 

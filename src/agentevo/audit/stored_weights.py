@@ -50,10 +50,10 @@ class StoredVersions:
             return self._checkpoints.path(version)
         if self._published is not None and version in self._published.versions():
             try:
-                found: Mapping[str, torch.Tensor] = self._published.read(version)
+                weights: Mapping[str, torch.Tensor] = self._published.read(version)
             except EngineError as error:
                 raise CheckpointError(str(error)) from error
-            return found
+            return weights
         if version in self.at_hand():
             return {}
         known = ", ".join(map(str, self.at_hand())) or "none"

@@ -80,9 +80,9 @@ async def follow(
     """Raises StoreError for an unknown trajectory, ConfigError for a token that it has not."""
     trajectory = await store.trajectory(trajectory_id)
     (stored,) = [
-        one
-        async for one in store.trajectories(group_id=trajectory.group_id)
-        if one.trajectory.id == trajectory_id
+        candidate
+        async for candidate in store.trajectories(group_id=trajectory.group_id)
+        if candidate.trajectory.id == trajectory_id
     ]
     if not 0 <= turn < len(trajectory.turns):
         raise ConfigError(

@@ -53,23 +53,23 @@ def audit(
         return
     from agentevo.audit.audit import audit as prove
 
-    found = use_store(url, lambda store: prove(store, run_dir), timeout_s=STORE_TIMEOUT_S)
+    report = use_store(url, lambda store: prove(store, run_dir), timeout_s=STORE_TIMEOUT_S)
     if as_json:
         print(
             msgspec.json.encode(
-                {**msgspec.to_builtins(found, str_keys=True), "ok": found.ok}
+                {**msgspec.to_builtins(report, str_keys=True), "ok": report.ok}
             ).decode()
         )
     else:
-        _print(found.lines(dropped=dropped))
-        for violation in found.violations:
+        _print(report.lines(dropped=dropped))
+        for violation in report.violations:
             print(f"violation: {violation}", file=sys.stderr)
         print(
             "everything is as the records say"
-            if found.ok
-            else f"{len(found.violations)} violations"
+            if report.ok
+            else f"{len(report.violations)} violations"
         )
-    if not found.ok:
+    if not report.ok:
         raise typer.Exit(1)
 
 
@@ -104,14 +104,14 @@ def replay(
     from agentevo.api.run import Run
 
     run = Run(config)
-    found = (
+    replays = (
         run.replays(sample, rebuild=rebuild)
         if sample
         else [run.replay(trajectory, rebuild=rebuild)]
     )
-    for one in found:
-        print(msgspec.json.encode(one).decode() if as_json else one.line())
-    if not all(one.same for one in found):
+    for result in replays:
+        print(msgspec.json.encode(result).decode() if as_json else result.line())
+    if not all(result.same for result in replays):
         raise typer.Exit(1)
 
 

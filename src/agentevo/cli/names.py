@@ -92,24 +92,22 @@ def explain(
     if (
         key not in keys.names()
         and key.startswith("algorithm.")
-        and (found := describe(key.removeprefix("algorithm.")))
+        and (texts := describe(key.removeprefix("algorithm.")))
     ):
-        print("\n\n".join(found))
+        print("\n\n".join(texts))
         return
-    print("\n\n".join(_explanation_text(one) for one in keys.explain(key)))
+    print("\n\n".join(_explanation_text(explanation) for explanation in keys.explain(key)))
 
 
-def _explanation_text(one: Explanation) -> str:
-    heading = (
-        f"{one.key} (with {one.key.split('.')[0]}.type={', '.join(one.option_of)})"
-        if one.option_of
-        else one.key
-    )
-    lines = [heading, f"  {one.meaning}"]
-    if one.keys:
+def _explanation_text(explanation: Explanation) -> str:
+    heading, section = explanation.key, explanation.key.split(".")[0]
+    if explanation.option_of:
+        heading += f" (with {section}.type={', '.join(explanation.option_of)})"
+    lines = [heading, f"  {explanation.meaning}"]
+    if explanation.keys:
         names = [
             f"{key.key} ({', '.join(key.option_of)})" if key.option_of else key.key
-            for key in one.keys
+            for key in explanation.keys
         ]
         return "\n".join(
             [
@@ -117,15 +115,15 @@ def _explanation_text(one: Explanation) -> str:
                 "",
                 *(
                     f"  {name}\n      {key.meaning}"
-                    for name, key in zip(names, one.keys, strict=True)
+                    for name, key in zip(names, explanation.keys, strict=True)
                 ),
             ]
         )
     return "\n".join(
         [
             *lines,
-            f"  type     {one.type}",
-            f"  default  {one.default or 'none: it must be given'}",
-            f"  unit     {one.unit or 'none'}",
+            f"  type     {explanation.type}",
+            f"  default  {explanation.default or 'none: it must be given'}",
+            f"  unit     {explanation.unit or 'none'}",
         ]
     )

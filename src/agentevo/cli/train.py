@@ -54,8 +54,8 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
     if dry_run:
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
         print_table(
-            (one.name, ", ".join(f"{key}={value}" for key, value in one.changes.items()))
-            for one in sweep.members
+            (member.name, ", ".join(f"{key}={value}" for key, value in member.changes.items()))
+            for member in sweep.members
         )
         return
     from agentevo.observability.sweep_view import SweepView

@@ -82,7 +82,9 @@ def _choose(
 ) -> str:
     if trajectory_id:
         return _only_match([summary.id for summary in summaries], trajectory_id, run_dir)
-    finished = [one for one in summaries if one.status == "completed"] or list(summaries)
+    finished = [summary for summary in summaries if summary.status == "completed"] or list(
+        summaries
+    )
     if not finished:
         raise ConfigError(f"{run_dir}: the store holds no trajectory yet")
     sign = {"best": 1.0, "worst": -1.0, "last": 0.0}[which]

@@ -267,7 +267,9 @@ def _memory_advice(needed: float, available: float, turned: Mapping[str, float])
     for change, left in turned.items():
         key = change.partition("=")[0]
         best[key] = max(best.get(key, (0.0, "")), (needed - left, change))
-    helpful = sorted((one for one in best.values() if one[0] > 0.02 * needed), reverse=True)
+    helpful = sorted(
+        (saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True
+    )
     several = ", ".join(f"{change} saves {saved / GIB:.2f} GiB" for saved, change in helpful[:4])
     last = (
         "model.lora.rank=16 trains adapters alone, or take a smaller model, or close other programs"

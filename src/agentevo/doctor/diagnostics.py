@@ -57,17 +57,21 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                 label="doctor",
             )
             sampling = sampler.sampling(config.sampling.temperature)
-            found = [
+            results = [
                 checks.judge_attempts(
                     len(group),
-                    [one.error or "no reason" for one in group if one.status == "failed"],
+                    [
+                        attempt.error or "no reason"
+                        for attempt in group
+                        if attempt.status == "failed"
+                    ],
                 )
             ]
-            spoken = [one for one in group if one.turns]
+            spoken = [attempt for attempt in group if attempt.turns]
             if not spoken:
-                return [*found, checks.judge_logprobs(0, 0.0, config.model.dtype)]
-            num_turns = sum(len(one.turns) for one in spoken)
-            found += [
+                return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
+            num_turns = sum(len(attempt.turns) for attempt in spoken)
+            results += [
                 checks.judge_token_ids(
                     num_turns,
                     measure.count_other_contexts(spoken, engine.requests),
@@ -81,7 +85,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             ]
             before_cold_start = checkpoint is None and config.cold_start.episodes > 0
             return [
-                *found,
+                *results,
                 *_judge_play(config, group, before_cold_start),
                 *_judge_sizes(parts, spoken),
             ]
@@ -89,44 +93,45 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
 
 def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: bool) -> list[Check]:
     """Rewards, completions, turns, format."""
-    finished = [one for one in group if one.status == "completed"]
-    turns = [turn for one in group for turn in one.turns]
+    finished = [trajectory for trajectory in group if trajectory.status == "completed"]
+    turns = [turn for trajectory in group for turn in trajectory.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
     cut = sum(turn.finish_reason == "length" for turn in turns)
-    found = [
+    results = [
         checks.judge_completions(
             len(turns), cut, config.sampling.max_new_tokens, sum(lengths) / len(lengths)
         ),
         checks.judge_turns(
             len(group),
-            sum(one.truncated for one in group),
+            sum(trajectory.truncated for trajectory in group),
             config.agent.max_turns,
             config.max_actions,
         ),
     ]
     if isinstance(config.agent, EnvironmentAgentSection):
-        found.append(
+        results.append(
             checks.judge_format(
                 len(turns),
-                sum(one.metrics.get("num_format_errors", 0.0) for one in group),
-                sum(one.metrics.get("num_invalid_actions", 0.0) for one in group),
+                sum(trajectory.metrics.get("num_format_errors", 0.0) for trajectory in group),
+                sum(trajectory.metrics.get("num_invalid_actions", 0.0) for trajectory in group),
                 config.agent.format,
             )
         )
     if config.trainer.steps > 0:
-        found.insert(
+        results.insert(
             0,
             checks.judge_rewards(
-                [one.reward for one in finished], [one.success for one in finished]
+                [trajectory.reward for trajectory in finished],
+                [trajectory.success for trajectory in finished],
             ),
         )
-    return [checks.before_cold_start(check) for check in found] if before_cold_start else found
+    return [checks.before_cold_start(check) for check in results] if before_cold_start else results
 
 
 def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     """Context, key-value memory, memory."""
     config = parts.config
-    paths = [path for one in spoken for path in measure.whole_paths(one)]
+    paths = [path for attempt in spoken for path in measure.whole_paths(attempt)]
     max_turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
     worst = measure.worst_case_tokens(spoken, max_turns, config.sampling.max_new_tokens)
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
@@ -135,7 +140,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
     on_gpu = parts.model.device.type == "cuda"
     said = (
-        sum(len(turn.completion_ids) for one in spoken for turn in one.turns)
+        sum(len(turn.completion_ids) for attempt in spoken for turn in attempt.turns)
         * config.trainer.groups_per_step
     )
 

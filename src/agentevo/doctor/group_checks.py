@@ -139,8 +139,8 @@ def max_logprob_difference(
                         ).log_softmax(-1)
                         right = rows.gather(1, chosen[:, None])[:, 0].cpu()
                         differences.append((right - torch.tensor(turn.logprobs)).abs())
-    found = torch.cat(differences)
-    return len(found), float(found.max()) if len(found) else 0.0
+    distances = torch.cat(differences)
+    return len(distances), float(distances.max()) if len(distances) else 0.0
 
 
 def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
@@ -249,33 +249,33 @@ def knobs(
     """What to turn where memory is short, the cheapest first: 'key=value' -> the recipe with it
     (and, where it is one of degree, with less and less). `section`: the one that trains; `sft` has
     no engine and no critic beside it."""
-    memory, found = config.memory, {}
+    memory, changed = config.memory, {}
     tokens = getattr(config, section).micro_batch_tokens
     while (tokens := tokens // 2) >= 1024:
-        found[f"{section}.micro_batch_tokens={tokens}"] = _changed(
+        changed[f"{section}.micro_batch_tokens={tokens}"] = _changed(
             config, section, micro_batch_tokens=tokens
         )
     if memory.checkpointing == "none" and not memory.offload_activations:
-        found["memory.checkpointing=selective"] = _changed(
+        changed["memory.checkpointing=selective"] = _changed(
             config, "memory", checkpointing="selective"
         )
     if memory.checkpointing != "full":
-        found["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
+        changed["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
     cache = config.engine.kv_cache_gb
     if section == "trainer" and config.engine.kv_cache_tokens is None:
-        found[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(
+        changed[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(
             config, "engine", kv_cache_gb=cache / 2
         )
     if memory.optimizer == "adamw":
-        found["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
+        changed["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
     for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
         if key not in memory.offloads and not (
             key == "offload_activations" and memory.checkpointing == "selective"
         ):
-            found[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
+            changed[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
     if section == "trainer" and config.critic.trunk == "own" and "values" in config.algorithm.needs:
-        found["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
-    return found
+        changed["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
+    return changed
 
 
 def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:

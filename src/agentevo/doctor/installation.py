@@ -22,7 +22,7 @@ def check_installation() -> list[Check]:
     """Versions, processor, threads, memory, disk, GPU, models; nothing is downloaded or written."""
     version = platform.python_version()
     advice = "" if sys.version_info >= (3, 11) else "AgentEvo needs Python 3.11 or newer"
-    found = [
+    results = [
         Check(
             "python",
             "wrong" if advice else "good",
@@ -30,7 +30,7 @@ def check_installation() -> list[Check]:
             advice,
         )
     ]
-    found += [
+    results += [
         checks.judge_version(name, _installed(name), wanted) for name, wanted in _needed().items()
     ]
     available = psutil.virtual_memory()
@@ -41,7 +41,7 @@ def check_installation() -> list[Check]:
         else "training smollm2-135m-instruct takes about 3 GiB: close other programs, or use "
         "model.name=tiny"
     )
-    found += [
+    results += [
         checks.judge_processor(
             torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.is_available()
         ),
@@ -51,7 +51,7 @@ def check_installation() -> list[Check]:
         _gpu(),
         *(_model(name) for name in known_models.names()),
     ]
-    return found
+    return results
 
 
 def num_cores() -> int:

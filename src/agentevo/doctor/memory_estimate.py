@@ -175,8 +175,8 @@ def optimizer_bytes(trained: Trained, memory: MemorySection) -> dict[str, float]
     """On the training device, or on the CPU with memory.offload_optimizer: moments and masters."""
     moment = FLOAT if memory.optimizer == "adamw" else 1 + FLOAT / 256
     masters = FLOAT * trained.total if trained.masters or memory.offload_optimizer else 0
-    found = {"optimizer": 2.0 * moment * trained.total, "float32 weights": float(masters)}
-    return {name: size for name, size in found.items() if size}
+    sizes = {"optimizer": 2.0 * moment * trained.total, "float32 weights": float(masters)}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def pass_bytes(

@@ -73,10 +73,10 @@ def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
     """Of the largest micro-batch."""
     merge = section.prefix_merging
     split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
-    found = []
+    loads = []
     for part in split:
         nodes = build_tree([batch[i].ids for i in part], merge=merge).num_nodes
-        found.append(
+        loads.append(
             Load(
                 nodes,
                 min(nodes, sum(batch[i].num_trained for i in part)),
@@ -84,4 +84,4 @@ def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
                 on_cpu,
             )
         )
-    return max(found, key=lambda load: load.tokens)
+    return max(loads, key=lambda load: load.tokens)

@@ -131,14 +131,14 @@ class CollapseMonitor:
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[CollapseWarning]:
         """The warnings of this step, worst first; usually none."""
         self._remember(step, metrics)
-        found = []
+        warnings = []
         for code, sign in self._signs.items():
             message = sign(metrics)
             last = self._state.last_warned.get(code)
             if message is not None and (last is None or step - last >= self.limits.cooldown_steps):
                 self._state.last_warned[code] = step
-                found.append(CollapseWarning(code=code, step=step, message=message))
-        return found
+                warnings.append(CollapseWarning(code=code, step=step, message=message))
+        return warnings
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings and dicts only: fit for JSON."""

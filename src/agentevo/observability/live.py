@@ -227,9 +227,9 @@ class LiveView:
 
     def evaluation(self, step: int, results: Mapping[str, float | None]) -> None:
         """Shows the `val-core/{environment}/...` entries of `results`, measured at `step`."""
-        found = read_evaluations(results)
-        self._change(evaluations=tuple(found))
-        for result in found:
+        evaluations = read_evaluations(results)
+        self._change(evaluations=tuple(evaluations))
+        for result in evaluations:
             number = "" if result.n is None else f", {result.n:.0f} tasks"
             title = f"held-out evaluation at step {step}: {result.environment}{number}"
             if self._console is None:

@@ -63,12 +63,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 def read_evaluations(metrics: Mapping[str, float | None]) -> list[Evaluation]:
     """The evaluations in one row, by environment. Keys are `val-core/{environment}/{success/greedy,
     random, ...}`; others are ignored."""
-    found: dict[str, dict[str, float | None]] = {}
+    scores_of: dict[str, dict[str, float | None]] = {}
     for key, value in metrics.items():
         match = EVALUATION_KEY.match(key)
         if match:
-            found.setdefault(match["environment"], {})[match["name"].replace("/", "_")] = value
-    return [Evaluation(environment=name, **scores) for name, scores in sorted(found.items())]
+            scores_of.setdefault(match["environment"], {})[match["name"].replace("/", "_")] = value
+    return [Evaluation(environment=name, **scores) for name, scores in sorted(scores_of.items())]
 
 
 def read_metrics(path: Path | str) -> list[MetricsRow]:

@@ -142,12 +142,12 @@ def held_out(rows: Sequence[MetricsRow]) -> dict[str, list[tuple[float, Evaluati
     Of several at one step the last counts: at step 0 an earlier one was measured before the cold
     start.
     """
-    found: dict[str, dict[float, Evaluation]] = {}
+    by_environment: dict[str, dict[float, Evaluation]] = {}
     for row in rows:
         for result in read_evaluations(row):
             if result.success is not None:
-                found.setdefault(result.environment, {})[float(row["step"] or 0)] = result
-    return {environment: list(points.items()) for environment, points in found.items()}
+                by_environment.setdefault(result.environment, {})[float(row["step"] or 0)] = result
+    return {environment: list(points.items()) for environment, points in by_environment.items()}
 
 
 def _has_numbers(values: Sequence[float]) -> bool:

@@ -87,11 +87,11 @@ def _phases(
     own, times = _self_times(spans), Counter(name for _, _, name in spans)
     peaks = _peaks(spans, sorted(allocations), base) if allocations else {}
     whole = sum(own.values()) or 1.0
-    found = [
+    phases = [
         Phase(name, spent / 1e6, spent / whole, times[name], peaks.get(name))
         for name, spent in own.items()
     ]
-    return tuple(sorted(found, key=lambda phase: -phase.seconds))
+    return tuple(sorted(phases, key=lambda phase: -phase.seconds))
 
 
 def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[Operator, ...]:
@@ -102,8 +102,10 @@ def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[O
             own[name] += spent
         calls.update(name for _, _, name in spans)
     whole = sum(own.values()) or 1.0
-    found = [Operator(name, spent / 1e6, spent / whole, calls[name]) for name, spent in own.items()]
-    return tuple(sorted(found, key=lambda operator: -operator.seconds))
+    operators = [
+        Operator(name, spent / 1e6, spent / whole, calls[name]) for name, spent in own.items()
+    ]
+    return tuple(sorted(operators, key=lambda operator: -operator.seconds))
 
 
 def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:

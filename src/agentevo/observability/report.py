@@ -111,20 +111,24 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
     """A few (caption, trajectory) pairs that show what was learned: a typical first attempt, the
     best, a typical and the worst of the last step, and the newest that broke. Held-out attempts are
     preferred to training ones; the same store gives the same choice."""
-    summaries = [found for found in await store.summaries() if found.split != "doctor"]
-    finished = [found for found in summaries if found.status == "completed"]
-    if any(found.split == "eval" for found in finished):
-        finished = [found for found in finished if found.split == "eval"]
+    summaries = [summary for summary in await store.summaries() if summary.split != "doctor"]
+    finished = [summary for summary in summaries if summary.status == "completed"]
+    if any(summary.split == "eval" for summary in finished):
+        finished = [summary for summary in finished if summary.split == "eval"]
     chosen: dict[str, str] = {}
     if finished:
-        steps = sorted({found.step for found in finished})
-        last = sorted((found for found in finished if found.step == steps[-1]), key=_by_reward)
+        steps = sorted({summary.step for summary in finished})
+        last = sorted(
+            (summary for summary in finished if summary.step == steps[-1]), key=_by_reward
+        )
         if len(steps) > 1:
-            first = sorted((found for found in finished if found.step == steps[0]), key=_by_reward)
+            first = sorted(
+                (summary for summary in finished if summary.step == steps[0]), key=_by_reward
+            )
             chosen[first[len(first) // 2].id] = f"A typical attempt at step {steps[0]}"
         for place, which in ((-1, "Best"), (len(last) // 2, "A typical"), (0, "Worst")):
             chosen.setdefault(last[place].id, f"{which} attempt at step {steps[-1]}")
-    broken = [found for found in summaries if found.status == "failed"]
+    broken = [summary for summary in summaries if summary.status == "failed"]
     if broken:
         chosen[broken[-1].id] = f"Newest failed attempt (step {broken[-1].step})"
     return [
@@ -133,5 +137,5 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
     ]
 
 
-def _by_reward(found: TrajectorySummary) -> tuple[float, str]:
-    return found.reward, found.id
+def _by_reward(summary: TrajectorySummary) -> tuple[float, str]:
+    return summary.reward, summary.id

@@ -137,11 +137,11 @@ def rows_of_data(summary: Mapping[str, Any]) -> str:
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
         return ""
-    body = [[kind, "used", str(found["used"]), ""] for kind, found in kinds.items()]
+    body = [[kind, "used", str(counts["used"]), ""] for kind, counts in kinds.items()]
     body += [
-        [kind, reason.replace("_", " "), str(one["count"]), ", ".join(one["first"])]
-        for kind, found in kinds.items()
-        for reason, one in found["left_out"].items()
+        [kind, reason.replace("_", " "), str(left_out["count"]), ", ".join(left_out["first"])]
+        for kind, counts in kinds.items()
+        for reason, left_out in counts["left_out"].items()
     ]
     text = "<h2>Rows of data</h2>" + table(
         ["data", "what became of them", "rows", "the first"], body
@@ -215,13 +215,13 @@ def evaluations(rows: Sequence[MetricsRow]) -> str:
 
 
 def warnings(summary: Mapping[str, Any]) -> str:
-    found = []
+    boxes = []
     for warning in summary.get("warnings") or []:
         fields = warning if isinstance(warning, dict) else {"message": str(warning)}
         where = f"<b>step {escape(str(fields['step']))}</b> " if "step" in fields else ""
-        found.append(f'<div class="warning">{where}{escape(str(fields.get("message", "")))}</div>')
+        boxes.append(f'<div class="warning">{where}{escape(str(fields.get("message", "")))}</div>')
     return "<h2>Warnings</h2>" + (
-        "".join(found) or '<p class="soft">None: no sign of collapse was seen.</p>'
+        "".join(boxes) or '<p class="soft">None: no sign of collapse was seen.</p>'
     )
 
 

@@ -16,10 +16,10 @@ def prepare_folder(config: RunConfig) -> None:
     """Leaves no folder, or an empty one, and an empty store. Refuses to mix two runs, or to delete
     one that is being trained."""
     check_folder(config)
-    there = (config.run_dir / "config.yaml").is_file()
-    with only_trainer(config.run_dir) if there else nullcontext():
+    exists = (config.run_dir / "config.yaml").is_file()
+    with only_trainer(config.run_dir) if exists else nullcontext():
         prepare_store(config)
-        if there:
+        if exists:
             shutil.rmtree(config.run_dir)
 
 

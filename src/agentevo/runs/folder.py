@@ -61,10 +61,10 @@ def check_run_folder(path: Path) -> Path:
         return path
     near = sorted(
         {
-            str(found.parent)
+            str(config_file.parent)
             for root in (path, Path("runs"))
             if root.is_dir()
-            for found in root.glob("*/config.yaml")
+            for config_file in root.glob("*/config.yaml")
         }
     )
     hint = (
@@ -122,7 +122,8 @@ def token_texts(path: Path) -> Decode | None:
     """Token id -> text, by the tokenizer of the run's newest checkpoint, else of its model; None
     where neither has been saved here."""
     saved = sorted(
-        path.glob("checkpoints/**/tokenizer_config.json"), key=lambda found: found.stat().st_mtime
+        path.glob("checkpoints/**/tokenizer_config.json"),
+        key=lambda tokenizer_file: tokenizer_file.stat().st_mtime,
     )
     source = (
         str(saved[-1].parent) if saved else _saved_model(str(_section(path, "model").get("name")))

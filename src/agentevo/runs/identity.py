@@ -55,12 +55,13 @@ def ensure_run_folder(
                 f"store.url: the store holds {held} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
             )
-    found = changes(config)
-    if found:
+    changed = changes(config)
+    if changed:
         shown = [
-            f"{key}={was!r} and not {now!r}" for key, (was, now) in list(found.items())[:SHOWN_KEYS]
+            f"{key}={was!r} and not {now!r}"
+            for key, (was, now) in list(changed.items())[:SHOWN_KEYS]
         ]
-        more = f", and {len(found) - SHOWN_KEYS} more" if len(found) > SHOWN_KEYS else ""
+        more = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
         raise ConfigError(
             f"{folder} is a run with {', '.join(shown)}{more}: all processes of a run need the "
             "same recipe and overrides "

@@ -68,7 +68,7 @@ class Row:
 
     def figure(self, value: Callable[[Result], float | None]) -> Figure | None:
         """Over the runs; None if any has no such value."""
-        values = [found for result in self.results if (found := value(result)) is not None]
+        values = [figure for result in self.results if (figure := value(result)) is not None]
         if len(values) < len(self.results):
             return None
         return Figure(
@@ -148,7 +148,7 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
         "optimal": lambda result: result.optimal,
         "wall_s": lambda result: result.wall_s,
     }
-    found = []
+    entries = []
     for row in rows:
         means = {
             name: figure._asdict() if (figure := row.figure(value)) is not None else None
@@ -159,10 +159,10 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
             | {name: value(r) for name, value in figures.items()}
             for r in row.results
         ]
-        found.append(
+        entries.append(
             {"run": row.first.name, "environment": row.first.environment, **means, "runs": runs}
         )
-    return found
+    return entries
 
 
 def check_page(path: Path) -> None:
@@ -223,13 +223,13 @@ def _read_sweep(folder: Path) -> list[Result]:
 def _finished_in(folder: Path) -> list[Result]:
     """By variant as the sweep has them, then by seed."""
     order = list(sources.read_yaml(folder / SWEEP_FILE).get("variants", {}))
-    found = [
+    results = [
         _result(path, summary)
         for path in sorted(folder.iterdir())
         if (summary := finished_summary(path)) is not None
     ]
     return sorted(
-        found,
+        results,
         key=lambda result: (
             order.index(result.name) if result.name in order else len(order),
             result.name,

@@ -139,17 +139,17 @@ class MongoCalls(Streaming):
         now, deleted, after = await self._now(), 0, 0
         while True:
             page = await self._places_of_calls(after)
-            doomed = await self._doomed({one["trajectory_id"] for one in page}, dropped=dropped)
+            doomed = await self._doomed({call["trajectory_id"] for call in page}, dropped=dropped)
             old = now.wall - grace_s
             running = now.steady - LOST_S
             ids = [
-                one["_id"]
-                for one in page
-                if doomed.get(one["trajectory_id"]) == "dropped"
+                call["_id"]
+                for call in page
+                if doomed.get(call["trajectory_id"]) == "dropped"
                 or (
-                    doomed.get(one["trajectory_id"]) == "absent"
-                    and one["started_at"] < old
-                    and (one["seen_at"] is None or one["seen_at"] < running)
+                    doomed.get(call["trajectory_id"]) == "absent"
+                    and call["started_at"] < old
+                    and (call["seen_at"] is None or call["seen_at"] < running)
                 )
             ]
 

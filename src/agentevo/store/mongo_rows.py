@@ -84,19 +84,19 @@ class Rows:
         )
 
     async def find(self, collection: Any, where: Document, *names: str) -> list[Document]:
-        found: list[Document] = await collection.find(
+        documents: list[Document] = await collection.find(
             where, list(names) if names else None, session=self.session
         ).to_list()
-        return found
+        return documents
 
     async def by_id(self, collection: Any, ids: Iterable[Any], *names: str) -> dict[Any, Document]:
-        found: dict[Any, Document] = {}
+        documents: dict[Any, Document] = {}
         for chunk in chunks(dict.fromkeys(ids)):
-            found.update(
+            documents.update(
                 (document["_id"], document)
                 for document in await self.find(collection, {"_id": {"$in": chunk}}, *names)
             )
-        return found
+        return documents
 
     async def _new(
         self, kind: str, items: Sequence[EncodedTask] | Sequence[EncodedTrajectory]
@@ -104,8 +104,8 @@ class Rows:
         """The items that must be inserted, each id once. Refuses an id that stands for two
         contents."""
         known = {
-            name: bytes(found["digest"])
-            for name, found in (
+            name: bytes(document["digest"])
+            for name, document in (
                 await self.by_id(self.database[kind], (i.id for i in items), "digest")
             ).items()
         }
@@ -151,8 +151,8 @@ class Rows:
         return len(new)
 
     async def insert_steps(self, rows: Sequence[Document]) -> int:
-        there = await self.by_id(self.steps, (row["step"] for row in rows), "record")
-        known = {step: found["record"] for step, found in there.items()}
+        documents = await self.by_id(self.steps, (row["step"] for row in rows), "record")
+        known = {step: document["record"] for step, document in documents.items()}
         new = [
             row
             for row in rows
@@ -167,28 +167,28 @@ class Rows:
         return len(new)
 
     async def read_task(self, task_id: str) -> StoredTask:
-        found = await self.tasks.find_one({"_id": task_id}, session=self.session)
-        if found is None:
+        document = await self.tasks.find_one({"_id": task_id}, session=self.session)
+        if document is None:
             raise StoreError(f"no task {task_id!r} in this store: add it with add_tasks")
-        return decode_task(found)
+        return decode_task(document)
 
     async def read_tasks(
         self, state: str | None, *, after: int, limit: int
     ) -> list[tuple[int, StoredTask]]:
         where = {"seq": {"$gt": after}} | ({"state": state} if state else {})
-        found = (
+        documents = (
             await self.tasks.find(where, session=self.session).sort("seq", 1).limit(limit).to_list()
         )
-        return [(document["seq"], decode_task(document)) for document in found]
+        return [(document["seq"], decode_task(document)) for document in documents]
 
     async def newest_seq(self) -> int:
-        found = (
+        newest = (
             await self.trajectories.find({}, ["seq"], session=self.session)
             .sort("seq", -1)
             .limit(1)
             .to_list()
         )
-        return int(found[0]["seq"]) if found else 0
+        return int(newest[0]["seq"]) if newest else 0
 
     async def read_page(
         self,
@@ -201,17 +201,17 @@ class Rows:
         where = {"_id" if name == "id" else name: value for name, value in properties.items()}
         if seqs is not None:
             where["seq"] = {"$gte": seqs.start, "$lt": seqs.stop}
-        found = (
+        documents = (
             await self.trajectories.find(where, session=self.session)
             .sort("seq", -1 if newest_first else 1)
             .limit(limit)
             .to_list()
         )
-        data = await self.by_id(self.tokens, (document["_id"] for document in found))
-        blobs = [data.get(document["_id"], {}).get("data") for document in found]
+        data = await self.by_id(self.tokens, (document["_id"] for document in documents))
+        blobs = [data.get(document["_id"], {}).get("data") for document in documents]
         return [
             (d["seq"], decode_stored(row_of(d), blob and bytes(blob)))
-            for d, blob in zip(found, blobs, strict=True)
+            for d, blob in zip(documents, blobs, strict=True)
         ]
 
     async def read_summaries(
@@ -223,27 +223,30 @@ class Rows:
         cursor = self.trajectories.find(dict(properties), names, session=self.session).sort(
             "seq", -1 if newest_first else 1
         )
-        return [decode_summary(row_of(found)) for found in await cursor.limit(limit or 0).to_list()]
+        return [
+            decode_summary(row_of(document))
+            for document in await cursor.limit(limit or 0).to_list()
+        ]
 
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         async def page(after: int, length: int) -> list[tuple[int, str]]:
             where = {"state": "ready", "split": split, "seq": {"$gt": after}}
-            found = (
+            cursor = (
                 self.trajectories.find(where, ["seq", "group_id"], session=self.session)
                 .sort("seq", 1)
                 .limit(length)
             )
-            return [(document["seq"], document["group_id"]) for document in await found.to_list()]
+            return [(document["seq"], document["group_id"]) for document in await cursor.to_list()]
 
         async def members(groups: list[str]) -> list[tuple[str, str]]:
-            found: list[tuple[str, str]] = []
+            states: list[tuple[str, str]] = []
             for chunk in chunks(groups):
                 where = {"group_id": {"$in": chunk}, "split": split}
-                found += [
+                states += [
                     (d["group_id"], d["state"])
                     for d in await self.find(self.trajectories, where, "group_id", "state")
                 ]
-            return found
+            return states
 
         return await whole_groups(page, members, size=size, limit=limit)
 
@@ -253,7 +256,10 @@ class Rows:
         )
         where = {"state": {"$in": ["ready", "reserved"]}, "split": split}
         return int(waiting) + len(
-            {found["task_id"] for found in await self.find(self.trajectories, where, "task_id")}
+            {
+                document["task_id"]
+                for document in await self.find(self.trajectories, where, "task_id")
+            }
         )
 
     async def count(self) -> dict[str, int]:
@@ -262,24 +268,30 @@ class Rows:
             f"trajectories/{split}/{state}": 0 for split in SPLITS for state in TRAJECTORY_STATES
         } | {"turns": 0}
         by_state = [{"$group": {"_id": "$state", "n": {"$sum": 1}}}]
-        for found in await (await self.tasks.aggregate(by_state, session=self.session)).to_list():
-            counts[f"tasks/{found['_id']}"] = found["n"]
+        for document in await (
+            await self.tasks.aggregate(by_state, session=self.session)
+        ).to_list():
+            counts[f"tasks/{document['_id']}"] = document["n"]
         place = {"split": "$split", "state": "$state"}
         by_place = [{"$group": {"_id": place, "n": {"$sum": 1}, "turns": {"$sum": "$num_turns"}}}]
-        for found in await (
+        for document in await (
             await self.trajectories.aggregate(by_place, session=self.session)
         ).to_list():
-            counts[f"trajectories/{found['_id']['split']}/{found['_id']['state']}"] = found["n"]
-            counts["turns"] += found["turns"]
+            counts[f"trajectories/{document['_id']['split']}/{document['_id']['state']}"] = (
+                document["n"]
+            )
+            counts["turns"] += document["turns"]
         return counts | {"steps": await self.steps.count_documents({}, session=self.session)}
 
     async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
         """The lease's task if it must still move to `wanted`."""
-        found: Document | None = await self.tasks.find_one(
+        document: Document | None = await self.tasks.find_one(
             {"_id": lease.task.id}, session=self.session
         )
-        place = None if found is None else rules.TaskPlace(found["state"], found["fencing_id"])
-        return found if rules.holds(place, lease, wanted) else None
+        place = (
+            None if document is None else rules.TaskPlace(document["state"], document["fencing_id"])
+        )
+        return document if rules.holds(place, lease, wanted) else None
 
     async def _set_task(self, name: str, changes: Document) -> None:
         await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
@@ -294,24 +306,24 @@ class Rows:
 
     async def finish(self, lease: Lease, *, error: str | None, now: Now) -> None:
         state = "completed" if error is None else "failed"
-        found = await self._held(lease, state)
-        if found is not None:
+        document = await self._held(lease, state)
+        if document is not None:
             changes = LET_GO | {"state": state}
             if error is not None:
                 changes |= {
                     "error": error,
-                    "history": _appended(found, "failed", lease, now, error),
+                    "history": _appended(document, "failed", lease, now, error),
                 }
             await self._set_task(lease.task.id, changes)
 
     async def retry(self, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
-        found = await self._held(lease, ("queued", "poison"))
-        if found is None:
+        document = await self._held(lease, ("queued", "poison"))
+        if document is None:
             return (await self.read_task(lease.task.id)).state
-        num_failures = found["num_failures"] + 1
+        num_failures = document["num_failures"] + 1
         state = rules.after_failure(num_failures, retries)
         changes: Document = {"state": state, "num_failures": num_failures, "error": error}
-        changes["history"] = _appended(found, "retried", lease, now, error)
+        changes["history"] = _appended(document, "retried", lease, now, error)
         changes["not_before"] = (
             now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
         )
@@ -323,12 +335,12 @@ class Rows:
             await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
 
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.Place]:
-        found = await self.by_id(
+        documents = await self.by_id(
             self.trajectories, ids, "split", "state", "trained_step", "drop_reason"
         )
         return {
             name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"])
-            for name, d in found.items()
+            for name, d in documents.items()
         }
 
     async def _set(self, ids: Iterable[str], **values: Any) -> None:
@@ -395,7 +407,7 @@ class Rows:
         dropped = await self.find(
             self.trajectories, {"step": {"$gt": step}, "state": "dropped"}, "_id"
         )
-        whole = await self.by_id(self.tokens, (found["_id"] for found in dropped), "_id")
+        whole = await self.by_id(self.tokens, (document["_id"] for document in dropped), "_id")
         await self._set(whole, **_READY, drop_reason=None)
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
         return int(again) + len(whole)
@@ -437,7 +449,7 @@ class Rows:
             .sort("_id", -1 if last_only else 1)
             .limit(1 if last_only else 0)
         )
-        return [decode_step(found) for found in await cursor.to_list()]
+        return [decode_step(document) for document in await cursor.to_list()]
 
     async def queue_again(self) -> int:
         fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
@@ -484,17 +496,21 @@ class Rows:
             .limit(CHUNK)
         )
         page = await cursor.to_list()
-        past = [found for found in page if found["step"] <= last]
+        past = [document for document in page if document["step"] <= last]
         using = {
-            "task_id": {"$in": list({found["task_id"] for found in past})},
+            "task_id": {"$in": list({document["task_id"] for document in past})},
             "state": {"$in": ["ready", "reserved"]},
         }
         in_use = {
-            (found["task_id"], found["split"])
-            for found in await self.find(self.trajectories, using, "task_id", "split")
+            (document["task_id"], document["split"])
+            for document in await self.find(self.trajectories, using, "task_id", "split")
         }
         deleted = await self._delete_tokens(
-            [found["_id"] for found in past if (found["task_id"], found["split"]) not in in_use]
+            [
+                document["_id"]
+                for document in past
+                if (document["task_id"], document["split"]) not in in_use
+            ]
         )
         return deleted, page[-1]["seq"] if len(page) == CHUNK else None
 
@@ -510,8 +526,8 @@ class Rows:
         )
 
 
-def _appended(found: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
+def _appended(document: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
     event = TaskEvent(
         kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error
     )
-    return encode_history([*decode_history(found["history"]), event])
+    return encode_history([*decode_history(document["history"]), event])

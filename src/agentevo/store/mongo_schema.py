@@ -67,16 +67,16 @@ async def check_or_make(
         return
     if not create:
         raise StoreError(f"store {where}: no store in this database: check the URL")
-    there = set(await database.list_collection_names()) & {
+    collections = set(await database.list_collection_names()) & {
         "tasks",
         "trajectories",
         "tokens",
         "steps",
         "calls",
     }
-    if there:
+    if collections:
         for name in sorted(
-            there
+            collections
         ):  # a store that another process is making right now has none of these filled
             if await database[name].find_one({}) is not None:
                 raise StoreError(

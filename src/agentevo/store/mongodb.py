@@ -175,8 +175,8 @@ class MongoDBStore(MongoCalls):
                     return await work()
                 except PyMongoError as error:
                     clash = isinstance(error, BulkWriteError) and any(
-                        one.get("code") == _DUPLICATE_KEY
-                        for one in (error.details or {}).get("writeErrors", [])
+                        write_error.get("code") == _DUPLICATE_KEY
+                        for write_error in (error.details or {}).get("writeErrors", [])
                     )
                     lost = isinstance(error, AutoReconnect) and self._is_open
                     labelled = any(error.has_error_label(label) for label in _LABELS)
@@ -236,10 +236,10 @@ class MongoDBStore(MongoCalls):
             return 0
 
         async def work() -> int:
-            found = await self._database["meta"].find_one_and_update(
+            document = await self._database["meta"].find_one_and_update(
                 {"_id": kind}, {"$inc": {"seq": count}}
             )
-            return int(found["seq"]) + 1 if found else 1
+            return int(document["seq"]) + 1 if document else 1
 
         return await self._again("numbers", work)
 
@@ -279,21 +279,23 @@ class MongoDBStore(MongoCalls):
         taken: Document = {"state": "leased", "worker": worker, "not_before": 0.0, **times}
         again = {"$inc": {"fencing_id": 1, "num_leases": 1}}
         ran_out = {"state": "leased", "lease_expires_at": {"$lte": now.steady}}
-        while (found := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])) is not None:
-            event = rules.expired(found["worker"], found["fencing_id"], now.wall)
-            count = found["num_expiries"] + 1
+        while (
+            document := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])
+        ) is not None:
+            event = rules.expired(document["worker"], document["fencing_id"], now.wall)
+            count = document["num_expiries"] + 1
             counted = {
                 "num_expiries": count,
-                "history": encode_history([*decode_history(found["history"]), event]),
+                "history": encode_history([*decode_history(document["history"]), event]),
             }
-            same = {"_id": found["_id"], "fencing_id": found["fencing_id"], **ran_out}
+            same = {"_id": document["_id"], "fencing_id": document["fencing_id"], **ran_out}
             if rules.after_expiry(count, self._retries) == "poison":
                 error = f"its leases ran out {count} times: {event.error}"
                 await tasks.update_one(
                     same, {"$set": LET_GO | counted | {"state": "poison", "error": error}}
                 )
             elif (await tasks.update_one(same, {"$set": taken | counted, **again})).modified_count:
-                return decode_lease(row_of(found), worker, now=now.steady, lease_s=lease_s)
+                return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
         for where, order in (
             (
                 {"state": "queued", "not_before": {"$gt": 0.0, "$lte": now.steady}},
@@ -301,20 +303,21 @@ class MongoDBStore(MongoCalls):
             ),
             ({"state": "queued", "not_before": 0.0}, [("seq", 1)]),
         ):
-            found = await tasks.find_one_and_update(where, {"$set": taken, **again}, sort=order)
-            if found is not None:
-                return decode_lease(row_of(found), worker, now=now.steady, lease_s=lease_s)
+            document = await tasks.find_one_and_update(where, {"$set": taken, **again}, sort=order)
+            if document is not None:
+                return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
         return None
 
     async def _begin_again(self, now: Now) -> None:
         """Ends what a clock that was set back has made long: see clock.py."""
         tasks, longest = self._database["tasks"], now.steady + self._retries.max_delay_s
         late = {"state": "leased", "lease_started_at": {"$gt": now.steady + CLOCK_TOLERANCE_S}}
-        for found in await tasks.find(late).to_list():
-            length = found["lease_expires_at"] - found["lease_started_at"]
+        for document in await tasks.find(late).to_list():
+            length = document["lease_expires_at"] - document["lease_started_at"]
             times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + length}
             await tasks.update_one(
-                {"_id": found["_id"], "fencing_id": found["fencing_id"], **late}, {"$set": times}
+                {"_id": document["_id"], "fencing_id": document["fencing_id"], **late},
+                {"$set": times},
             )
         await tasks.update_many(
             {"state": "queued", "not_before": {"$gt": longest}}, {"$set": {"not_before": longest}}
@@ -438,8 +441,8 @@ class MongoDBStore(MongoCalls):
         return await self._run("counts", lambda rows: rows.count())
 
     async def size_bytes(self) -> int:
-        found = await self._again("size_bytes", lambda: self._database.command("dbStats"))
-        return int(found["storageSize"]) + int(found.get("indexSize", 0))
+        statistics = await self._again("size_bytes", lambda: self._database.command("dbStats"))
+        return int(statistics["storageSize"]) + int(statistics.get("indexSize", 0))
 
     async def put(
         self,

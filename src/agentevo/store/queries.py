@@ -110,13 +110,13 @@ async def rows_by_id(
     connection: AsyncConnection, table: Table, columns: Sequence[str], ids: Iterable[str]
 ) -> dict[str, Row[Any]]:
     """id -> its row, with `columns` and the id; unknown ids are absent."""
-    found: dict[str, Row[Any]] = {}
+    rows: dict[str, Row[Any]] = {}
     for chunk in chunks(ids):
-        found.update(
+        rows.update(
             (row.id, row)
             for row in await connection.execute(_by_id(table, tuple(columns)), {"ids": chunk})
         )
-    return found
+    return rows
 
 
 async def _not_there_yet(
@@ -178,10 +178,10 @@ async def insert_trajectories(
 async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
     known: dict[int, str] = {}
     for chunk in chunks(row["step"] for row in rows):
-        there = await connection.execute(
+        stored = await connection.execute(
             select(steps.c.step, steps.c.record).where(steps.c.step.in_(chunk))
         )
-        known.update((row.step, row.record) for row in there)
+        known.update((row.step, row.record) for row in stored)
     new = [
         row
         for row in rows
@@ -292,7 +292,7 @@ async def ready_groups(
         return [(row.seq, row.group_id) for row in await connection.execute(query)]
 
     async def members(groups: list[str]) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
+        states: list[tuple[str, str]] = []
         for chunk in chunks(groups):
             of_groups = (
                 trajectories.c.group_id.in_(chunk),
@@ -301,8 +301,8 @@ async def ready_groups(
             rows = await connection.execute(
                 select(trajectories.c.group_id, trajectories.c.state).where(*of_groups)
             )
-            found += [(row.group_id, row.state) for row in rows]
-        return found
+            states += [(row.group_id, row.state) for row in rows]
+        return states
 
     return await whole_groups(page, members, size=size, limit=limit)
 

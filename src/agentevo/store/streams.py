@@ -49,20 +49,20 @@ async def whole_groups(
     `page(after, length)` gives (seq, group id) of ready trajectories in the order of seq,
     `members(groups)` (group id, state) of each one.
     """
-    found: list[str] = []
+    ready: list[str] = []
     states: dict[str, list[str]] = {}
     after, length = 0, max(64, 2 * size * min(limit, CHUNK))
-    while len(found) < limit:
+    while len(ready) < limit:
         rows = await page(after, length)
         new = list(dict.fromkeys(group for _, group in rows if group not in states))
         states.update((group, []) for group in new)
         for group, state in await members(new):
             states[group].append(state)
-        found += [group for group in new if rules.is_ready_group(states[group], size)]
+        ready += [group for group in new if rules.is_ready_group(states[group], size)]
         if len(rows) < length:
             break
         after = rows[-1][0]
-    return found[:limit]
+    return ready[:limit]
 
 
 class Streaming(ABC):
