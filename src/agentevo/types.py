@@ -231,10 +231,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     def context_ids(self, index: int) -> list[int]:
         """All ids that the policy saw before it emitted turn `index`, by the module's invariant."""
         turn = self.turns[index]
-        if turn.parent is None:
-            return list(turn.prompt_ids)
-        parent = self.turns[turn.parent]
-        return [*self.context_ids(turn.parent), *parent.completion_ids, *turn.prompt_ids]
+        pieces = [turn.prompt_ids]
+        while turn.parent is not None:
+            turn = self.turns[turn.parent]
+            pieces += [turn.completion_ids, turn.prompt_ids]
+        return [token for piece in reversed(pieces) for token in piece]
 
     def num_completion_tokens(self) -> int:
         return sum(len(turn.completion_ids) for turn in self.turns)

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from agentevo.observability import plots
+from agentevo.observability.curves import smooth, wilson_interval
+from agentevo.observability.learning_curve import draw_learning_curve
 from agentevo.observability.metrics import MetricsRow
+from agentevo.observability.panels import STYLE
 
 ALL = ["learning_curve.png", "optimisation.png", "lengths.png", "throughput.png"]
 
@@ -59,7 +62,7 @@ def test_a_run_of_broken_numbers_draws_nothing_and_one_step_draws_all(
 
 def drawn_curve(rows: list[MetricsRow], summary: Mapping[str, Any]) -> Figure:
     figure = Figure()
-    assert plots._learning_curve(figure, rows, summary)
+    assert draw_learning_curve(figure, rows, summary)
     return figure
 
 
@@ -150,7 +153,7 @@ def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules; assert matplotlib.rcParams['axes.grid'] "
         "is False;"
         "assert matplotlib.rcParams['font.size'] == before; assert before != "
-        f"{plots.STYLE['axes.titlesize']}"
+        f"{STYLE['axes.titlesize']}"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
@@ -160,10 +163,10 @@ def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
 
 
 def test_smoothing_is_centred_and_leaves_gaps() -> None:
-    assert plots.smooth([1.0, math.nan, 2.0, 9.0]) == pytest.approx(
+    assert smooth([1.0, math.nan, 2.0, 9.0]) == pytest.approx(
         [1.5, math.nan, 4.0, 5.5], nan_ok=True
     )
-    step = plots.smooth([0.0] * 10 + [1.0] * 10)
+    step = smooth([0.0] * 10 + [1.0] * 10)
     assert sum(step) == pytest.approx(10.0)
     assert step[9] < 0.5 < step[10]
 
@@ -196,15 +199,15 @@ def test_all_panels_of_the_optimisation_span_the_same_steps(rows: list[MetricsRo
 
 
 def test_wilson_interval_has_the_published_values() -> None:
-    assert plots.wilson_interval(0.0, 10) == pytest.approx(
+    assert wilson_interval(0.0, 10) == pytest.approx(
         (0.0, 0.2775), abs=1e-4
     )  # Newcombe 1998, table of method 3: 0/10 and 81/263
-    assert plots.wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
 
 
 @given(st.integers(1, 2000), st.data())
 def test_wilson_interval_holds_the_rate_and_stays_a_rate(n: int, data: st.DataObject) -> None:
     rate = data.draw(st.integers(0, n)) / n
-    low, high = plots.wilson_interval(rate, n)
+    low, high = wilson_interval(rate, n)
     assert 0.0 <= low <= rate + 1e-12
     assert rate - 1e-12 <= high <= 1.0

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
@@ -24,7 +24,13 @@ from agentevo.training.batching.step_plan import SHOWN, Plan, trajectory_digest
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 EXACT_POLICIES = ("wait", "cancel")
-"""Of `rollout.policy`: those that leave no token too old, so that none needs masking."""
+"""The values of `rollout.policy` that leave no token too old, so that none needs masking."""
+
+
+class Violated(Protocol):
+    """Notes a violation of one step."""
+
+    def __call__(self, what: str, trajectory: str | None = None) -> None: ...
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -44,20 +50,20 @@ class Audit(msgspec.Struct, kw_only=True):
     """What the audit found."""
 
     steps: int = 0
-    """Committed ones."""
+    """Number of committed steps."""
     trained: int = 0
-    """Trajectories that they were made from."""
+    """Number of trajectories that they were made from."""
     ages: dict[int, int] = {}
     """Age in versions -> trained tokens."""
     masked_tokens: int = 0
-    """Of those trajectories, too old and therefore not trained on."""
+    """Tokens of those trajectories that were too old and therefore not trained on."""
     reasons: dict[str, dict[str, list[str]]] = {}
     """`dropped`, `failed` or `cancelled` -> reason -> ids of trajectories for training, in the
     order of writing."""
     waiting: dict[str, int] = {}
     """`ready` and `reserved` trajectories for training."""
     tasks: dict[str, int] = {}
-    """State -> how many."""
+    """Number of tasks in each state."""
     unfinished: list[str] = []
     """Ids of tasks that are queued or leased."""
     poison: dict[str, str] = {}
@@ -79,8 +85,8 @@ class Audit(msgspec.Struct, kw_only=True):
         return not self.violations
 
     def lines(self, *, dropped: bool = False) -> list[tuple[str, str]]:
-        """For people: (what, value) rows without the violations. `dropped`: with the ids of what
-        was not trained on."""
+        """Rows of (what, value) to print, without the violations. With `dropped`, the ids of what
+        was not trained on are among them."""
         total = sum(self.ages.values())
         ages = ", ".join(
             f"{count / total:.1%} of age {age}" for age, count in sorted(self.ages.items())
@@ -172,8 +178,8 @@ async def _check_step(
     members: dict[tuple[str, int], str],
     report: Audit,
 ) -> None:
-    """Its plan against the trajectories that the ledger has committed to it. `used`: id -> step
-    that names it; `members`: (group, attempt) -> id."""
+    """Compares the step's plan with the trajectories that the ledger has committed to it. `used`
+    maps ids to the step that names them, `members` maps (group, attempt) to ids."""
     step = record.step
 
     def violated(what: str, trajectory: str | None = None) -> None:
@@ -184,12 +190,7 @@ async def _check_step(
     except TrainingError as error:
         violated(f"{error}; so neither its trajectories nor their ages can be proven")
         return
-    for name, times in Counter(plan.ids).items():
-        if times > 1:
-            violated(f"its plan names it {times} times", name)
-        if name in used:
-            violated(f"step {used[name]} names it as well: it was trained on twice", name)
-        used.setdefault(name, step)
+    _check_used_once(plan, step, used, violated)
     if record.num_trajectories != len(plan.ids):
         violated(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
@@ -220,6 +221,24 @@ async def _check_step(
             )
     report.trained += len(digests)
     report.masked_tokens += masked
+    _check_masked(plan, masked, violated)
+    if all(name in digests for name in plan.ids):
+        _check_digest(plan, digests, violated)
+
+
+def _check_used_once(plan: Plan, step: int, used: dict[str, int], violated: Violated) -> None:
+    """No trajectory may be named twice, in this plan or in an earlier one; `used` learns them."""
+    for name, times in Counter(plan.ids).items():
+        if times > 1:
+            violated(f"its plan names it {times} times", name)
+        if name in used:
+            violated(f"step {used[name]} names it as well: it was trained on twice", name)
+        used.setdefault(name, step)
+
+
+def _check_masked(plan: Plan, masked: int, violated: Violated) -> None:
+    """The plan must have left out as many tokens as are too old, and a policy that waits for fresh
+    tokens none."""
     if masked != plan.masked_tokens:
         violated(
             f"{masked} tokens were older than {plan.staleness} versions, its plan says that "
@@ -230,8 +249,6 @@ async def _check_step(
             f"{masked} tokens were older than {plan.staleness} versions, which "
             f"rollout.policy={plan.policy} rules out"
         )
-    if all(name in digests for name in plan.ids):
-        _check_digest(plan, digests, violated)
 
 
 def _wrong_with(stored: StoredTrajectory, places: Mapping[str, int]) -> list[str]:
@@ -271,7 +288,7 @@ def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) 
     return masked
 
 
-def _check_digest(plan: Plan, digests: Mapping[str, bytes], violated: Any) -> None:
+def _check_digest(plan: Plan, digests: Mapping[str, bytes], violated: Violated) -> None:
     altered = []
     if len(plan.digests) == len(plan.ids):
         shown = zip(plan.ids, plan.digests, strict=True)

@@ -2,7 +2,7 @@
 record.
 
 Two halves, which together are the whole of it: every token is drawn again under the version that
-the record names for it (resample.py), and the agent plays the task again with an engine that
+the record names for it (resampling.py), and the agent plays the task again with an engine that
 answers each request with the recorded completion, after comparing what was asked. If neither half
 finds a difference, agent, environment, engine and weights give the record: by induction over its
 tokens.
@@ -45,28 +45,30 @@ class Replay(msgspec.Struct, kw_only=True):
 
     trajectory: str
     versions: list[int]
-    """Of the weights that drew it."""
+    """Versions of the weights that drew it."""
     tokens: int = 0
-    """Drawn again."""
+    """Number of tokens that were drawn again."""
     ties: int = 0
-    """Of those, the ones that agree only within rounding (resample.py)."""
+    """How many of them agree only within rounding (resampling.py)."""
     turns: int = 0
-    """Asked for again; fewer than recorded only after a difference."""
+    """Number of turns that the agent asked for again; fewer than recorded only after a
+    difference."""
     played: bool = True
     """False where there is no agent to play it with: then only the tokens were drawn again."""
     reward: float = 0.0
-    """In the record."""
+    """The reward in the record."""
     replayed_reward: float | None = None
-    """None where the record breaks off (failed, cancelled), or the replay does."""
+    """The reward of the replay; None where the record (failed, cancelled) or the replay breaks
+    off."""
     difference: Difference | None = None
-    """The first one."""
+    """The first difference."""
 
     @property
     def same(self) -> bool:
         return self.difference is None
 
     def line(self) -> str:
-        """For people."""
+        """The result as one line to print."""
         drawn = (
             f"{self.tokens} tokens of {len(self.versions)} version{'s' * (len(self.versions) != 1)}"
         )
@@ -190,12 +192,12 @@ async def replay(
     tasks: Sequence[Task] | None = None,
     made_again: bool = False,
 ) -> list[Replay]:
-    """Of one trajectory, or of `sample` training ones whose weights are at hand, drawn at random
-    (by the run's seed).
+    """Replays one trajectory, or `sample` training ones whose weights are at hand, drawn at random
+    by the run's seed.
 
     Weights are those that the run's folder holds; with `made_again` also those that training makes
-    again (rebuild.py). Raises StoreError for an unknown trajectory, CheckpointError where the
-    weights are gone.
+    again (rebuilt_weights.py). Raises StoreError for an unknown trajectory, CheckpointError where
+    the weights are gone.
     """
     stored = StoredVersions(config)
     source = TaskSource(config, tasks)
@@ -229,8 +231,8 @@ async def _sources(
     missing: Collection[int],
     rebuilt: AsyncIterator[Source],
 ) -> AsyncIterator[tuple[int, Source]]:
-    """Each version with its weights, good until the next is asked for; `rebuilt` gives those of the
-    missing ones, in order."""
+    """Yields each version with its weights, which are valid until the next is asked for. `rebuilt`
+    yields the weights of the missing versions, in order."""
     for version in versions:
         yield version, await anext(rebuilt) if version in missing else stored.weights_of(version)
 
@@ -238,8 +240,8 @@ async def _sources(
 async def _sample(
     config: RunConfig, store: Store, count: int, weights_of: WeightsOf | None
 ) -> list[Trajectory]:
-    """`weights_of` None: all can be had. Raises CheckpointError if no trajectory has all its
-    weights at hand."""
+    """Draws trajectories whose weights are at hand; if `weights_of` is None, all weights are.
+    Raises CheckpointError if no trajectory has all its weights."""
     names = [
         summary.id
         for summary in await store.summaries(split="train")
@@ -287,8 +289,8 @@ async def _draw_again(
     trajectories: Sequence[Trajectory],
     sources: AsyncIterator[tuple[int, Source]],
 ) -> tuple[dict[str, Replay], ChatFormat | None, int]:
-    """The first half, one version after the other; with the chat format and context length of the
-    models."""
+    """Draws every token again (the first half), one version after the other. Returns the results
+    with the chat format and the context length of the models."""
     replays = {
         t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
         for t in trajectories
@@ -323,7 +325,7 @@ def _keep_first(result: Replay, *differences: Difference) -> None:
 
 
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
-    """None where the agent is a function that was not given again."""
+    """The agent of the run; None where it is a function that was not given again."""
     has_agent = config.agent.type != "function" and (
         config.environment is not None or config.tasks.given
     )
@@ -339,26 +341,13 @@ async def _play(
     context: int,
     result: Replay,
 ) -> None:
-    """The second half. What the agent raises ends it, and so does agent.timeout_s: that was so in
-    the record too, or is a difference."""
-    section = config.sampling
+    """Plays the task again (the second half). What the agent raises ends it, and so does
+    agent.timeout_s: the record ended so too, or that is a difference."""
     engine = RecordedEngine(trajectory, chat.end_ids)
-    sampling = SamplingParams(
-        temperature=next(
-            (turn.temperature for turn in trajectory.turns if turn.overrides is None),
-            section.temperature,
-        ),
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p,
-        max_new_tokens=section.max_new_tokens,
-        stop_token_ids=chat.end_ids,
-        stop_strings=section.stop,
-    )
     conversation = Conversation(
         engine,
         chat,
-        sampling,
+        _sampling(config, trajectory, chat),
         name=trajectory.id,
         seed=derive_seed(config.run.seed, trajectory.id),
         context_length=context,
@@ -378,8 +367,33 @@ async def _play(
         if not scoring.compares(task):
             (played,) = await scoring.score([played], [attempt.is_unrewarded], {}, task=task)
         elif played.status == "completed":  # the others of its group are not played again
-            told = {name: getattr(trajectory, name) for name in ("reward", "success")}
-            played = msgspec.structs.replace(played, **told)
+            recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
+            played = msgspec.structs.replace(played, **recorded)
+    _compare(trajectory, played, engine, result)
+
+
+def _sampling(config: RunConfig, trajectory: Trajectory, chat: ChatFormat) -> SamplingParams:
+    """The sampling parameters that the trajectory was drawn with."""
+    section = config.sampling
+    return SamplingParams(
+        temperature=next(
+            (turn.temperature for turn in trajectory.turns if turn.overrides is None),
+            section.temperature,
+        ),
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        max_new_tokens=section.max_new_tokens,
+        stop_token_ids=chat.end_ids,
+        stop_strings=section.stop,
+    )
+
+
+def _compare(
+    trajectory: Trajectory, played: Trajectory | None, engine: RecordedEngine, result: Replay
+) -> None:
+    """Notes in `result` where the attempt that was played again departs from the record first;
+    `played` is None where it broke off."""
     result.turns = engine.asked
     if engine.difference is not None:
         _keep_first(result, engine.difference)

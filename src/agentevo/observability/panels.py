@@ -1,0 +1,90 @@
+"""How every panel of a picture looks: colours, fonts, and the parts that panels share.
+
+Colours are Okabe and Ito's, which colour-blind readers tell apart; line style and labels never
+leave it to colour alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from agentevo.observability.curves import Series, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, INK = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#8A8F98",
+    "#22262B",
+)
+
+
+FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
+"""In order of preference; matplotlib brings the last one along."""
+
+
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#B8BDC4",
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E6E8EB",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#5B616A",
+    "ytick.color": "#5B616A",
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "figure.facecolor": "white",
+    "savefig.dpi": 150,
+}
+
+
+def noisy_line(axes: Axes, line: Series, color: str, label: str) -> None:
+    """The values as a faint line, their running mean as a strong one."""
+    steps, values = line
+    axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
+    axes.plot(steps, smooth(values), color=color, label=label)
+
+
+def finish(axes: Axes, title: str, unit: str, *, steps: bool = True) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title)
+    axes.set_ylabel(unit)
+    left, right = axes.get_xlim()
+    if right - left < 1:  # one step only
+        axes.set_xlim(left - 1, right + 1)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+    if steps:
+        axes.set_xlabel("step")
+
+
+def as_rate(axes: Axes) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.set_ylim(-0.06, 1.06)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def legend_below(axes: Axes) -> None:
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, borderaxespad=0, handlelength=1.4
+    )

@@ -1,0 +1,154 @@
+"""Transactions in MongoDB: how a call of the store is begun again while what goes wrong is passing,
+until its deadline, and where the database's failures become ours."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
+from agentevo.store.clock import Clock, Now
+from agentevo.store.mongo_queries import Document
+from agentevo.store.mongo_rows import Rows
+from agentevo.store.store import RetryPolicy
+
+if TYPE_CHECKING:
+    from pymongo import AsyncMongoClient
+    from pymongo.errors import PyMongoError
+
+T = TypeVar("T")
+Work = Callable[[Rows], Awaitable[T]]
+
+_PAUSE_S = 0.01
+_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult")
+_DUPLICATE_KEY = 11000
+
+
+class Transactions:
+    """A database, and how calls run on it."""
+
+    def __init__(
+        self,
+        client: AsyncMongoClient[Document],
+        name: str,
+        *,
+        timeout_s: float,
+        retries: RetryPolicy,
+        clock: Clock | None,
+    ) -> None:
+        self._client = client
+        self._database = client[name]
+        self.where = f"mongodb {name}"
+        self._timeout_s, self._retries, self._clock = timeout_s, retries, clock
+        self._is_open = False
+
+    @asynccontextmanager
+    async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
+        """The one place where the database's failures become ours. Gives a list for those that were
+        tried again."""
+        from pymongo.errors import ConnectionFailure, PyMongoError
+
+        passed: list[PyMongoError] = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield passed
+        except TimeoutError as error:
+            if passed and isinstance(passed[-1], ConnectionFailure):
+                raise self._unavailable(what, passed[-1]) from passed[-1]
+            raise DeadlineExceededError(
+                f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server "
+                "may be gone or busy: calling again is "
+                "harmless"
+            ) from error
+        except ConnectionFailure as error:
+            raise self._unavailable(what, error) from error
+        except PyMongoError as error:
+            raise StoreError(f"store {self.where}: {what}: {error}") from error
+
+    def _unavailable(self, what: str, error: BaseException) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"store {self.where}: {what}: {error}: the database can't be used now; calling again "
+            "is harmless"
+        )
+
+    async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """`work` again and again while what goes wrong is passing, until the deadline."""
+        from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
+
+        async with self._deadline(what) as passed:
+            while True:
+                try:
+                    return await work()
+                except PyMongoError as error:
+                    clash = isinstance(error, BulkWriteError) and any(
+                        write_error.get("code") == _DUPLICATE_KEY
+                        for write_error in (error.details or {}).get("writeErrors", [])
+                    )
+                    lost = isinstance(error, AutoReconnect) and self._is_open
+                    labelled = any(error.has_error_label(label) for label in _LABELS)
+                    if not (labelled or clash or lost or isinstance(error, DuplicateKeyError)):
+                        raise
+                    passed[:] = [error]
+                await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
+
+    async def _run(self, what: str, work: Work[T], *, turn: bool = False) -> T:
+        """`work` in a transaction; with `turn`, one after the other with all others that take
+        one."""
+        from pymongo.read_concern import ReadConcern
+
+        async def transaction() -> T:
+            snapshot = ReadConcern("snapshot")
+            async with (
+                self._client.start_session() as session,
+                await session.start_transaction(read_concern=snapshot),
+            ):
+                rows = Rows(self._database, session)
+                if turn:
+                    await rows.take_turn()
+                return await work(rows)
+
+        return await self._again(what, transaction)
+
+    async def _in_pieces(
+        self, piece: Callable[[Rows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
+    ) -> int:
+        """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
+        returns how many rows it deleted and after which one the next goes on, None at the end.
+        Returns the sum."""
+        done, after = 0, None
+
+        async def work(rows: Rows) -> tuple[int, Any]:
+            return await piece(rows, after)
+
+        while True:
+            deleted, after = await self._run("gc", work, turn=turn)
+            done += deleted
+            if after is None:
+                return done
+            await asyncio.sleep(_PAUSE_S)  # a trainer has its turn
+
+    async def _now(self) -> Now:
+        return await self._again("clock", self._read_clock)
+
+    async def _read_clock(self) -> Now:
+        if self._clock is not None:
+            return self._clock.now()
+        seconds = (await self._client.admin.command("hello"))["localTime"].timestamp()
+        return Now(seconds, seconds)
+
+    async def _numbers(self, kind: str, count: int) -> int:
+        """The first of `count` numbers for new rows, which nobody else gets. Outside transactions:
+        a gap does no harm, a queue would."""
+        if not count:
+            return 0
+
+        async def work() -> int:
+            document = await self._database["meta"].find_one_and_update(
+                {"_id": kind}, {"$inc": {"seq": count}}
+            )
+            return int(document["seq"]) + 1 if document else 1
+
+        return await self._again("numbers", work)
