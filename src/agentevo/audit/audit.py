@@ -1,5 +1,5 @@
-"""What a run's store proves: that every committed step was made from exactly the trajectories its
-record names, each used once, none of its tokens older than the bound.
+"""The audit proves from a run's store that every committed step was made from exactly the
+trajectories its record names, each used once, none of its tokens older than the bound.
 
 Nothing is believed that can be computed again: digests and ages come from the tokens in the store,
 checksums from the checkpoints' files. Not proven: metrics, and weights whose checkpoint is gone

@@ -1,5 +1,5 @@
-"""A trajectory made again from its task, its seeds and the stored weights, and compared with the
-record.
+"""Replay: makes a trajectory again from its task, its seeds and the stored weights, and compares it
+with the record.
 
 Two halves, which together are the whole of it: every token is drawn again under the version that
 the record names for it (resampling.py), and the agent plays the task again with an engine that

@@ -31,7 +31,7 @@ PIECE_TOKENS = 512
 
 
 class Tolerance(NamedTuple):
-    """What rounding may change."""
+    """How far rounding may move a result."""
 
     uniform: float
     """Distance of a random number from the token's interval of the cumulative distribution; at
@@ -40,24 +40,24 @@ class Tolerance(NamedTuple):
 
 
 EXACT = Tolerance(uniform=1e-4, logprob=1e-3)
-"""Of float32 weights."""
+"""The tolerance for float32 weights."""
 COARSE = Tolerance(uniform=2e-2, logprob=0.25)
-"""Of all others."""
+"""The tolerance for all other weights."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replay and the record part."""
+    """The place where a replay and the record differ."""
 
     kind: Literal["token", "logprob", "prompt", "end", "reward"]
     turn: int
     position: int
-    """Within the turn's completion, or its prompt (`prompt`); both from 0."""
+    """Index of the token in the turn's completion, or in its prompt for kind `prompt`, from 0."""
     what: str
     version: int | None = None
     token: int | None = None
-    """In the record."""
+    """The token in the record."""
     probability: float | None = None
-    """Of that token, as drawn again."""
+    """The probability of that token when it is drawn again."""
     drawn: int | None = None
     drawn_probability: float | None = None
 
@@ -68,7 +68,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resampled(NamedTuple):
-    """Of one trajectory under one version."""
+    """The result of drawing the tokens of one version in one trajectory again."""
 
     num_tokens: int
     num_ties: int
@@ -78,7 +78,7 @@ class Resampled(NamedTuple):
 class _Piece(NamedTuple):
     turn: Turn
     positions: list[int]
-    """Of its completion."""
+    """Indices of the tokens in the turn's completion."""
 
 
 def tolerance_of(model: PreTrainedModel) -> Tolerance:

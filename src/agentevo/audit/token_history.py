@@ -21,13 +21,13 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     turn: int
     position: int
-    """Within the turn's completion, from 0."""
+    """Index of the token in the turn's completion, from 0."""
     token: int
     logprob: float
     version: int
-    """Of the weights that drew it."""
+    """Version of the weights that drew it."""
     seed: int
-    """Of the request; token `position` took its random number `position`."""
+    """Seed of the request; the token at `position` took its random number `position`."""
     task: StoredTask
     attempt: int
     started_at: float
@@ -36,7 +36,7 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     trained_step: int | None
     age: int | None
-    """In versions, at the step that its trajectory was committed to."""
+    """Age in versions, at the step that its trajectory was committed to."""
     fate: str
     """What became of it, in words."""
     committed_at: float | None
@@ -45,7 +45,7 @@ class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_there: bool
 
     def lines(self) -> list[tuple[str, str]]:
-        """For people: (what, value) rows."""
+        """Rows of (what, value) to print."""
         task = self.task
         events = [
             f"{event.kind} at {_time(event.at)}, held by {event.worker}: {event.error}"

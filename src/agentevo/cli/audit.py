@@ -13,7 +13,7 @@ from agentevo.cli.arguments import RunDir
 from agentevo.errors import ConfigError
 
 STORE_TIMEOUT_S = 3600.0
-"""Of one call: a whole store is read."""
+"""Deadline of one call, which reads a whole store."""
 
 
 def audit(
@@ -116,7 +116,7 @@ def replay(
 
 
 def _place(token: str) -> tuple[str, int, int]:
-    """Of TRAJECTORY:TURN:POSITION."""
+    """Splits TRAJECTORY:TURN:POSITION."""
     parts = token.rsplit(":", 2)
     if len(parts) < 3 or not (parts[0] and parts[1].isdigit() and parts[2].isdigit()):
         raise ConfigError(

@@ -27,7 +27,7 @@ StoreOf = Annotated[
     ),
 ]
 STORE_TIMEOUT_S = 3600.0
-"""Of one call, where a whole store is read, moved or tidied up."""
+"""Deadline of one call that reads, moves or tidies up a whole store."""
 
 
 def _with_store(target: str, work: Callable[[Store], Awaitable[T]], *, create: bool = False) -> T:

@@ -21,7 +21,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked."""
+    """The outcome of one check."""
 
     name: str
     status: Literal["good", "warning", "wrong"]
@@ -98,7 +98,7 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
 
 
 def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Check:
-    """Of the finished attempts of one group."""
+    """Judges the rewards of the finished attempts of one group."""
     if len(rewards) < 2:
         return Check(
             "rewards",

@@ -1,4 +1,4 @@
-"""What `agentevo doctor` measures on one group of attempts: numbers only, their judgement is
+"""Measurements of `agentevo doctor` on one group of attempts: numbers only, their judgement is
 `checks.py`.
 
 The log-prob check is deliberately not the trainer's code: each attempt goes alone, whole and
@@ -35,7 +35,7 @@ from agentevo.models.attention import NAME
 from agentevo.types import Completion, SamplingParams, Trajectory, Turn
 
 Request = tuple[tuple[int, ...], tuple[int, ...]]
-"""What an engine was given and what it answered, as token ids."""
+"""A request to the engine and its answer, as token ids."""
 
 
 class WatchedEngine:
@@ -144,7 +144,7 @@ def max_logprob_difference(
 
 
 def _path(trajectory: Trajectory, leaf: Turn) -> list[Turn]:
-    """From the leaf to its root."""
+    """The turns from the leaf to its root."""
     path = [leaf]
     while path[-1].parent is not None:
         path.append(trajectory.turns[path[-1].parent])
@@ -237,7 +237,7 @@ def memory_parts(
 
 
 def free_bytes(device: torch.device) -> float:
-    """What is free on it now."""
+    """The bytes that are free on the device now."""
     return float(
         torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     )
@@ -246,9 +246,9 @@ def free_bytes(device: torch.device) -> float:
 def knobs(
     config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"] = "trainer"
 ) -> dict[str, RunConfig]:
-    """What to turn where memory is short, the cheapest first: 'key=value' -> the recipe with it
-    (and, where it is one of degree, with less and less). `section`: the one that trains; `sft` has
-    no engine and no critic beside it."""
+    """Changes that save memory, the cheapest first: 'key=value' -> the recipe with it (and, where
+    it is one of degree, with less and less). `section`: the one that trains; `sft` has no engine
+    and no critic beside it."""
     memory, changed = config.memory, {}
     tokens = getattr(config, section).micro_batch_tokens
     while (tokens := tokens // 2) >= 1024:

@@ -33,7 +33,7 @@ Checkpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder, in numbers per token."""
+    """Sizes of a decoder, in numbers per token."""
 
     num_layers: int
     hidden: int
@@ -54,13 +54,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, in numbers."""
+    """Counts of the numbers that are trained."""
 
     total: int
     layers: int
-    """Those in decoder layers."""
+    """How many of them are in decoder layers."""
     largest: int
-    """Of the largest parameter."""
+    """Count of the numbers in the largest parameter."""
     output: bool
     embedding: bool
     norms: bool
@@ -182,8 +182,8 @@ def optimizer_bytes(trained: Trained, memory: MemorySection) -> dict[str, float]
 def pass_bytes(
     shape: Shape, trained: Trained, load: Load, memory: MemorySection
 ) -> dict[str, float]:
-    """Of the moment of a forward and backward pass, or of the optimizer's step, that takes most:
-    name -> bytes."""
+    """Memory at the moment of a forward and backward pass, or of the optimizer's step, that takes
+    most: name -> bytes."""
     mode = memory.checkpointing
     kept = 0.0 if memory.offload_activations else layer_bytes(shape, trained, mode) * load.tokens
     whole = layer_bytes(shape, trained, "none") * load.tokens
@@ -228,8 +228,8 @@ def pass_bytes(
 
 
 def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) -> dict[str, float]:
-    """What training takes on the model's device beside the weights and other models, at its peak:
-    name -> bytes."""
+    """Memory that training takes on the model's device beside the weights and other models, at its
+    peak: name -> bytes."""
     shape, trained = shape_of(model), trained_of(model)
     beside = (
         {} if memory.offload_optimizer and not load.on_cpu else optimizer_bytes(trained, memory)

@@ -24,8 +24,8 @@ LARGEST_BATCHES = 8
 
 
 def check_sft_recipe(config: RunConfig) -> list[Check]:
-    """Nothing is created. Raises like `sft` for data that can't be read and a model that can't be
-    loaded."""
+    """The checks of a recipe for `agentevo sft`. Creates nothing. Raises like `sft` for data that
+    can't be read and a model that can't be loaded."""
     check_sft_data(config)
     check_memory(config)
     loaded = load_policy(config, None)
@@ -70,7 +70,7 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
 
 
 def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:
-    """Of the largest micro-batch."""
+    """The load of the largest micro-batch."""
     merge = section.prefix_merging
     split = split_by_tokens([s.ids for s in batch], section.micro_batch_tokens, merge=merge)
     loads = []

@@ -28,17 +28,17 @@ SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLI
 
 
 class CollapseWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """One sign of trouble at one step."""
+    """One sign of trouble, seen at one step."""
 
     code: str
     """Name of the sign, stable across releases: `spread_vanished`, `gradient_spike`, ..."""
     step: int
     message: str
-    """What was seen, what it means, what to change."""
+    """Says what was seen, what it means and what to change."""
 
 
 class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Where normal ends. Steps are RL steps."""
+    """The thresholds of the warnings. Steps are RL steps."""
 
     smoothing: float = 0.2
     """Weight of the newest step in a running mean."""
@@ -56,7 +56,7 @@ class CollapseLimits(msgspec.Struct, frozen=True, kw_only=True):
     zero_spread_ratio: float = 0.8
     """Share of groups in which every attempt has the same reward."""
     spread_drop: float = 0.2
-    """In-group reward spread as a share of its highest running mean."""
+    """Threshold of the spread of rewards in groups, as a share of its highest running mean."""
     gradient_factor: float = 5.0
     """Gradient norm over its running mean."""
     entropy_drop: float = 0.1

@@ -1,5 +1,4 @@
-"""What a process of a run tells people while it works, beside any view: lines with the time, on
-stderr."""
+"""Messages of a run's process for people, beside any view: lines with the time, on stderr."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def evaluation_rows(result: Evaluation) -> list[tuple[str, str, str]]:
 
 
 class ViewState(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame's facts."""
+    """The numbers that one frame shows."""
 
     phase: str = "starting"
     detail: str = ""

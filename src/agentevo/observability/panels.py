@@ -26,7 +26,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, INK = (
 
 
 FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
-"""In order of preference; matplotlib brings the last one along."""
+"""Fonts in the order of preference; matplotlib brings the last one along."""
 
 
 STYLE: Any = {

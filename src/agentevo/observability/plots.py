@@ -77,8 +77,8 @@ def write_plots(
 
 
 def _supervised(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
-    """Of `agentevo sft`: the loss of the batches and of the held-out conversations, and how many of
-    their tokens come first."""
+    """Draws a run of `agentevo sft`: the loss of the batches and of the held-out conversations, and
+    the share of held-out tokens that the model ranks first."""
     loss = series(rows, "sft/loss")
     held = series(rows, "sft/eval/loss")
     right = series(rows, "sft/eval/token_accuracy")

@@ -1,5 +1,5 @@
-"""Where the time and memory of profiled steps went: from a Chrome trace, as torch's profiler writes
-it, to a table.
+"""A table of where the time and memory of profiled steps went, made from a Chrome trace as torch's
+profiler writes it.
 
 Each moment belongs to the innermost phase open then, so phases add up to the whole. A phase's peak
 memory is the most that the allocator held at once while that phase was the innermost. An operator's
@@ -17,14 +17,14 @@ import msgspec
 PREFIX = "agentevo::"
 """Begins the names of phases in the trace."""
 PROFILE_TABLE = "profile/table.txt"
-"""In the folder of a run."""
+"""Path of the table in the folder of a run."""
 OTHER = "other"
 """The phase of what no other has. Spans the whole profile."""
 CPU, CUDA = 0, 1
 """The trace's numbers for kinds of devices."""
 
 Event = Mapping[str, Any]
-"""One of the trace's `traceEvents`; times in microseconds."""
+"""An event of the trace's `traceEvents`; its times are in microseconds."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -33,10 +33,10 @@ class Phase(msgspec.Struct, frozen=True):
     name: str
     seconds: float
     share: float
-    """Of the whole profile, 0..1."""
+    """Share of the whole profile's time, 0..1."""
     times: int
     peak_bytes: int | None
-    """None where nothing was allocated or freed in the whole profile."""
+    """Bytes; None where nothing was allocated or freed in the whole profile."""
 
 
 class Operator(msgspec.Struct, frozen=True):
@@ -46,24 +46,24 @@ class Operator(msgspec.Struct, frozen=True):
     seconds: float
     """Self time."""
     share: float
-    """Of the self time of all."""
+    """Share of the self time of all operators."""
     calls: int
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What a trace says."""
+    """The table's content: phases and operators of a trace."""
 
     seconds: float
     phases: tuple[Phase, ...]
-    """By falling time."""
+    """Phases by falling time."""
     operators: tuple[Operator, ...]
-    """By falling self time, all of them."""
+    """All operators, by falling self time."""
 
 
 def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int = 0) -> Profile:
-    """Of a trace's `traceEvents`. gpu: memory and operators are those of the GPU. base_bytes is
-    added to every peak: what was held already when profiling began, where the allocator does not
-    count that."""
+    """Makes the table of a trace's `traceEvents`. gpu: memory and operators are those of the GPU.
+    base_bytes is added to every peak: what was held already when profiling began, where the
+    allocator does not count that."""
     spans: list[tuple[float, float, str]] = []
     allocations: list[tuple[float, int]] = []
     calls: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
@@ -151,7 +151,7 @@ def _peaks(
 
 
 def table_text(profile: Profile, heading: Sequence[str], *, num_operators: int = 25) -> str:
-    """For people; fixed width, ASCII."""
+    """The table as text of fixed width, in ASCII."""
     lines = [
         *heading,
         "",

@@ -66,8 +66,8 @@ def _percent(value: float | None) -> str:
 
 
 def headline(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> str:
-    """What changed, on how many tasks, against whom, at what cost. Numbers that the summary lacks
-    are taken from the rows."""
+    """The headline numbers: what changed, on how many tasks, against whom, at what cost. Numbers
+    that the summary lacks are taken from the rows."""
     scores: Mapping[str, Any] = summary.get("eval") or {}
     evaluations = next(iter(held_out(rows).values()), [])
     first = evaluations[0][1] if evaluations else Evaluation(environment="")
@@ -132,8 +132,8 @@ def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, An
 
 
 def rows_of_data(summary: Mapping[str, Any]) -> str:
-    """What became of the rows of `agentevo sft`, and how well the held-out conversations are
-    foretold."""
+    """The table of what became of the rows of `agentevo sft`, and how well the held-out
+    conversations are foretold."""
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
         return ""

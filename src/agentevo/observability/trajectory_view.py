@@ -85,7 +85,7 @@ def _part_text(part: TextPart | ImagePart) -> str:
 
 
 def outcome(trajectory: Trajectory) -> str:
-    """One line: how it ended, what it cost."""
+    """One line that says how the attempt ended and what it cost."""
     result = "success" if trajectory.success else "no success"
     if trajectory.status == "failed":
         result = f"failed: {visible(trajectory.error or 'no reason recorded')}"

@@ -1,5 +1,4 @@
-"""What lies in the folder of a run, for those who only read it: configuration, store, the texts of
-its tokens.
+"""Reading the folder of a run: configuration, store, the texts of its tokens.
 
     config.yaml  metrics.jsonl  summary.json  report.html  plots/  checkpoints/  store.sqlite
 

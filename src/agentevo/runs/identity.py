@@ -82,7 +82,8 @@ def _check_place(config: RunConfig) -> None:
 async def _held(
     url: str, within_s: float | None, stop: Callable[[], bool], note: Callable[[str], None]
 ) -> str | None:
-    """What a store outside of the folder holds; None if `stop` came before the answer."""
+    """Says in words what a store outside of the folder holds; None if `stop` came before the
+    answer."""
 
     async def look() -> str:
         async with await open_run_store(url, within_s=within_s, tell=note) as store:

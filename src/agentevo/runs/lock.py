@@ -1,4 +1,4 @@
-"""One trainer at a time in a run's folder."""
+"""A lock that lets one trainer at a time into a run's folder."""
 
 from __future__ import annotations
 

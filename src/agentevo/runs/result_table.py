@@ -22,7 +22,7 @@ from agentevo.runs.folder import SWEEP_FILE, check_run_folder, finished_summary,
 
 BEGIN, END = "<!-- table -->", "<!-- /table -->"
 PLACE_KEYS = ("run.name", "run.dir", "run.overwrite", "run.threads", "run.seed", "store.url")
-"""What runs of one row may differ in; the name is the row's."""
+"""Keys in which runs of one row may differ; the name is the row's."""
 LEGEND = (
     "Success is greedy, on held-out tasks. With several seeds: the mean ± the standard "
     "deviation over them; time is that of one run."
@@ -31,7 +31,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one finished run reached; success is 0..1."""
+    """The result of one finished run; success is 0..1."""
 
     name: str
     folder: Path
@@ -198,7 +198,7 @@ def write_sweep_table(folder: Path) -> str | None:
 
 
 def _parts(path: Path) -> tuple[str, str]:
-    """What stands before and after the table of a page."""
+    """The text before and after the table of a page."""
     text = path.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
@@ -221,7 +221,7 @@ def _read_sweep(folder: Path) -> list[Result]:
 
 
 def _finished_in(folder: Path) -> list[Result]:
-    """By variant as the sweep has them, then by seed."""
+    """The results of a sweep's finished runs: by variant as the sweep has them, then by seed."""
     order = list(sources.read_yaml(folder / SWEEP_FILE).get("variants", {}))
     results = [
         _result(path, summary)

@@ -1,4 +1,4 @@
-"""What a resumed run may change of its configuration, and what it may not."""
+"""Rules for which keys of its configuration a resumed run may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentevo.store.store import without_password
 from agentevo.training.checkpoint import Checkpoints
 
 FIXED_SECTIONS = ("model", "environment", "agent", "rewards", "cold_start", "data")
-"""What a resumed run can't change: it would be another run."""
+"""Keys that a resumed run can't change: it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
 QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
@@ -91,8 +91,8 @@ def _began_with(checkpoints: Checkpoints) -> str | None:
 
 
 def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Where `config` differs from the configuration that its folder was last run with: key -> (was,
-    now)."""
+    """The differences of `config` from the configuration that its folder was last run with: key ->
+    (was, now)."""
     before = sources.leaves(
         with_defaults(yaml.safe_load((config.run_dir / "config.yaml").read_text(encoding="utf-8")))
     )

@@ -52,7 +52,7 @@ def _prepare(config: RunConfig, *, clear: bool) -> None:
 
 
 async def content_of(store: Store) -> str:
-    """What a run has left in it, for messages; empty of an empty store."""
+    """Says in words what a run has left in the store; empty for an empty store."""
     counts = await store.counts()
     rows = {
         kind: sum(n for name, n in counts.items() if name.startswith(kind))

@@ -40,9 +40,9 @@ FLUSH_S = 0.5
 """How often what is new is written: a watcher sees a call at most about a second after it began."""
 RENEW_S = LOST_S / 6
 MAX_HELD = 20_000
-"""Calls in memory: those that are running, and those not yet written. Some 10 MB."""
+"""Limit of the calls in memory, running or not yet written: some 10 MB."""
 MAX_STARTS = 2_000
-"""Calls that begin between two writes."""
+"""Limit of the calls that may begin between two writes."""
 BATCH = 500
 """Calls in one transaction."""
 MAX_TEXT, MAX_ATTRIBUTES = 300, 16
@@ -66,10 +66,10 @@ class CallLog:
         *,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`tell` hears at the end of calls that were not recorded."""
+        """`tell` is told at the end how many calls were not recorded."""
         self.recorder = secrets.token_hex(6)
         self.dropped = 0
-        """Calls that were not recorded."""
+        """Number of calls that were not recorded."""
         self._open_store, self._tell = open_store, tell
         self._problem = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
         self._lock = threading.Lock()
@@ -164,7 +164,7 @@ class CallLog:
                     await store.close()
 
     async def _write(self, store: Store) -> None:
-        """What is new, in pieces. A piece that can't be written now is new again."""
+        """Writes what is new, in batches. A batch that can't be written stays new."""
         with self._lock:
             waiting, self._new = list(self._new.items()), {}
             self._writing = waiting
@@ -188,7 +188,7 @@ class CallLog:
             raise
 
     def _let_go(self, batch: list[tuple[int, RunningCall]]) -> None:
-        """Of these, what has ended and is not to be written again needs no more memory."""
+        """Forgets those of these calls that have ended and need not be written again."""
         with self._lock:
             self._writing = self._writing[len(batch) :]
             for number, call in batch:
@@ -198,12 +198,12 @@ class CallLog:
 
 
 def call_log(url: str, *, tell: Callable[[str], None] = lambda line: None) -> CallLog:
-    """A log that writes to the store at `url`, which is there."""
+    """A log that writes to the existing store at `url`."""
     return CallLog(lambda: open_store(url, timeout_s=WRITE_TIMEOUT_S, create=False), tell=tell)
 
 
 def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
-    """A block that is recorded as a call of whichever attempt it runs in; of none, nothing is."""
+    """A block that is recorded as a call of the attempt that it runs in, if there is one."""
     outer = _current.get()
     calls = AttemptCalls(None, "") if outer is None else outer.calls
     return calls.call(kind, name, **attributes)
@@ -283,11 +283,11 @@ class RunningCall:
         self._attributes = self._attributes | attributes
 
     def outcome(self, status: Status, error: str | None) -> None:
-        """How it ends, where its block does not say so by an exception."""
+        """Sets how the call ends, where no exception of its block says so."""
         self._status, self._error = status, error
 
     def end(self, status: Status, error: str | None) -> None:
-        """Only the first end counts."""
+        """Ends the call; only the first end counts."""
         if self._ended_at is None:
             self._status, self._error = self._status or status, self._error or error
             self._ended_at = self._started_at + (time.monotonic() - self._clock)
@@ -349,7 +349,7 @@ class RunningCall:
 
 
 def _storable(text: str) -> str:
-    """Short, and in an encoding that every database takes."""
+    """The text shortened, in an encoding that every database takes."""
     if len(text) <= MAX_TEXT and text.isascii():
         return text
     return text[:MAX_TEXT].encode("utf-8", "replace").decode("utf-8")

@@ -23,12 +23,12 @@ _UPSERT = text(
 
 
 async def upsert(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> None:
-    """A known call takes the end, the status and the attributes of the row."""
+    """Writes calls; a known one takes the end, the status and the attributes of its row."""
     await connection.execute(_UPSERT, list(rows))
 
 
 async def insert_new(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
-    """Known ones stay as they are; returns how many are new."""
+    """Inserts calls; known ones stay as they are. Returns how many are new."""
     known: set[tuple[str, str]] = set()
     for chunk in chunks({row["trajectory_id"] for row in rows}):
         query = select(calls.c.trajectory_id, calls.c.id).where(calls.c.trajectory_id.in_(chunk))
@@ -42,7 +42,7 @@ async def insert_new(connection: AsyncConnection, rows: Sequence[dict[str, Any]]
 
 
 async def renew(connection: AsyncConnection, recorder: str, now: Now) -> None:
-    """Of the calls of this recorder that have not ended: they are running."""
+    """Marks the calls of this recorder that have not ended as running."""
     own = calls.c.seen_at.is_not(None) & calls.c.id.like(f"{recorder}-%")
     await connection.execute(update(calls).where(own).values(seen_at=now.steady))
 

@@ -20,9 +20,9 @@ from agentevo.types import Call
 CallState = Literal["running", "lost", "ended"]
 
 LOST_S = 30.0
-"""A call that has not ended, and of which nothing was heard for so long, is lost."""
+"""Seconds without a sign of life after which a call that has not ended counts as lost."""
 NEVER_SEEN = -1e9
-"""Of a call from another store, whose clock says nothing here."""
+"""`seen_at` of a call from another store, whose clock says nothing here."""
 
 _JSON = msgspec.json.Encoder(order="deterministic")
 _ATTRIBUTES = msgspec.json.Decoder(dict[str, str | int | float | bool])
@@ -30,7 +30,7 @@ COLUMNS = tuple(Call.__struct_fields__)
 
 
 class StoredCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call, and whether it is still running."""
+    """A call and its state."""
 
     call: Call
     state: CallState

@@ -1,4 +1,4 @@
-"""What time it is for a store: two clocks, because two questions are asked.
+"""The clocks of a store: two, because two questions are asked.
 
 `wall` is Unix time, for people: when something was written. It may jump, and nothing depends on it.
 `steady` times leases and back-offs. Every process that shares the store must read the same one, and
@@ -22,7 +22,8 @@ import time
 from typing import NamedTuple, Protocol
 
 CLOCK_TOLERANCE_S = 1.0
-"""A lease that began later than this from now has been left behind by a clock that was set back."""
+"""A lease that begins more than this many seconds from now is from before the clock was set
+back."""
 
 
 class Now(NamedTuple):

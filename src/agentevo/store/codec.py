@@ -41,8 +41,7 @@ _HISTORY = msgspec.json.Decoder(list[TaskEvent])
 _RECORD = msgspec.json.Decoder(dict[str, Any])
 _STATUSES, _FINISH_REASONS = get_args(Status), get_args(FinishReason)
 _PART = "reward_parts/"
-"""In the column `metrics`, the parts of the reward stand beside the metrics under names that begin
-like this."""
+"""Prefix of the names that the parts of the reward have among the metrics, in column `metrics`."""
 
 _UNSTORABLE = (
     TypeError,
@@ -64,9 +63,9 @@ class EncodedTrajectory(msgspec.Struct, frozen=True):
     id: str
     digest: bytes
     row: dict[str, Any]
-    """Without `seq`, which the database gives out."""
+    """The row, without `seq`, which the database assigns."""
     data: bytes | None
-    """Its turns (blobs.py); None if they were deleted."""
+    """The turns as one blob (blobs.py); None if they were deleted."""
 
 
 def encode_task(task: Task) -> EncodedTask:
@@ -98,7 +97,7 @@ def encode_task(task: Task) -> EncodedTask:
 
 
 def encode_stored_task(stored: StoredTask) -> EncodedTask:
-    """A lease doesn't travel: a leased task becomes a queued one."""
+    """The row of an imported task. A lease is not imported: a leased task becomes a queued one."""
     encoded = encode_task(stored.task)
     ledger = {
         "state": "queued" if stored.state == "leased" else stored.state,
@@ -126,7 +125,7 @@ def decode_task(row: Mapping[Any, Any]) -> StoredTask:
 
 
 def decode_lease(row: Mapping[Any, Any], worker: str, *, now: float, lease_s: float) -> Lease:
-    """The next lease of a task whose row is as it was before."""
+    """The new lease of a task, from its row before the lease."""
     return Lease(
         task=_TASK.decode(row["task"]),
         fencing_id=row["fencing_id"] + 1,
@@ -179,7 +178,7 @@ def encode_trajectories(
 
 
 def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
-    """With its place in the ledger; where the turns were deleted, with what is known of them."""
+    """The row of a trajectory with its place in the ledger, and what is known of deleted turns."""
     (encoded,) = encode_trajectories([stored.trajectory], stored.split, stored.step)
     names = ("state", "trained_step", "drop_reason", "written_at")
     row = encoded.row | {name: getattr(stored, name) for name in names}

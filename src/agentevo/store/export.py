@@ -1,4 +1,4 @@
-"""Stores out of and into JSON lines, nothing left out.
+"""Export and import of a whole store as JSON lines, nothing left out.
 
 `export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with
 its turns: ids, log-probs, versions, messages) and beside them `split`, `step`, `state`,
@@ -93,7 +93,7 @@ async def export_store(store: Store, path: Path | str) -> int:
 
 
 async def _progress(store: Store) -> tuple[dict[str, int], StepRecord | None]:
-    """What changes with every task, trajectory and step that moves on."""
+    """Numbers that change whenever a task, trajectory or step changes its state."""
     return await store.counts(), await store.last_step()
 
 
@@ -133,7 +133,7 @@ def _flat(stored: StoredTrajectory) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """(kind, record) of each line."""
+    """Yields (kind, record) of each line."""
     try:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -168,7 +168,7 @@ class _Kind(msgspec.Struct):
 
 @contextmanager
 def _whole_file(target: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name only when the block ends well."""
+    """Opens a file that takes its name only when the block ends well."""
     if not target.name.endswith((".jsonl", ".jsonl.gz")):
         raise StoreError(f"can't export to {target}: the name must end in .jsonl or .jsonl.gz")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")

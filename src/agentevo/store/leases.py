@@ -146,8 +146,8 @@ async def _take_expired(
 
 
 async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryPolicy) -> None:
-    """Ends what a clock that was set back (or began again, at a reboot) has made long: see
-    clock.py."""
+    """Shortens leases and delays that are too long since the clock was set back (or began again, at
+    a reboot): see clock.py."""
     length = tasks.c.lease_expires_at - tasks.c.lease_started_at
     late = update(tasks).where(
         tasks.c.state == "leased", tasks.c.lease_started_at > now.steady + CLOCK_TOLERANCE_S
@@ -162,7 +162,7 @@ async def _begin_again(connection: AsyncConnection, *, now: Now, retries: RetryP
 
 
 async def renew(connection: AsyncConnection, lease: Lease, *, now: Now, lease_s: float) -> float:
-    """When it now runs out."""
+    """Renews the lease; returns when it now runs out."""
     row = await _place(connection, lease)
     rules.holds(row, lease, ())
     expires_at = now.steady + lease_s
@@ -278,7 +278,7 @@ async def _history(connection: AsyncConnection, lease: Lease) -> str:
 async def _update(
     connection: AsyncConnection, changes: list[tuple[Mapping[Any, Any], dict[str, Any]]]
 ) -> None:
-    """Each row gets its values; all name the same columns."""
+    """Updates each row with its values; all rows name the same columns."""
     if changes:
         await connection.execute(
             _changing(tuple(changes[0][1])),
@@ -291,7 +291,8 @@ async def _update(
 
 @cache
 def _changing(names: tuple[str, ...]) -> Update:
-    """Parameters: `at`, a row's seq, and new_NAME of each."""
+    """The update of one row. Its parameters are `at`, the row's seq, and `new_NAME` of each
+    column."""
     return (
         update(tasks)
         .where(tasks.c.seq == bindparam("at"))

@@ -83,7 +83,7 @@ async def rewind(connection: AsyncConnection, step: int, *, keep: bool) -> int:
 
 
 async def _forget_steps(connection: AsyncConnection, step: int) -> int:
-    """Store.rewind with `keep`."""
+    """`Store.rewind` with `keep`: trajectories stay and can be trained on again."""
     taken = update(trajectories).where(trajectories.c.trained_step > step).values(_READY)
     has_tokens = exists().where(tokens.c.trajectory_seq == trajectories.c.seq)
     dropped = update(trajectories).where(
@@ -96,7 +96,7 @@ async def _forget_steps(connection: AsyncConnection, step: int) -> int:
 
 
 async def _delete_after(connection: AsyncConnection, step: int) -> int:
-    """Store.rewind without it."""
+    """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
     orphaned = select(trajectories.c.task_id).where(
         trajectories.c.step > step
     )  # DISTINCT would make SQLite walk over all tasks
@@ -129,10 +129,10 @@ async def _delete_after(connection: AsyncConnection, step: int) -> int:
 
 
 async def delete_dropped_tokens(connection: AsyncConnection) -> int:
-    """Of dropped trajectories that no trainer will ask for again. One that was killed between a
-    step's drops and its commit decides on that step once more: on what was sampled for it
-    (rollout.policy: wait), or else on the groups that it has reserved or finds ready, whose greedy
-    attempts are dropped and may have been sampled for an earlier step."""
+    """Deletes the tokens of dropped trajectories that no trainer will ask for again. One that was
+    killed between a step's drops and its commit decides on that step once more: on what was sampled
+    for it (rollout.policy: wait), or else on the groups that it has reserved or finds ready, whose
+    greedy attempts are dropped and may have been sampled for an earlier step."""
     last = await connection.scalar(select(func.max(steps.c.step))) or 0
     other = trajectories.alias()
     same_task = (other.c.task_id == trajectories.c.task_id, other.c.split == trajectories.c.split)
@@ -176,7 +176,7 @@ async def read_steps(
 async def _places(
     connection: AsyncConnection, ids: Iterable[str]
 ) -> tuple[dict[str, int], dict[str, rules.Place]]:
-    """id -> seq, id -> place; unknown ids are absent."""
+    """Two mappings, id -> seq and id -> place, without unknown ids."""
     rows = await rows_by_id(
         connection,
         trajectories,

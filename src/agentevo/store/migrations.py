@@ -1,5 +1,5 @@
-"""From one version of the schema to the next, a step at a time, in the transaction that opens the
-store: whole or not at all.
+"""Migrations from one version of the schema to the next, a step at a time, in the transaction that
+opens the store: whole or not at all.
 
 A step is plain SQL and the formats of its time, never `tables.metadata`, which is only ever the
 newest schema. Only SQLite had a version 1. MongoDB has steps of its own (mongodb.py).
@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from agentevo.store.blobs import pack_turns
 
 PAGE = 500
-"""Trajectories rewritten at a time."""
+"""Number of trajectories that are rewritten at a time."""
 
 _TASKS_2 = """CREATE TABLE tasks (
     seq INTEGER NOT NULL PRIMARY KEY, id TEXT NOT NULL UNIQUE, task TEXT NOT NULL,

@@ -94,7 +94,7 @@ class Queries:
     async def insert_tasks(
         self, items: Sequence[EncodedTask], first: int, *, queue: bool = True
     ) -> int:
-        """`first` begins a range of numbers that is ours. Without `queue`, see Store.add_tasks."""
+        """The new rows take the numbers from `first` on. Without `queue`, see `Store.add_tasks`."""
         new = await self._new("tasks", items)
         place = {} if queue else {"state": "completed"}
         if new:

@@ -153,7 +153,7 @@ class Rows(Queries):
         return await self._forget_steps(step) if keep else await self._delete_after(step)
 
     async def _forget_steps(self, step: int) -> int:
-        """Store.rewind with `keep`."""
+        """`Store.rewind` with `keep`: trajectories stay and can be trained on again."""
         taken = {"trained_step": {"$gt": step}}
         again = (
             await self.trajectories.update_many(taken, {"$set": _READY}, session=self.session)
@@ -167,7 +167,7 @@ class Rows(Queries):
         return int(again) + len(whole)
 
     async def _delete_after(self, step: int) -> int:
-        """Store.rewind without it."""
+        """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
         later = await self.find(self.trajectories, {"step": {"$gt": step}}, "task_id")
         for chunk in chunks(document["_id"] for document in later):
             await self.tokens.delete_many({"_id": {"$in": chunk}}, session=self.session)

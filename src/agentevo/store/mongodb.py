@@ -140,7 +140,7 @@ class MongoDBStore(MongoCalls):
         return await self._again("lease_tasks", work)
 
     async def _take(self, worker: str, now: Now, lease_s: float) -> Lease | None:
-        """One task: whose lease ran out, whose retry is due, or the oldest."""
+        """Leases one task: one whose lease ran out, one whose retry is due, or the oldest."""
         tasks = self._database["tasks"]
         times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s}
         taken: Document = {"state": "leased", "worker": worker, "not_before": 0.0, **times}
@@ -176,7 +176,8 @@ class MongoDBStore(MongoCalls):
         return None
 
     async def _begin_again(self, now: Now) -> None:
-        """Ends what a clock that was set back has made long: see clock.py."""
+        """Shortens leases and delays that are too long since the clock was set back: see
+        clock.py."""
         tasks, longest = self._database["tasks"], now.steady + self._retries.max_delay_s
         late = {"state": "leased", "lease_started_at": {"$gt": now.steady + CLOCK_TOLERANCE_S}}
         for document in await tasks.find(late).to_list():

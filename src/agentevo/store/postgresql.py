@@ -38,15 +38,15 @@ from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 DEFAULT_SCHEMA = "agentevo"
 POOL_SIZE = 8
-"""Connections of one store object."""
+"""Number of connections of one store object."""
 
 _PAUSE_S = 0.05
-"""Between two tries."""
+"""Seconds between two tries."""
 _PASSING = ("08", "40001", "40P01", "23505", "53300", "55P03", "57P0")
 """Beginnings of SQLSTATEs: lost connections, serialization, deadlock, a clash of inserts, too many
 clients, locks, a server that stops."""
 _GONE = ("08", "53300", "57P0")
-"""Of them, those of a server that can't be reached."""
+"""Those of them that mean that the server can't be reached."""
 _LATE = ("57014", "25P03")
 _OPTIONS = ("host", "port", "ssl", "sslmode")
 _TABLES = ("tasks", "trajectories", "tokens", "steps", "calls")
@@ -124,7 +124,7 @@ class PostgreSQLStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """Again and again while what goes wrong is passing: a call happens whole or not at all, so
+        """Repeats a call while what goes wrong is passing. A call happens whole or not at all, so
         another try is harmless."""
         async with self._deadline(what) as passed:
             while True:
@@ -198,7 +198,7 @@ class PostgreSQLStore(SQLStore):
 
 
 def _parse(url: str) -> tuple[URL, str]:
-    """The address without our own word, and the schema."""
+    """The address without our own parameter, and the schema."""
     try:
         address = make_url(url)
     except (ArgumentError, ValueError) as error:

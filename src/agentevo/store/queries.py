@@ -56,18 +56,18 @@ _INSERT_TASKS = insert(tasks)
 _INSERT_TRAJECTORIES = insert(trajectories)
 _INSERT_TOKENS = insert(tokens)
 _ALL = 2**31 - 1
-"""Rows, where there is no limit."""
+"""Number of rows that stands for no limit."""
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
 _NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
-"""Of a large store few rows have the same one."""
+"""Columns of which few rows of a large store share a value."""
 
 
 def _unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
-    """Its value, out of every index's reach. PostgreSQL, until it has analyzed a table that grew
-    quickly, takes a split for as rare as a group, and walks over all rows of it to find those of
-    both."""
+    """The value of a column as no index can use it. PostgreSQL, until it has analyzed a table that
+    grew quickly, takes a split for as rare as a group, and walks over all rows of it to find those
+    of both."""
     return func.coalesce(column, "")
 
 
@@ -142,7 +142,7 @@ async def _not_there_yet(
 async def insert_tasks(
     connection: AsyncConnection, items: Sequence[EncodedTask], *, queue: bool = True
 ) -> int:
-    """Without `queue`, see Store.add_tasks."""
+    """Inserts the new tasks; without `queue`, see `Store.add_tasks`."""
     new = await _not_there_yet(connection, tasks, items)
     if new:
         await connection.execute(

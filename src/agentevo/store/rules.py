@@ -1,5 +1,5 @@
-"""What the ledger refuses, for every backend alike: pure functions of rows that a transaction has
-read and locked.
+"""The refusals of the ledger, the same for every backend: pure functions of rows that a transaction
+has read and locked.
 
 Each says what must move, and refuses, naming a row, if any is not where the transition starts; so a
 refusal leaves everything as it was.
@@ -15,14 +15,14 @@ from agentevo.store.store import SPLITS, Lease, RetryPolicy, Split, TaskEvent, T
 
 
 class TaskPlace(NamedTuple):
-    """Where a task is, as far as the rules ask."""
+    """The state of a task that the rules need."""
 
     state: str
     fencing_id: int
 
 
 class Place(NamedTuple):
-    """Where a trajectory is, as far as the rules ask."""
+    """The state of a trajectory that the rules need."""
 
     split: str
     state: str
@@ -55,12 +55,12 @@ def holds(row: TaskPlace | None, lease: Lease, wanted: str | tuple[str, ...]) ->
 
 
 def after_failure(num_failures: int, retries: RetryPolicy) -> TaskState:
-    """State of a task that has been given back this often."""
+    """The state of a task after this many failures."""
     return "poison" if num_failures >= retries.max_failures else "queued"
 
 
 def after_expiry(num_expiries: int, retries: RetryPolicy) -> TaskState:
-    """State of a task whose leases have run out this often, when the next worker asks for it."""
+    """The state of a task after this many expired leases, when the next worker asks for it."""
     return "poison" if num_expiries >= retries.max_expiries else "leased"
 
 

@@ -1,5 +1,5 @@
-"""What the SQL stores share: every call of `Store` as one transaction around functions of queries,
-leases and ledger.
+"""The part that the SQL stores share: every call of `Store` as one transaction around functions of
+queries, leases and ledger.
 
 A backend says how it runs a transaction, under which locks, and what time it is. `work` awaits its
 connection and nothing else, so that a backend whose driver blocks can run the whole of it in one
@@ -45,8 +45,8 @@ from agentevo.store.streams import Streaming
 from agentevo.types import Call, Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
-"""Who may write at the same time: any number of workers and one trainer; or nobody else. (SQLite
-has one writer anyway.)"""
+"""How a call writes: as one of any number of workers, as the one trainer beside them, or alone.
+(SQLite has one writer anyway.)"""
 
 T = TypeVar("T")
 Work = Callable[[AsyncConnection], Awaitable[T]]
@@ -75,7 +75,7 @@ class SQLStore(Streaming):
 
     @abstractmethod
     def _is_unreachable(self, error: BaseException) -> bool:
-        """Whether the database is not there now."""
+        """Whether the database can't be reached now."""
 
     @abstractmethod
     async def size_bytes(self) -> int: ...

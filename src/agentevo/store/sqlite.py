@@ -37,7 +37,7 @@ from agentevo.store.tables import SCHEMA_VERSION, metadata
 
 APPLICATION_ID = 0x41676576  # "Agev"
 THREADS = 8
-"""Of a store object: calls that run at the same time. One of them writes."""
+"""Number of calls of a store object that run at the same time; one of them may write."""
 
 _SETTINGS = (
     "page_size=16384",
@@ -46,8 +46,8 @@ _SETTINGS = (
     "wal_autocheckpoint=1000",
     "journal_size_limit=67108864",
 )
-"""Of every connection. Large pages (in bytes, fixed when the file is made) halve the time of a bulk
-write: a turn's blobs are kilobytes."""
+"""Settings of every connection. Large pages (in bytes, fixed when the file is made) halve the time
+of a bulk write: a turn's blobs are kilobytes."""
 _SHARES = {
     "tasks": {
         "sqlite_autoindex_tasks_1": "1",
@@ -178,7 +178,7 @@ class SQLiteStore(SQLStore):
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
-        """One thread does the whole transaction. A call that is cancelled, or late, stops the
+        """Runs the whole transaction in one thread. A call that is cancelled, or late, stops the
         statement that is running: see `_engine`."""
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
@@ -213,8 +213,8 @@ class SQLiteStore(SQLStore):
         )
 
     async def _use_write_ahead_log(self) -> None:
-        """Only a change takes a lock, and for it SQLite ignores busy_timeout: of processes that
-        open one together, the losers retry."""
+        """Sets the journal mode. Only a change takes a lock, for which SQLite ignores busy_timeout:
+        of processes that open a file together, the losers retry."""
         async with self._deadline("switch to a write-ahead log"):
             while True:
                 try:
@@ -226,7 +226,7 @@ class SQLiteStore(SQLStore):
                 await asyncio.sleep(_PAUSE_S)
 
     async def _alone(self, statement: str) -> None:
-        """Outside any transaction."""
+        """Runs a statement outside of any transaction."""
 
         def call() -> None:
             with self._engine.execution_options(autocommit=True).connect() as connection:
@@ -342,9 +342,9 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
 
 
 async def _tell_the_planner(connection: AsyncConnection) -> None:
-    """How many rows share a value, as a large store has it. Without this SQLite holds every index
-    for equally good, and looks for a group among all that are ready. See "manual control of query
-    plans" in SQLite's documentation of `sqlite_stat1`."""
+    """Tells SQLite how many rows share a value in a large store. Without this SQLite holds every
+    index for equally good, and looks for a group among all that are ready. See "manual control of
+    query plans" in SQLite's documentation of `sqlite_stat1`."""
     await connection.exec_driver_sql("ANALYZE")  # makes the table
     await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
     rows = [

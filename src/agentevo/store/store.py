@@ -59,10 +59,10 @@ TRAJECTORY_STATES: tuple[TrajectoryState, ...] = get_args(TrajectoryState)
 
 
 class Emptied(msgspec.Struct, frozen=True, kw_only=True):
-    """What is still known of turns that `gc` has taken away."""
+    """The facts that remain of turns that `gc` has deleted."""
 
     digest: bytes
-    """Of the whole content, as it was written (codec.py)."""
+    """Digest of the whole content as it was written (codec.py)."""
     num_turns: int
     num_completion_tokens: int
 
@@ -73,17 +73,17 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: Trajectory
     split: Split
     step: int
-    """Step for which it was sampled."""
+    """The step for which it was sampled."""
     state: TrajectoryState
     trained_step: int | None = None
-    """Step that it is reserved for or committed to."""
+    """The step that it is reserved for or committed to."""
     drop_reason: str | None = None
     written_at: float
     """Unix time in seconds."""
     tokens_deleted: bool = False
-    """`gc` has taken the turns away: `trajectory.turns` is empty."""
+    """True if `gc` has deleted the turns; `trajectory.turns` is then empty."""
     emptied: Emptied | None = None
-    """What they were, if so."""
+    """Facts about the deleted turns, if they were deleted."""
 
 
 class TaskEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,9 +105,9 @@ class StoredTask(msgspec.Struct, frozen=True, kw_only=True):
     fencing_id: int
     num_leases: int
     num_failures: int
-    """Leases given back by `retry_task`."""
+    """Number of leases given back by `retry_task`."""
     num_expiries: int
-    """Leases that ran out and were taken over."""
+    """Number of leases that ran out and were taken over."""
     error: str | None
     """Why it failed, was set aside, or was last tried again."""
     history: list[TaskEvent]
@@ -151,7 +151,7 @@ class TrajectorySummary(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     truncated: bool
     metrics: dict[str, float]
-    """With the reward's parts, as `reward_parts/NAME`."""
+    """The metrics, with the parts of the reward as `reward_parts/NAME`."""
     num_turns: int
     num_completion_tokens: int
     started_at: float
@@ -192,9 +192,9 @@ class TrajectoryFilter(TypedDict, total=False):
     property free."""
 
     step: int | None
-    """Sampled for this step."""
+    """The step that they were sampled for."""
     trained_step: int | None
-    """Reserved for or committed to this step."""
+    """The step that they are reserved for or committed to."""
     split: Split | None
     status: Status | None
     state: TrajectoryState | None
@@ -205,9 +205,9 @@ class TrajectoryFilter(TypedDict, total=False):
 
 
 class Store(Protocol):
-    """What every backend does. All calls raise `StoreError` for refusals, `StoreUnavailableError`
-    (one of them) while the database can't be reached, and `DeadlineExceededError` when it is too
-    slow."""
+    """The operations of every backend. All calls raise `StoreError` for refusals,
+    `StoreUnavailableError` (one of them) while the database can't be reached, and
+    `DeadlineExceededError` when it is too slow."""
 
     async def close(self) -> None:
         """Gives back connections and files; the object can't be used afterwards."""
@@ -235,7 +235,7 @@ class Store(Protocol):
     async def stored_task(self, task_id: str) -> StoredTask: ...
 
     def tasks(self, *, state: TaskState | None = None) -> AsyncIterator[StoredTask]:
-        """Streams, in the order they were added."""
+        """Streams tasks in the order in which they were added."""
 
     async def lease_task(self, worker: str, *, lease_s: float) -> Lease | None:
         """`lease_tasks` with a limit of one; None when there is none."""
@@ -249,7 +249,7 @@ class Store(Protocol):
         when the lease is lost."""
 
     async def complete_task(self, lease: Lease) -> None:
-        """Refused when the task has been leased again since."""
+        """Completes the task. Refused when it has been leased again since."""
 
     async def fail_task(self, lease: Lease, error: str) -> None:
         """The task failed, and trying again would not help. Refused when the task has been leased
@@ -324,7 +324,7 @@ class Store(Protocol):
     async def trajectory(self, trajectory_id: str) -> Trajectory: ...
 
     def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> AsyncIterator[StoredTrajectory]:
-        """Streams; trajectories written after the first one was asked for are left out."""
+        """Streams trajectories, without those written after the first one was asked for."""
 
     async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]: ...
 
@@ -356,15 +356,15 @@ class Store(Protocol):
         not ended count as running for LOST_S seconds (calls.py)."""
 
     async def renew_calls(self, recorder: str) -> None:
-        """Those calls of this recorder that have not ended are running, for LOST_S seconds more."""
+        """Marks the unended calls of this recorder as running for LOST_S seconds more."""
 
     def calls(self, **filters: Unpack[CallFilter]) -> AsyncIterator[StoredCall]:
-        """Streams, as `trajectories` does."""
+        """Streams calls, as `trajectories` streams trajectories."""
 
     async def num_calls(self) -> int: ...
 
     async def size_bytes(self) -> int:
-        """What the store takes on its server's or this machine's disk."""
+        """The bytes that the store takes on its server's or this machine's disk."""
 
     async def put(
         self,
@@ -374,7 +374,7 @@ class Store(Protocol):
         steps: Iterable[StepRecord] = (),
         calls: Iterable[Call] = (),
     ) -> int:
-        """An import: rows with their places in the ledger, in this order; returns how many are new.
+        """Imports rows with their places in the ledger, in this order; returns how many are new.
         Content is compared as on writing, and known calls stay as they are.
 
         A lease does not travel: a leased task is queued here, and a running call is lost.
@@ -425,7 +425,7 @@ asked for."""
 
 
 def without_password(url: str) -> str:
-    """For messages."""
+    """The URL as messages show it."""
     return re.sub(":[^:@/]*@", ":***@", url)
 
 
