@@ -6,6 +6,8 @@ import asyncio
 import random
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -545,3 +547,28 @@ def test_a_full_disk_refuses_the_write_and_keeps_the_rest(
 def test_the_registry_knows_the_default() -> None:
     refuses("nosuch:///x", "no store is called 'nosuch'", UnknownNameError)
     assert "sqlite" in stores.names()
+
+
+def test_a_reader_in_another_process_leaves_the_log_of_those_who_write(tmp_path) -> None:
+    """A second store of the same process used to give up the first one's lock on the file."""
+    url = f"sqlite:///{tmp_path / 's.sqlite'}"
+    look = (
+        "import asyncio, sys\n"
+        "from agentevo.store import open_store\n"
+        "async def look():\n"
+        "    async with await open_store(sys.argv[1], create=False) as store:\n"
+        "        print(len([task async for task in store.tasks()]))\n"
+        "asyncio.run(look())\n"
+    )
+
+    async def scenario() -> None:
+        async with await open_store(url) as first, await open_store(url) as second:
+            for store, number in ((first, 1), (second, 2), (first, 3), (second, 4)):
+                await store.add_tasks([Task(id=str(number), query="?")])
+                command = (sys.executable, "-c", look, url)
+                seen = await asyncio.to_thread(subprocess.check_output, command, text=True)
+                assert int(seen) == number
+                again = await open_store(url)
+                await again.close()
+
+    asyncio.run(scenario())

@@ -307,7 +307,7 @@ def resolve_preset(
             raise ValueError(
                 f"{key} belongs to {', '.join(owners)}; this algorithm is made of "
                 f"{', '.join(f'{k} {n}' for k, n in names.items())}: "
-                f"remove {key}, or choose a entry that has it"
+                f"remove {key}, or choose an entry that has it"
             )
     return Algorithm(
         names["advantage"],

@@ -13,7 +13,9 @@ would go there and back some twenty times. The file is ours if it carries our `a
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine
@@ -76,7 +78,6 @@ _PAUSE_S = 0.02
 _PATIENCE = 0.9
 """Share of a deadline after which SQLite gives up by itself."""
 _URL_PREFIX = "sqlite:///"
-_MAGIC = b"SQLite format 3\0"
 
 
 class _Limit:
@@ -165,8 +166,13 @@ class SQLiteStore(SQLStore):
                 write=True,
             )
             await store._use_write_ahead_log()
-        except BaseException:
+        except BaseException as error:
             await store.close()
+            if _is_no_database(error):
+                raise StoreError(
+                    f"{path} is not a SQLite database: give another path; the file was left as "
+                    "it is"
+                ) from error
             raise
         return store
 
@@ -257,8 +263,11 @@ def _path_of(url: str) -> Path:
 
 
 def _check_file(path: Path, *, create: bool) -> None:
-    """Refuses, without opening it as a database, a path that can't be one; makes the folder of a
-    new one."""
+    """Refuses a path that can't be a database's; makes the folder of a new one.
+
+    The file itself is opened by SQLite alone: whoever else closes it in this process gives up the
+    process's POSIX locks on it, and another process that then closes the store deletes the
+    write-ahead log under those who write (sqlite.org/howtocorrupt.html, 2.2)."""
     try:
         if path.is_dir():
             raise StoreError(
@@ -270,14 +279,16 @@ def _check_file(path: Path, *, create: bool) -> None:
                 raise StoreError(f"no store at {path}: check the path")
             path.parent.mkdir(parents=True, exist_ok=True)
             return
-        with path.open("rb") as file:
-            head = file.read(len(_MAGIC))
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise StoreError(f"the store {path} can't be opened: {error.strerror or error}") from error
-    if head and head != _MAGIC:
-        raise StoreError(
-            f"{path} is not a SQLite database: give another path; the file was left as it is"
-        )
+
+
+def _is_no_database(error: BaseException) -> bool:
+    """Whether SQLite says so."""
+    raised = getattr(error.__cause__, "orig", None)
+    return getattr(raised, "sqlite_errorname", None) == "SQLITE_NOTADB"
 
 
 def _engine(path: Path, timeout_s: float) -> Engine:
