@@ -8,6 +8,16 @@ how to fix it.
 from __future__ import annotations
 
 
+def described(error: BaseException) -> str:
+    """`Kind: message` of anything that a user's code raised, as a text that any database takes."""
+    kind = type(error).__name__
+    try:
+        text = f"{kind}: {error}"
+    except Exception:  # noqa: BLE001 (a user's `__str__` may raise anything)
+        text = f"{kind}: its message can't be shown, since its __str__ raises"
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 class AgentEvoError(Exception):
     """Root of the tree: catching it catches everything raised on purpose."""
 

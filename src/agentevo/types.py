@@ -86,6 +86,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
+QUERY_MESSAGES = "query_messages"
+"""Key of a task's metadata for the chat that its row gave as the query. No column of a row may have
+this name."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How completions are drawn. `temperature=0` is greedy: the log-prob is then that of a point
     mass, 0."""

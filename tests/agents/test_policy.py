@@ -19,7 +19,7 @@ from agentevo.errors import (
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.training.batching.samples import trajectory_rows
-from agentevo.types import Message, SamplingParams, Trajectory
+from agentevo.types import Message, SamplingOverrides, SamplingParams, Trajectory
 
 USER = Message("user", "Take the left coin or the right one.")
 MORE = Message("user", "Go on.")
@@ -415,3 +415,24 @@ def test_an_image_is_refused_where_the_model_reads_text(scripted):
     with pytest.raises(ModelError, match="holds an image"):
         run(policy.generate([{"role": "user", "content": [image]}]))
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stop": "\ud800"},
+        {"stop": ["end", "\ud800"]},
+        {"sampling": {"temperature": float("inf")}},
+        {"sampling": {"temperature": float("nan")}},
+        {"sampling": {"temperature": -1}},
+        {"sampling": {"temperature": 1e300}},
+        {"sampling": SamplingOverrides(temperature=float("inf"))},
+        {"sampling": {"min_p": float("nan")}},
+        {"sampling": {"top_p": float("nan")}},
+    ],
+)
+def test_sampling_that_no_engine_can_draw_by_is_the_callers_mistake(scripted, asked):
+    engine, policy = scripted(["left"])
+    with pytest.raises(BadRequestError, match="sampling of this call"):
+        run(policy.generate([USER], **asked))
+    assert not engine.requests and policy.conversation.broken is None

@@ -3,7 +3,10 @@
 import asyncio
 import time
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
@@ -132,7 +135,7 @@ def test_the_tasks_own_scorer_then_the_list_then_what_was_returned(own_rewards):
     assert (second.reward, second.success) == (pytest.approx(0.35), False)
     assert failed == members[2]
     own = scored(listed, members[:1], task(scorer="fifth"))[0]
-    assert (own.reward, own.success) == (pytest.approx(0.6), True)
+    assert (own.reward, own.success) == (pytest.approx(1.2), True)
     assert scored([], members, task()) == members
     missing = scored([], members, task(), [True, False, True])
     assert [(one.status, one.error) for one in missing] == [
@@ -204,11 +207,19 @@ def test_a_reward_that_fails_fails_its_attempt_only(own_rewards, form, problem):
         assert (good.status, good.reward, good.success) == ("completed", 1.0, True)
 
 
+async def _score_later(self, trajectory, task):
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
         (lambda completion, other: 1.0, "asks for other: it may ask for completion, task"),
         (type("Empty", (), {}), "needs a method `async def score"),
+        (
+            type("Half", (), {"score": _score_later, "score_group": lambda self, own, task: []}),
+            "needs a method `async def score",
+        ),
         (
             type("Odd", (), {"Config": int, "score": lambda self: None}),
             "needs a method `async def score",
@@ -231,6 +242,108 @@ def test_a_score_is_a_number_parts_or_a_score():
     for wrong in (None, "1"):
         with pytest.raises(TypeError, match="it returned"):
             score_of(wrong)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
+def test_numbers_of_numpy_and_torch_become_plain_ones(number):
+    scores = [
+        score_of(number),
+        score_of(Score(number, success=np.bool_(False))),
+        score_of({"a": number}),
+        score_of(Score(0.5, {"a": number}, torch.tensor(False))),
+    ]
+    assert scores == [
+        Score(0.5),
+        Score(0.5, success=False),
+        Score(0.5, {"a": 0.5}),
+        Score(0.5, {"a": 0.5}, False),
+    ]
+    assert all(type(one.value) is float for one in scores)
+    assert msgspec.json.decode(msgspec.json.encode(scores), type=list[Score]) == scores
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (1e308, "its value is 1e"),
+        (Score(-1e31), "numbers go up to 1e"),
+        (Score("0.5"), "its value is '0.5'"),
+        (Score(None), "its value is None"),
+        (Score(1.0, success="yes"), "its success is 'yes'"),
+        (Score(0.5, {1: 0.5}), "has the name 1"),
+        ({"a": None}, "'a' is None"),
+        ({"a\ud800": 1.0}, "half of a surrogate pair"),
+        (10**400, "its value is inf"),
+        (1j, "its value is 1j"),
+    ],
+)
+def test_what_is_no_score_is_refused_and_says_why(wrong, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        score_of(wrong)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("form", [dict, set])
+def test_scores_of_a_group_come_in_a_list(own_rewards, form):
+    @reward("unordered")
+    class Unordered:
+        def __init__(self, config):
+            pass
+
+        async def score_group(self, trajectories, task):
+            return form([(0, 0.1), (1, 0.2)]) if form is dict else {0.1, 0.2}
+
+    for one in scored([RewardConfig(name="unordered")], [said("b", "1"), said("a", "2")], task()):
+        assert one.status == "failed" and f"returned a {form.__name__}: return a list" in one.error
+
+
+def test_what_a_scorer_does_to_an_attempt_changes_nothing(own_rewards):
+    @reward("careless")
+    def careless(trajectory):
+        trajectory.turns[0].messages.clear()
+        trajectory.turns[0].completion_ids[0] = 77
+        trajectory.turns.clear()
+        trajectory.metrics["a"] = 5.0
+        return 1.0
+
+    @reward("careless_group")
+    class Group:
+        def __init__(self, config):
+            pass
+
+        async def score_group(self, trajectories, task):
+            return [careless(one) for one in trajectories]
+
+    given = said("4", metrics={"a": 1.0})
+    for name in ("careless", "careless_group"):
+        (after,) = scored([RewardConfig(name=name)], [given], task())
+        assert (after.turns, after.metrics) == (said("4").turns, {"a": 1.0})
+        assert after.reward == 1.0
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("error", [Unspeakable(), ValueError("cut \ud800 text")])
+def test_whatever_a_scorer_raises_can_be_stored(own_rewards, error):
+    @reward("raises")
+    def raises(completion):
+        raise error
+
+    (failed,) = scored([RewardConfig(name="raises")], [said("4")], task())
+    assert failed.status == "failed" and type(error).__name__ in failed.error
+    failed.error.encode()
+
+
+def test_a_weighted_sum_that_is_too_large_fails_its_attempt(own_rewards):
+    @reward("large")
+    def large(completion):
+        return 1e30
+
+    (failed,) = scored([RewardConfig(name="large", weight=10.0)], [said("4")], task())
+    assert failed.status == "failed" and "the weighted sum of its rewards is 1e+31" in failed.error
 
 
 @pytest.mark.parametrize(
@@ -266,3 +379,5 @@ def test_tasks_without_anybody_to_judge_them_are_refused():
     Scoring([]).check([task(scorer="numeric")], needed=True)
     with pytest.raises(ConfigError, match="tasks: 't': scorer: no reward is called 'nemeric'"):
         Scoring([]).check([task(scorer="nemeric")], needed=False)
+    with pytest.raises(ConfigError, match=r"'t': scorer: format needs options \(pattern\)"):
+        Scoring([]).check([task(scorer="format")], needed=False)

@@ -1,15 +1,20 @@
 """Tasks out of files: every row is a task or is accounted for, and every process reads the same."""
 
+import asyncio
 import json
 
 import pytest
 
+from agentevo.agents.single_turn import SingleTurnAgent
 from agentevo.config import build_config
+from agentevo.config.agents import SingleTurnSection
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError
+from agentevo.data.messages import messages_of
 from agentevo.errors import ConfigError
 from agentevo.rollout.given_tasks import begin_with, check_same_tasks, read_tasks, task_of
 from agentevo.rollout.task_source import TaskSource
+from agentevo.types import Message
 
 
 def lines(path, *rows):
@@ -38,7 +43,7 @@ def rows(count, first=0):
         (
             {"id": "t", "prompt": [{"role": "user", "content": "q"}]},
             {},
-            ("t", "q", None, None, {"messages": [{"role": "user", "content": "q"}]}),
+            ("t", "q", None, None, {"query_messages": [{"role": "user", "content": "q"}]}),
         ),
     ],
 )
@@ -55,7 +60,7 @@ def test_a_row_is_a_task(row, fields, expected):
         ({"query": "q"}, {"answer": "gold"}, "no answer: it has no key gold"),
         ({"query": "  "}, {}, "the query is '  '"),
         ({"query": 3}, {}, "the query is 3"),
-        ({"query": [{"content": "q"}]}, {}, "no chat messages"),
+        ({"query": [{"content": "q"}]}, {}, "no chat messages (message 1 has the role None"),
         ({"query": [{"role": "assistant", "content": "q"}]}, {}, "must end with a message of the"),
         ({"query": "q", "scorer": 3}, {}, "the scorer is 3"),
         ({"query": "q", "id": [1]}, {}, "the id is [1]"),
@@ -65,6 +70,47 @@ def test_a_row_that_is_no_task_says_why(row, fields, expected):
     with pytest.raises(RowError) as caught:
         task_of(row, TaskFields(**fields))
     assert expected in str(caught.value)
+
+
+class Asked:
+    """A policy that remembers what it was asked."""
+
+    async def generate(self, messages):
+        self.messages = messages
+
+
+def asked(row):
+    policy = Asked()
+    agent = SingleTurnAgent(SingleTurnSection(type="single_turn"))
+    asyncio.run(agent.run(task_of(row, TaskFields()), policy))
+    return policy.messages
+
+
+def test_a_rows_own_columns_are_never_the_query():
+    told = [{"role": "user", "content": "What is 2 + 4?"}, {"role": "assistant", "content": "6"}]
+    row = {"prompt": "What is 2 + 4?", "answer": "6", "messages": told}
+    assert asked(row) == [Message("user", "What is 2 + 4?")]
+    assert task_of(row, TaskFields()).metadata == {"messages": told}
+    with pytest.raises(RowError, match="query_messages is reserved"):
+        task_of({"query": "q", "query_messages": told}, TaskFields())
+
+
+def test_a_query_may_be_a_chat_in_openais_form():
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "so"},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+    ]
+    assert task_of({"query": chat}, TaskFields()).query == "Add."
+    assert asked({"query": chat, "messages": []}) == messages_of(chat)
+
+
+@pytest.mark.parametrize("key", ["query", "answer", "id", "scorer", "other", "\ud800"])
+def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path, key):
+    bad = {"query": "q"} | {key: "\ud800"}
+    given = read_tasks(TasksSection(train=lines(tmp_path / "train.jsonl", *rows(2), bad)))
+    assert given.digest and given.reports[0].counts() == {"not_utf8": 1}
 
 
 def test_a_row_without_a_name_is_named_by_its_content():

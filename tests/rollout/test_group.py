@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+import numpy as np
 import pytest
 
 from agentevo.agents import Outcome, Policy
+from agentevo.agents.agent import FunctionAgent
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.rollout.group import Attempt
-from agentevo.types import Message, SamplingParams, Task
+from agentevo.types import Message, SamplingParams, Task, Trajectory
 
 LIMIT_S = 1.0
 ASKED = [Message("user", "Go on.")]
@@ -66,3 +69,91 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat):
         "the episode took longer than agent.timeout_s=1 s",
     )
     assert hangs.duration_s >= 2 * LIMIT_S, "its own second, and the engine's"
+
+
+def played(loaded, chat, scripted_engine, end) -> Trajectory:
+    """An attempt whose agent asks once and then does `end()`."""
+    engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, ["left"])
+
+    async def agent(task, policy):
+        await policy.generate(ASKED)
+        return end()
+
+    async def work():
+        conversation = Conversation(
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=60
+        )
+        attempt = Attempt(
+            FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=60
+        )
+        return await attempt.run(task_id="t", group_id="g", number=0)
+
+    trajectory = asyncio.run(work())
+    told = msgspec.structs.replace(trajectory, turns=[])
+    assert msgspec.json.decode(msgspec.json.encode(told), type=Trajectory) == told
+    return trajectory
+
+
+def test_an_outcome_of_numpy_numbers_is_a_plain_one(loaded, chat, scripted_engine):
+    one = np.float32(1)
+
+    def end():
+        return Outcome(
+            reward=one,
+            success=np.bool_(True),
+            reward_parts={"a": one},
+            turn_rewards={np.int64(0): one},
+            metrics={"b": np.int64(2), "c": one},
+        )
+
+    trajectory = played(loaded, chat, scripted_engine, end)
+    assert (trajectory.status, trajectory.reward, trajectory.success) == ("completed", 1.0, True)
+    assert (trajectory.reward_parts, trajectory.turns[0].reward) == ({"a": 1.0}, 1.0)
+    assert trajectory.metrics == {"b": 2.0, "c": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": "1"}, "reward is '1': give a number"),
+        ({"reward": 1e308}, "reward is 1e+308: numbers go up to 1e+30"),
+        ({"reward": 10**400}, "reward is inf"),
+        ({"metrics": {"a": None}}, "metrics: 'a' is None: give a number"),
+        ({"metrics": None}, "metrics is None: give a mapping"),
+        ({"metrics": {1: 2.0}}, "metrics has the name 1: names are texts"),
+        ({"metrics": {"a\ud800": 1.0}}, "half of a surrogate pair"),
+        ({"metrics": {"a": float("nan")}}, "metrics: 'a' is nan"),
+        ({"success": None}, "success is None: give True or False"),
+        ({"success": "yes"}, "success is 'yes': give True or False"),
+        ({"truncated": "yes"}, "truncated is 'yes': give True or False"),
+        ({"turn_rewards": {"0": 1.0}}, "turn_rewards name a turn '0'"),
+        ({"turn_rewards": {99: 1.0}}, "turn_rewards name the turn 99, but it took 1"),
+        ({"turn_rewards": None}, "turn_rewards is None: give a mapping"),
+    ],
+)
+def test_a_malformed_outcome_fails_its_attempt(loaded, chat, scripted_engine, fields, message):
+    trajectory = played(loaded, chat, scripted_engine, lambda: Outcome(**{"reward": 1.0} | fields))
+    assert (trajectory.status, trajectory.reward, len(trajectory.turns)) == ("failed", 0.0, 1)
+    assert message in trajectory.error
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unspeakable(),
+        ValueError("cut \ud800 text"),
+        GeneratorExit(),
+        BaseExceptionGroup("several", [SystemExit(1)]),
+    ],
+)
+def test_whatever_an_agent_raises_fails_its_attempt_alone(loaded, chat, scripted_engine, error):
+    def end():
+        raise error
+
+    trajectory = played(loaded, chat, scripted_engine, end)
+    assert trajectory.status == "failed" and type(error).__name__ in trajectory.error

@@ -276,7 +276,7 @@ def test_a_reward_that_is_no_number_fails_its_attempt(url, make_service, moving_
             async with serving(make_service(moving_engine(), store, steps=1, agent=NaN())):
                 await until(num_groups(store, 2))
             assert {(s.attempt, s.status, s.error) for s in await store.summaries()} == {
-                (0, "failed", "the agent's reward is nan"),
+                (0, "failed", "ValueError: the agent's reward is nan"),
                 (1, "completed", None),
             }
 

@@ -8,6 +8,7 @@ task's own). A reward of 1 or more counts as success.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -16,6 +17,7 @@ from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async
 from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError
+from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.types import Outcome, Task
 
 AgentFunction: TypeAlias = Callable[[Task, Any], Awaitable[Any]]
@@ -49,23 +51,52 @@ class FunctionAgent:
 
 
 def outcome_of(returned: Any) -> Outcome:
-    """What an agent returned, as a record; see the module. Raises TypeError for anything else."""
+    """What an agent returned, as a record of plain values; see the module. Raises TypeError or
+    ValueError for anything else."""
     if isinstance(returned, Outcome):
-        return returned
+        return _plain(returned)
     if returned is None:
         return Outcome(reward=None)
     if isinstance(returned, Mapping):
-        parts = {str(name): float(value) for name, value in returned.items()}
-        reward = sum(parts.values())
+        parts = named_parts(returned, "the mapping that the agent returned")
+        reward = plain_number(sum(parts.values()), "the agent's reward")
         return Outcome(reward=reward, success=reward >= 1.0, reward_parts=parts)
     try:
-        reward = float(returned)
-    except (TypeError, ValueError):
+        reward = plain_number(returned, "the agent's reward")
+    except TypeError:
         raise TypeError(
             f"the agent returned a {type(returned).__name__}: return a number, a mapping of named "
             "rewards, or an agentevo.Outcome"
         ) from None
     return Outcome(reward=reward, success=reward >= 1.0)
+
+
+def _plain(outcome: Outcome) -> Outcome:
+    reward, turn_rewards = outcome.reward, outcome.turn_rewards
+    if not isinstance(turn_rewards, Mapping):
+        raise TypeError(
+            f"the agent's turn_rewards is {turn_rewards!r}: give a mapping from turns to rewards"
+        )
+    return Outcome(
+        reward=None if reward is None else plain_number(reward, "the agent's reward"),
+        success=plain_bool(outcome.success, "the agent's success"),
+        reward_parts=plain_numbers(outcome.reward_parts, "the agent's reward_parts"),
+        turn_rewards={
+            _turn(turn): plain_number(reward, f"the agent's reward of turn {turn!r}")
+            for turn, reward in turn_rewards.items()
+        },
+        truncated=plain_bool(outcome.truncated, "the agent's truncated"),
+        metrics=plain_numbers(outcome.metrics, "the agent's metrics"),
+    )
+
+
+def _turn(turn: Any) -> int:
+    try:
+        return operator.index(turn)
+    except TypeError:
+        raise TypeError(
+            f"the agent's turn_rewards name a turn {turn!r}: turns have numbers, `reply.turn`"
+        ) from None
 
 
 def make_agent(section: AgentSection, make_environment: Callable[[], TextEnvironment]) -> Agent:

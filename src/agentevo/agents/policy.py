@@ -13,6 +13,7 @@ import msgspec
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError
 from agentevo.inference.conversation import Conversation
+from agentevo.rewards.returned import LARGEST
 from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.types import Message, SamplingOverrides, Turn
 
@@ -139,7 +140,18 @@ def _overrides(
     if stop is not None:
         given["stop_strings"] = [stop] if isinstance(stop, str) else list(stop)
     try:
-        return msgspec.convert(given, SamplingOverrides) if given else None
-    except msgspec.ValidationError as error:
+        overrides = msgspec.convert(given, SamplingOverrides) if given else None
+        for name, value in (overrides.given() if overrides is not None else {}).items():
+            _check_override(name, value)
+        return overrides
+    except (msgspec.ValidationError, ValueError) as error:
         fields = ", ".join(SamplingOverrides.__struct_fields__)
         raise BadRequestError(f"sampling of this call: {error}; it takes {fields}") from error
+
+
+def _check_override(name: str, value: Any) -> None:
+    """Raises ValueError for what the types of SamplingOverrides let pass and no engine can use."""
+    if isinstance(value, float) and not abs(value) <= LARGEST:
+        raise ValueError(f"{name} is {value}: give a finite number")
+    for text in value if name == "stop_strings" else ():
+        text.encode()  # a UnicodeEncodeError for half of a surrogate pair

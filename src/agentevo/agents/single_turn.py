@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from agentevo.agents.policy import Policy
 from agentevo.config.agents import SingleTurnSection, agents
-from agentevo.types import Message, Task
+from agentevo.data.messages import messages_of
+from agentevo.types import QUERY_MESSAGES, Message, Task
 
 
 @agents.register("single_turn")
@@ -26,14 +23,10 @@ class SingleTurnAgent:
 
     def _messages(self, task: Task) -> list[Message]:
         """The conversation up to the reply: the query, or the chat that the row gave."""
-        given = task.metadata.get("messages")
-        chat = _conversation(given) if given else [Message("user", task.query or "")]
+        given = task.metadata.get(QUERY_MESSAGES)
+        chat = messages_of(given) if given else [Message("user", task.query or "")]
         if self._section.instruction is not None and chat[-1].role == "user":
             chat[-1] = Message("user", f"{chat[-1].content}\n{self._section.instruction}")
         if self._section.system_prompt is not None and chat[0].role != "system":
             chat.insert(0, Message("system", self._section.system_prompt))
         return chat
-
-
-def _conversation(given: Any) -> list[Message]:
-    return msgspec.convert(given, list[Message])

@@ -64,7 +64,7 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Co
                     "unknown_form",
                     f"a {type(row.value).__name__}, not an object with keys such as messages",
                 )
-            _check_text(row.value)
+            check_text(row.value)
             if form == "auto":
                 form = _detect(row.value)
             yield _CONVERT[form](row.where, row.value)
@@ -316,7 +316,7 @@ def _json(text: Any, what: str, reason: str) -> Any:
         raise RowError(reason, f"{what}: is not JSON ({error})") from error
 
 
-def _check_text(value: Any) -> None:
+def check_text(value: Any) -> None:
     """Half of a character pair (`\\ud83d` alone, from a text cut in the middle) is no text that any
     tokenizer takes."""
     if isinstance(value, str):
@@ -330,8 +330,8 @@ def _check_text(value: Any) -> None:
             ) from error
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_text(key)
-            _check_text(item)
+            check_text(key)
+            check_text(item)
     elif isinstance(value, list):
         for item in value:
-            _check_text(item)
+            check_text(item)

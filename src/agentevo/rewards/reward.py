@@ -23,6 +23,7 @@ import pydantic
 
 from agentevo.errors import ConfigError
 from agentevo.registry import Registry
+from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
 
 R = TypeVar("R")
@@ -112,8 +113,10 @@ def check_reward(name: str, item: Any) -> None:
                 f"{', '.join(PARAMETERS)}, as in `def reward(completion, task) -> float`"
             )
         return
-    methods = [getattr(item, method, None) for method in ("score", "score_group")]
-    if not any(inspect.iscoroutinefunction(method) for method in methods):
+    methods = [
+        getattr(item, method) for method in ("score", "score_group") if hasattr(item, method)
+    ]
+    if not methods or not all(inspect.iscoroutinefunction(method) for method in methods):
         raise ConfigError(
             f"the reward {name!r} needs a method `async def score(self, trajectory, task)` or "
             f"`async def score_group(self, trajectories, task)` in {item.__name__}"
@@ -183,18 +186,24 @@ def text_of(content: Any) -> str:
 
 
 def score_of(returned: Any) -> Score:
-    """What a reward returned, as a record. Raises TypeError for anything else."""
+    """What a reward returned, as a record of plain values. Raises TypeError or ValueError for
+    anything else."""
     if isinstance(returned, Score):
-        return returned
+        success = returned.success
+        return Score(
+            plain_number(returned.value, "its value"),
+            plain_numbers(returned.parts, "its parts"),
+            None if success is None else plain_bool(success, "its success"),
+        )
     if isinstance(returned, Mapping):
-        parts = {str(name): float(value) for name, value in returned.items()}
-        return Score(sum(parts.values()), parts)
+        parts = named_parts(returned, "the mapping that it returned")
+        return Score(plain_number(sum(parts.values()), "its value"), parts)
     if returned is None or isinstance(returned, str):
         raise TypeError(
             f"it returned {returned!r}: return a number, a mapping of named parts, or an "
             "agentevo.Score"
         )
-    return Score(float(returned))
+    return Score(plain_number(returned, "its value"))
 
 
 def _asked_for(function: Any) -> list[str]:

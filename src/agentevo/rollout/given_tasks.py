@@ -21,9 +21,11 @@ import msgspec
 from agentevo.config import RunConfig
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
+from agentevo.data.conversation import check_text
+from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
-from agentevo.errors import ConfigError
-from agentevo.types import Message, Task
+from agentevo.errors import BadRequestError, ConfigError
+from agentevo.types import QUERY_MESSAGES, Task
 
 QUERY_KEYS = ("query", "question", "prompt", "problem", "instruction")
 ANSWER_KEYS = ("answer", "solution", "target", "ground_truth")
@@ -98,6 +100,12 @@ def task_of(row: Any, fields: TaskFields) -> Task:
         raise row
     if not isinstance(row, dict):
         raise RowError("unknown_form", f"a {type(row).__name__}: a task is an object with keys")
+    check_text(row)
+    if QUERY_MESSAGES in row:
+        raise RowError(
+            "unknown_form",
+            f"the key {QUERY_MESSAGES} is reserved for a query that is a chat: rename the column",
+        )
     rest = dict(row)
     query = _take(rest, fields.query, QUERY_KEYS, "query", needed=True)
     answer = _take(rest, fields.answer, ANSWER_KEYS, "answer")
@@ -105,7 +113,7 @@ def task_of(row: Any, fields: TaskFields) -> Task:
     scorer = _take(rest, fields.scorer, SCORER_KEYS, "scorer")
     metadata = rest
     if isinstance(query, list):
-        metadata = {**rest, "messages": query}
+        metadata = {**rest, QUERY_MESSAGES: query}
         query = _last_text(query)
     if not isinstance(query, str) or not query.strip():
         raise RowError("empty", f"the query is {query!r}: it must be a text that is not empty")
@@ -148,8 +156,8 @@ def _take(
 def _last_text(messages: list[Any]) -> str:
     """What the user says last in a list of chat messages. Raises RowError for another list."""
     try:
-        chat = msgspec.convert(messages, list[Message])
-    except msgspec.ValidationError as error:
+        chat = messages_of(messages)
+    except BadRequestError as error:
         raise RowError(
             "unknown_form", f"the query is a list, but no chat messages ({error})"
         ) from error

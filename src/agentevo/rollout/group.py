@@ -9,15 +9,15 @@ are broken off, and nothing of it may be written.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from agentevo.agents.agent import Agent
+from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
-from agentevo.errors import AgentEvoError
+from agentevo.errors import AgentEvoError, described
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Outcome, Status, Task, Trajectory
 
@@ -156,20 +156,25 @@ class Attempt:
             return nothing, "failed", "CancelledError: the agent cancelled itself"
         error = playing.exception()
         if error is None:
-            return _checked(playing.result())
-        if not isinstance(error, Exception):
+            try:
+                return self._checked(playing.result()), "completed", None
+            except Exception as problem:  # noqa: BLE001 (what a user's objects raise)
+                return nothing, "failed", described(problem)
+        if isinstance(error, KeyboardInterrupt):
             raise error
-        return nothing, "failed", f"{type(error).__name__}: {error}"
+        return nothing, "failed", described(error)
 
-
-def _checked(outcome: Outcome) -> tuple[Outcome, Status, str | None]:
-    """An outcome that is no number can't be stored, averaged or trained on."""
-    numbers = {"reward": outcome.reward or 0.0, **outcome.reward_parts, **outcome.metrics}
-    numbers |= {f"reward of turn {turn}": reward for turn, reward in outcome.turn_rewards.items()}
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            return Outcome(reward=0.0, success=False), "failed", f"the agent's {name} is {value}"
-    return outcome, "completed", None
+    def _checked(self, returned: Any) -> Outcome:
+        """What can be stored, averaged and trained on. Raises TypeError or ValueError for anything
+        else."""
+        outcome = outcome_of(returned)
+        unknown = outcome.turn_rewards.keys() - {turn.index for turn in self.policy.turns}
+        if unknown:
+            raise ValueError(
+                f"the agent's turn_rewards name the turn {min(unknown)}, but it took "
+                f"{len(self.policy.turns)}: the first is 0"
+            )
+        return outcome
 
 
 class Group:

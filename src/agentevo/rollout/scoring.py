@@ -3,6 +3,8 @@
 
     reward = sum of weight * score over the list;  success is what the list's first reward says
 
+A task's own scorer has the weight 1.
+
 A scorer that raises, is late or returns no number costs its attempt, which becomes a failed one
 with the reason: nothing counts as 0 because it could not be judged.
 """
@@ -11,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
+import pydantic
 from msgspec.structs import replace
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.errors import AgentEvoError, ConfigError, described
 from agentevo.rewards import RewardConfig, Score, make_reward
+from agentevo.rewards.returned import plain_number
 from agentevo.rewards.reward import call_function, reward_config, score_of
 from agentevo.store.call_log import AttemptCalls
-from agentevo.types import Task, Trajectory
+from agentevo.types import TURN_COLUMNS, Task, Trajectory
 
 Calls = Mapping[str, AttemptCalls]
 """Trajectory id -> where its calls are recorded. Of one that is absent none is."""
@@ -69,24 +72,33 @@ class NamedReward:
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls
     ) -> Score | ScorerFailure:
+        own = _copied(trajectory)
+
         async def work() -> Score:
             with self._recorded([trajectory], calls):
                 return await judge()
 
         async def judge() -> Score:
             if hasattr(self._item, "score"):
-                return _finite(score_of(await self._item.score(trajectory, task)))
-            return _finite(score_of(await self._call(call_function(self._item, trajectory, task))))
+                return score_of(await self._item.score(own, task))
+            return score_of(await self._call(call_function(self._item, own, task)))
 
         return await self._within_limit(work)
 
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
+        own = [_copied(one) for one in trajectories]
+
         async def work() -> list[Score]:
             with self._recorded(trajectories, calls):
-                returned = await self._item.score_group(list(trajectories), task)
-            scores = [_finite(score_of(one)) for one in returned]
+                returned = await self._item.score_group(own, task)
+            if isinstance(returned, Mapping | Set):
+                raise TypeError(
+                    f"score_group returned a {type(returned).__name__}: return a list with the "
+                    "scores of the attempts in their order"
+                )
+            scores = [score_of(one) for one in returned]
             if len(scores) != len(trajectories):
                 raise ValueError(f"{len(scores)} scores for {len(trajectories)} attempts")
             return scores
@@ -117,9 +129,10 @@ class NamedReward:
         if working.done() and not working.cancelled() and (error := working.exception()) is None:
             return working.result()
         late = not working.done() or working.cancelled()
-        what = (
-            f"no score within timeout_s={limit:g} s" if late else f"{type(error).__name__}: {error}"
-        )
+        if late or error is None:
+            what = f"no score within timeout_s={limit:g} s"
+        else:
+            what = described(error)
         return ScorerFailure(f"the reward {self.config.name!r} failed: {what}")
 
 
@@ -131,11 +144,22 @@ async def _guarded(work: Callable[[], Any]) -> Any:
         raise AgentEvoError(f"SystemExit({error.code!r})") from error
 
 
-def _finite(score: Score) -> Score:
-    for name, value in {"value": score.value, **score.parts}.items():
-        if not math.isfinite(value):
-            raise ValueError(f"its {name} is {value}")
-    return score
+def _copied(trajectory: Trajectory) -> Trajectory:
+    """A scorer's own copy: what it does to it changes nothing that is stored or trained."""
+    turns = [
+        replace(
+            turn,
+            messages=list(turn.messages),
+            **{column: getattr(turn, column)[:] for column in TURN_COLUMNS},
+        )
+        for turn in trajectory.turns
+    ]
+    return replace(
+        trajectory,
+        turns=turns,
+        reward_parts=dict(trajectory.reward_parts),
+        metrics=dict(trajectory.metrics),
+    )
 
 
 class Scoring:
@@ -169,7 +193,16 @@ class Scoring:
         if name is None:
             return self._configured
         if name not in self._named:
-            self._named[name] = NamedReward(reward_config(name)(name=name))
+            options = reward_config(name)
+            try:
+                config = options(name=name)
+            except pydantic.ValidationError as error:
+                missing = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+                raise ConfigError(
+                    f"{name} needs options ({missing}), and a row can't give any: list it in the "
+                    "recipe, rewards=[{name: " + name + ", ...}]"
+                ) from error
+            self._named[name] = NamedReward(config)
         return [self._named[name]]
 
     async def score(
@@ -189,10 +222,12 @@ class Scoring:
                 _failed(one, NO_REWARD) if missing and one.status == "completed" else one
                 for one, missing in zip(trajectories, unrewarded, strict=True)
             ]
+        own = task.scorer is not None  # judged by that reward alone, whatever it weighs in the list
+        weights = [1.0 if own else reward.config.weight for reward in rewards]
         columns = [await reward.scores(judged, task, calls) for reward in rewards] if judged else []
         rows = {one.id: list(row) for one, *row in zip(judged, *columns, strict=True)}
         return [
-            _with_scores(one, rewards, rows[one.id]) if one.id in rows else one
+            _with_scores(one, rewards, weights, rows[one.id]) if one.id in rows else one
             for one in trajectories
         ]
 
@@ -210,19 +245,27 @@ def _failed(trajectory: Trajectory, error: str) -> Trajectory:
 
 
 def _with_scores(
-    trajectory: Trajectory, rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
+    trajectory: Trajectory,
+    rewards: Sequence[NamedReward],
+    weights: Sequence[float],
+    scores: Sequence[Score | ScorerFailure],
 ) -> Trajectory:
     failures = [str(score) for score in scores if isinstance(score, ScorerFailure)]
     if failures:
         return _failed(trajectory, "; ".join(failures))
     parts: dict[str, float] = {}
     success = False
-    for index, (reward, score) in enumerate(zip(rewards, scores, strict=True)):
+    for index, (reward, weight, score) in enumerate(zip(rewards, weights, scores, strict=True)):
         assert isinstance(score, Score)
         if index == 0:
             success = score.is_success
-        weight, name = reward.config.weight, reward.config.name
+        name = reward.config.name
         own = {f"{name}/{part}": value for part, value in score.parts.items()}
         for part, value in (own or {name: score.value}).items():
             parts[part] = parts.get(part, 0.0) + weight * value
-    return replace(trajectory, reward=sum(parts.values()), reward_parts=parts, success=success)
+    total = sum(parts.values())
+    try:
+        plain_number(total, "the weighted sum of its rewards")
+    except ValueError as error:
+        return _failed(trajectory, described(error))
+    return replace(trajectory, reward=total, reward_parts=parts, success=success)

@@ -31,7 +31,12 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Self
 
-from agentevo.errors import AgentEvoError, DeadlineExceededError, StoreUnavailableError
+from agentevo.errors import (
+    AgentEvoError,
+    DeadlineExceededError,
+    StoreUnavailableError,
+    described,
+)
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
 from agentevo.types import Call, Status
@@ -334,7 +339,7 @@ class RunningCall:
         elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self.end("cancelled", None)
         else:
-            self.end("failed", f"{type(error).__name__}: {error}")
+            self.end("failed", described(error))
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
