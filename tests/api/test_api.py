@@ -13,8 +13,10 @@ import pytest
 import agentevo
 from agentevo.api import checked_tasks, resolve
 from agentevo.config import build_config
+from agentevo.config.tasks import TaskFields
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.rollout.given_tasks import task_of
 from agentevo.types import Baselines, Task
 
 
@@ -135,7 +137,11 @@ def test_a_section_object_changes_only_what_it_sets():
 @pytest.mark.parametrize(
     ("given", "options", "expected"),
     [
-        ("test_lam", {}, "'test_lam' is no recipe and no environment: did you mean 'test_lamp'?"),
+        (
+            "test_lam",
+            {},
+            "'test_lam' is no recipe, no environment and no agent: did you mean 'test_lamp'?",
+        ),
         ("missing.yaml", {}, "recipe missing.yaml: no such file"),
         (len, {}, "the agent 'len' must be async"),
         (7, {}, "can't train a int"),
@@ -192,6 +198,52 @@ def test_a_notebook_cell_may_define_its_environment_again():
     assert environments.get("test_lamp") is again
 
 
+def test_mappings_are_read_as_rows_of_a_file_are():
+    rows = [{"id": "0", "question": "x0", "solution": "2", "level": 3}, {"prompt": "y"}]
+    first, second = checked_tasks(rows, think) or []
+    assert first == Task(id="0", query="x0", answer="2", metadata={"level": 3})
+    assert second == task_of(rows[1], TaskFields()) and second.query == "y"
+
+
+def test_an_agent_is_registered_by_an_import_or_given_as_its_class(tmp_path):
+    name = f"agent_{tmp_path.name}"
+    Path("by_file.py").write_text(
+        f"import agentevo\n@agentevo.agent({name!r})\nasync def run(task, policy): return 1.0\n"
+    )
+    Path("tasks.jsonl").write_text('{"query": "x"}\n')
+    tasks = {"train": "tasks.jsonl"}
+    with pytest.raises(UnknownNameError, match=r"agents: .*single_turn.*import=\[") as caught:
+        resolve(name, tasks=tasks)
+    assert "\n" not in str(caught.value)
+    config, _ = resolve(name, tasks=tasks, overrides=["import=[./by_file.py]"])
+    assert config.agent.type == name
+
+    class Player:
+        async def run(self, task, policy):
+            return 1.0
+
+    with pytest.raises(ConfigError, match="Player is not registered: put @agentevo"):
+        resolve(Player, tasks=tasks)
+    agentevo.agent(f"player_{tmp_path.name}")(Player)
+    assert resolve(Player, tasks=tasks)[0].agent.type == f"player_{tmp_path.name}"
+
+
+def test_a_run_with_reward_functions_is_opened_again_by_passing_them(tmp_path):
+    def right_again(completion, answer) -> float:
+        return float(completion == answer)
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(
+        "agent: {type: function}\nrewards: [{name: right_again, weight: 2}]\n"
+    )
+    given = {"agent": think, "tasks": [Task(id="a", query="?")]}
+    with pytest.raises(ConfigError, match=r"right_again.*import=\[.*passed first"):
+        agentevo.load_run(folder, **given)
+    run = agentevo.load_run(folder, **given, rewards=[right_again])
+    assert run.config.rewards[0].weight == 2
+
+
 def test_tasks_of_an_agent_function():
     task = Task(id="a", query="1+1?", answer="2")
     assert checked_tasks([task, {"id": "b", "query": "2+2?"}], think) == [
@@ -207,8 +259,12 @@ def test_tasks_of_an_agent_function():
         (None, think, "an agent function needs them"),
         ([], think, "an agent function needs them"),
         ([], None, "no tasks"),
-        ([{"query": "no id"}], think, r"tasks\[0\]: Object missing required field `id`"),
-        ([{"id": "a"}, {"id": "a"}], think, "the id 'a' is there 2 times"),
+        ([{"id": "no query"}], think, r"tasks\[0\]: no query: "),
+        (
+            [{"id": "a", "query": "?"}, {"id": "a", "query": "!"}],
+            think,
+            "the id 'a' is there 2 times",
+        ),
     ],
 )
 def test_wrong_tasks(tasks, agent, expected):

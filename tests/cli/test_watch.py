@@ -10,10 +10,10 @@ from agentevo.store import open_store
 from agentevo.store.call_log import AttemptCalls, call_log
 
 
-def play(url: str, playing: threading.Event, end: threading.Event) -> None:
+def play(url: str, playing: threading.Event, end: threading.Event, name: str) -> None:
     async def scenario() -> None:
         async with await open_store(url), call_log(url) as log:
-            calls = AttemptCalls(log, "task/train@1#0")
+            calls = AttemptCalls(log, name)
             with calls.attempt("Player"):
                 with calls.call("tool", "over", results=2):
                     pass
@@ -29,8 +29,11 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
     playing, end = threading.Event(), threading.Event()
-    player = threading.Thread(
-        target=play, args=(f"sqlite:///{folder / 'store.sqlite'}", playing, end)
+    player, other = (
+        threading.Thread(
+            target=play, args=(f"sqlite:///{folder / 'store.sqlite'}", playing, end, name)
+        )
+        for name in ("task/train@1#0", "task/train@1#1")
     )
     player.start()
     try:
@@ -43,9 +46,18 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
         assert "task/train@1#0" in out and "tool search" in out, out
         out = agentevo("trajectories", "watch", str(folder), "task", "--once").out
         assert "  tool over" in out and "results=2" in out and "running" in out
+        other.start()
+        for _ in range(300):
+            code, out, _ = agentevo("trajectories", "watch", str(folder), "task", "--once")
+            if "2 attempts begin with 'task'" in out:
+                break
+            end.wait(0.1)
+        assert code == 0 and "\ntask/train@1#0\ntask/train@1#1\n" in out, out
     finally:
         end.set()
         player.join()
+        if other.ident is not None:
+            other.join()
     code, out, _ = agentevo("trajectories", "watch", str(folder), "task/train@1#0")
     assert code == 0 and "attempt Player" in out and "running" not in out, "it ends by itself"
     assert "nothing is running" in agentevo("trajectories", "watch", str(folder), "--once").out

@@ -15,12 +15,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import msgspec
 import pydantic
 
 from agentevo.config import RunConfig, build_config, sources, to_tree
-from agentevo.config.agents import agent_names
+from agentevo.config.agents import agent_names, agents
+from agentevo.config.imports import OF_YOUR_OWN, import_all
 from agentevo.config.other_preset import kept_keys
+from agentevo.config.tasks import TaskFields
+from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import nearest
@@ -66,7 +68,7 @@ def train(
     """Trains, and returns the finished run.
 
     `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or
-    object), the name of a registered agent, or an async agent function. Agents need `tasks`: a
+    object), a registered agent (name or class), or an async agent function. Agents need `tasks`: a
     list, a file or dataset, or the section as a mapping. `rewards` are names, options, or functions
     `def reward(completion, task) -> float`. `model` and `algorithm` are names or whole sections;
     None leaves the recipe's, or the defaults. Every other section of the configuration is an option
@@ -145,13 +147,17 @@ def load_run(
     *,
     agent: AgentFunction | None = None,
     tasks: Sequence[Task | Mapping[str, Any]] | None = None,
+    rewards: Sequence[Reward] = (),
     overrides: Sequence[str] = (),
 ) -> Run:
     """A run that was trained earlier, from its folder. What its configuration names is found again
-    (files under `import` too); an agent function and a list of tasks that a program gave are given
-    again, and what it registered itself is registered first."""
+    (files under `import` too); an agent function, a list of tasks and reward functions that a
+    program gave are given again, and what it registered itself is registered first. The options
+    of the rewards are those of the run."""
     from agentevo.api.run import Run
 
+    for given in rewards:
+        _named_reward(given)
     config = run_config(Path(run_dir), overrides)
     needs_tasks = agent if not config.tasks.given else None
     return Run(config, agent=agent, tasks=checked_tasks(tasks, needs_tasks))
@@ -174,10 +180,12 @@ def resolve(
         for key, value in {**sections, **named}.items()
         if value is not None
     }
-    given, name, agent = _starting_point(agent_or_env)
     folder = None
     if isinstance(agent_or_env, (str, Path)) and Path(agent_or_env).suffix in {".yaml", ".yml"}:
         folder = Path(agent_or_env).parent  # where its imports and files are
+    else:  # the name may be one that the import registers
+        import_all(options, overrides, where="agentevo.train", folder=Path.cwd())
+    given, name, agent = _starting_point(agent_or_env)
     try:
         tree = sources.overlay(given, options)
     except ConfigError as error:
@@ -218,6 +226,14 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
             str(getattr(given, "__name__", type(given).__name__)).strip("<>"),
             cast(AgentFunction, given),
         )
+    if inspect.isclass(given):
+        registered = agents.name_of(given)
+        if registered is None:
+            raise ConfigError(
+                f"agentevo.train: {given.__name__} is not registered: put "
+                f'@agentevo.agent("{given.__name__.lower()}") before the class of an agent'
+            )
+        return {"agent": {"type": registered}}, registered, None
     if callable(given):
         raise ConfigError(
             f"agentevo.train: the agent {getattr(given, '__name__', given)!r} must be async: "
@@ -225,7 +241,8 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
         )
     raise ConfigError(
         f"agentevo.train: can't train a {type(given).__name__}: "
-        "give a recipe, an environment (name, options, class), or an async agent function"
+        "give a recipe, an environment (name, options, class), a registered agent (name, class), "
+        "or an async agent function"
     )
 
 
@@ -239,11 +256,12 @@ def _named(name: str) -> tuple[dict[str, Any], str, None]:
         return {"environment": {"type": name}}, name, None
     if name in agent_names():
         return {"agent": {"type": name}}, name, None
-    guess = nearest(name, [*recipes, *known])
+    guess = nearest(name, [*recipes, *known, *agent_names()])
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
         f"agentevo.train: {name!r} is no recipe, no environment and no agent: {hint}recipes: "
-        f"{', '.join(recipes)}; environments: {', '.join(known)}"
+        f"{', '.join(recipes)}; environments: {', '.join(known)}; agents: "
+        f"{', '.join(agent_names())}{OF_YOUR_OWN}"
     )
 
 
@@ -300,8 +318,10 @@ def _plain(value: Option, *, named: bool) -> Any:
 def checked_tasks(
     tasks: Sequence[Task | Mapping[str, Any]] | None, agent: AgentFunction | None
 ) -> list[Task] | None:
-    """Tasks as records. Raises `ConfigError`: none for an agent function, a mapping that is no
-    task, an id twice."""
+    """Tasks as records; a mapping is read as a row of a file is. Raises `ConfigError`: none for an
+    agent function, a mapping that is no task, an id twice."""
+    from agentevo.rollout.given_tasks import task_of
+
     if not tasks:
         if agent is not None or tasks is not None:
             example = "tasks=[agentevo.Task(id='1', query='2+2?', answer='4')]"
@@ -309,16 +329,17 @@ def checked_tasks(
                 f"agentevo.train: no tasks: an agent function needs them, for example {example}"
             )
         return None
-    found: list[Task] = []
+    checked: list[Task] = []
     for index, task in enumerate(tasks):
+        row = dict(task) if isinstance(task, Mapping) else task
         try:
-            found.append(task if isinstance(task, Task) else msgspec.convert(task, Task))
-        except msgspec.ValidationError as error:
+            checked.append(row if isinstance(row, Task) else task_of(row, TaskFields()))
+        except RowError as error:
             raise ConfigError(f"agentevo.train: tasks[{index}]: {error}") from error
-    task_id, times = Counter(task.id for task in found).most_common(1)[0]
+    task_id, times = Counter(task.id for task in checked).most_common(1)[0]
     if times > 1:
         raise ConfigError(
             f"agentevo.train: tasks: the id {task_id!r} is there {times} times: give each task "
             "an id of its own"
         )
-    return found
+    return checked

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
 
+MAX_LISTED = 40
+"""Ids in one list of those that begin alike."""
+
 trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
 
 
@@ -93,16 +96,29 @@ def _choose(
 
 def _only_match(names: Iterable[str], wanted: str, run_dir: Path) -> str:
     """The name that is `wanted`, or the only one that begins so."""
-    names = list(names)
-    matches = [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
+    matches = _matches(names, wanted)
     if len(matches) == 1:
         return matches[0]
-    many = (
-        f"{len(matches)} begin so, the first is {matches[0]}"
-        if matches
-        else f"`agentevo trajectories show {run_dir}` shows the newest"
+    if matches:
+        shown = "\n".join(_some(matches))
+        raise UnknownNameError(
+            f"{run_dir}: {len(matches)} ids begin with {wanted!r}: give more of one:\n{shown}"
+        )
+    raise UnknownNameError(
+        f"{run_dir}: no trajectory is called {wanted!r}: `agentevo trajectories show {run_dir}` "
+        "shows the newest"
     )
-    raise UnknownNameError(f"{run_dir}: no trajectory is called {wanted!r}: {many}")
+
+
+def _matches(names: Iterable[str], wanted: str) -> list[str]:
+    """The name that is `wanted`, or all that begin so."""
+    names = list(names)
+    return [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    rest = len(names) - MAX_LISTED
+    return [*names[:MAX_LISTED], *([f"and {rest} more"] if rest > 0 else [])]
 
 
 @trajectories.command("watch")
@@ -158,6 +174,10 @@ async def _attempt_picture(
     if not calls:
         running = {stored.call.trajectory_id async for stored in store.calls(state="running")}
         names = running | {summary.id for summary in await store.summaries()}
+        matches = _matches(sorted(names, key=lambda name: name not in running), trajectory_id)
+        if len(matches) > 1:
+            title = f"{len(matches)} attempts begin with {trajectory_id!r}, those that run first:"
+            return [title, *_some(matches)], False
         trajectory_id = _only_match(names, trajectory_id, run_dir)
         calls = [stored async for stored in store.calls(trajectory_id=trajectory_id)]
     lines = tree_lines(calls, time.time()) or ["no calls were recorded of this attempt"]

@@ -25,8 +25,13 @@ from agentevo.config import sources
 from agentevo.errors import ConfigError
 
 KEY = "import"
+OF_YOUR_OWN = (
+    "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
+)
+"""What a refusal of an unknown agent, environment or reward says at its end."""
 SHOWN_FRAMES = 3
 """Innermost places of the user's code that are shown when it raises."""
+_PACKAGE = Path(__file__).parents[1]
 
 
 def import_all(
@@ -132,14 +137,15 @@ def _executed(entry: str, work: Callable[[], object]) -> None:
 
 
 def _shown(error: BaseException) -> str:
-    """The end of the traceback, without the import machinery and this module."""
+    """The end of the traceback, without the import machinery and AgentEvo's own places."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<frozen importlib")
-        and frame.filename not in (__file__, importlib.__file__)
+        and frame.filename != importlib.__file__
+        and not Path(frame.filename).is_relative_to(_PACKAGE)
     ]
     places = traceback.format_list(frames[-SHOWN_FRAMES:])
     return "".join([*places, *traceback.format_exception_only(error)]).rstrip()

@@ -35,7 +35,7 @@ from agentevo.config.agents import (
 )
 from agentevo.config.algorithm import AlgorithmSection, algorithm_contradictions
 from agentevo.config.collect import collect_contradictions
-from agentevo.config.imports import import_all
+from agentevo.config.imports import OF_YOUR_OWN, import_all
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.preference import preference_contradictions
@@ -388,7 +388,8 @@ def _read_variant(
         guess = nearest(kind, known) if isinstance(kind, str) else None
         what = "missing" if "type" not in given else f"got {kind!r}"
         hint = f" did you mean {guess}?" if guess else ""
-        return None, [], f"{section}.type: {what};{hint} choose one of {', '.join(known)}"
+        choice = f"choose one of {', '.join(known)}{OF_YOUR_OWN if 'type' in given else ''}"
+        return None, [], f"{section}.type: {what};{hint} {choice}"
     try:
         return models[kind].model_validate(given), [], None
     except pydantic.ValidationError as error:

@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 from pydantic_core import ErrorDetails
 
+from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.registry import nearest
 from agentevo.rewards import RewardConfig, rewards
 from agentevo.rewards.reward import reward_config
@@ -32,7 +33,8 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             guess = nearest(name, known) if isinstance(name, str) else None
             hint = f" did you mean {guess}?" if guess else ""
             what = "missing" if "name" not in options else f"got {name!r}"
-            lines.append(f"{place}.name: {what};{hint} choose one of {', '.join(known)}")
+            choice = f"choose one of {', '.join(known)}{OF_YOUR_OWN if 'name' in options else ''}"
+            lines.append(f"{place}.name: {what};{hint} {choice}")
             continue
         model = reward_config(name)
         try:
