@@ -174,7 +174,9 @@ async def _attempt_picture(
     if not calls:
         running = {stored.call.trajectory_id async for stored in store.calls(state="running")}
         names = running | {summary.id for summary in await store.summaries()}
-        matches = _matches(sorted(names, key=lambda name: name not in running), trajectory_id)
+        matches = _matches(
+            sorted(names, key=lambda name: (name not in running, name)), trajectory_id
+        )
         if len(matches) > 1:
             title = f"{len(matches)} attempts begin with {trajectory_id!r}, those that run first:"
             return [title, *_some(matches)], False
