@@ -1,7 +1,7 @@
 """Attention over a token tree on a GPU: PyTorch's FlexAttention under a block mask that is made
 from the tree, not from all pairs of nodes.
 
-Node k is seen by node q exactly when k <= q < ends[k] (training/batching/tree.py), so a block of keys is
+Node k is seen by node q exactly when k <= q < ends[k] (training/tree.py), so a block of keys is
 seen by some query of a later block if the largest of its ends lies beyond that block's first query,
 and by all of them if the smallest lies beyond its last. 128K nodes are 1,024 blocks; their mask is
 a few numpy operations on 1,024 x 1,024 numbers.
