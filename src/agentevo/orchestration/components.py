@@ -110,6 +110,19 @@ def make_environment(config: RunConfig) -> TextEnvironment:
     return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
 
 
+def check_solver(config: RunConfig, who_asks: str) -> None:
+    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy."""
+    environment = make_environment(config)
+    seed = environment_seed(config.run.seed, "demonstration", 0)
+    try:
+        shown = demonstrate(environment, seed, config.environment_agent, random_rate=0.0)
+    finally:
+        environment.close()
+    if shown is None:
+        kind = type(environment).__name__
+        raise ConfigError(f"environment {kind} has no solver, which {who_asks}")
+
+
 def _corpus(config: RunConfig) -> Iterable[str]:
     """Texts that hold every word of the environment's conversations, or of the tasks' queries and
     answers, for the word tokenizer."""

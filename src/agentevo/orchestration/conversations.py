@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentevo.agents.environment_agent import demonstrate
 from agentevo.config import RunConfig, check_sft
 from agentevo.data import RowError, RowReport, check_source, read_conversations
 from agentevo.errors import ConfigError
@@ -23,9 +22,8 @@ from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import solver_samples
 from agentevo.orchestration.collect import Collected
-from agentevo.orchestration.components import make_environment
+from agentevo.orchestration.components import check_solver
 from agentevo.orchestration.preference_data import check_tokenizer
-from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.seeds import derive_seed
 from agentevo.store.store import StepRecord
@@ -179,21 +177,7 @@ def check_sft_data(config: RunConfig) -> None:
                 "with run.dir"
             )
     if data.demonstrations:
-        environment = make_environment(config)
-        try:
-            shown = demonstrate(
-                environment,
-                environment_seed(config.run.seed, "demonstration", 0),
-                config.environment_agent,
-                random_rate=0.0,
-            )
-        finally:
-            environment.close()
-        if shown is None:
-            raise ConfigError(
-                f"environment {type(environment).__name__} has no solver to learn from: remove "
-                "data.demonstrations"
-            )
+        check_solver(config, "data.demonstrations needs: remove data.demonstrations")
 
 
 def read_sft_data(config: RunConfig, loaded: LoadedModel, view: LiveView) -> SFTData:

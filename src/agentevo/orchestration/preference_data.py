@@ -13,8 +13,8 @@ from agentevo.agents.environment_agent import demonstrate
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
-from agentevo.orchestration.components import Components, make_environment
-from agentevo.rollout.tasks import environment_seed, seed_of_task
+from agentevo.orchestration.components import Components, check_solver, make_environment
+from agentevo.rollout.tasks import seed_of_task
 from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.pair_file import pairs_of_lines, read_pair_file
@@ -55,22 +55,10 @@ def check_preference(config: RunConfig) -> None:
                 "another one with run.dir"
             )
     elif algorithm.pairs == "demonstrations":
-        environment = make_environment(config)
-        try:
-            shown = demonstrate(
-                environment,
-                environment_seed(config.run.seed, "train", 0),
-                config.environment_agent,
-                random_rate=0.0,
-            )
-        finally:
-            environment.close()
-        if shown is None:
-            raise ConfigError(
-                f"environment {type(environment).__name__} has no solver, which "
-                "algorithm.pairs=demonstrations asks: "
-                "set algorithm.pairs=best_worst"
-            )
+        check_solver(
+            config,
+            "algorithm.pairs=demonstrations asks: set algorithm.pairs=best_worst",
+        )
 
 
 def _solver(parts: Components) -> Callable[[str], list[Sample]]:
