@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
 from agentevo.orchestration.collect import Collected, Collector
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
@@ -164,7 +165,12 @@ class GivenPairs(WithoutHeldOutData):
         return self.prepare(await self.collect(record.step), record.step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"digest": self._data.digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return
+        """Raises ConfigError for other pairs than those that the run was started with."""
+        if state != self.state_dict():
+            raise ConfigError(
+                "data.pairs, data.pairs_from: these are not the pairs that the run was started "
+                "with: restore them, or start again with run.overwrite=true"
+            )

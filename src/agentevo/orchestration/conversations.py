@@ -6,7 +6,9 @@ Whatever is not used is in a RowReport, with its reason and its place.
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +59,16 @@ class SFTData:
     def batch(self, names: Iterable[str]) -> list[Sample]:
         return [row.sample() for name in names for row in self.train[name]]
 
+    def digest(self) -> str:
+        """SHA-256 of the tokens and masks of all conversations, hex."""
+        digest = hashlib.sha256()
+        for conversations in (self.train, self.held_out):
+            for row in (row for rows in conversations.values() for row in rows):
+                digest.update(struct.pack("<q", len(row.ids)) + row.ids.tobytes())
+                digest.update(row.mask.tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()
+
     def write_reports(self, folder: Path) -> None:
         """Replaces BAD_ROWS in the run's folder."""
         (folder / BAD_ROWS).unlink(missing_ok=True)
@@ -84,6 +96,7 @@ class ConversationBatches:
         self._batches = plan_batches(data.sizes(), config.sft, seed)
         self.num_steps = len(self._batches)
         self._held_out = data.held_out_samples()
+        self._digest = data.digest()
 
     async def collect(self, step: int) -> Collected:
         """The step's conversations."""
@@ -134,7 +147,7 @@ class ConversationBatches:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"planned_steps": self.num_steps}
+        return {"planned_steps": self.num_steps, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError if the data gives another number of steps than it gave then."""
@@ -143,6 +156,11 @@ class ConversationBatches:
                 f"data: it gives {self.num_steps} steps, but gave {state['planned_steps']} when "
                 "the run was started, so it has changed since: restore it, or start again with "
                 "run.overwrite=true"
+            )
+        if state["digest"] != self._digest:
+            raise ConfigError(
+                "data: its conversations are not those that the run was started with: restore "
+                "them, or start again with run.overwrite=true"
             )
 
 

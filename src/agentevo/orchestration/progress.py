@@ -23,6 +23,8 @@ class Progress(msgspec.Struct):
     trained_tokens: int = 0
     wall_s: float = 0.0
     """Training and evaluation so far, pauses left out."""
+    begun: bool = False
+    """Whether the evaluation before the first step is done."""
     before: dict[str, float] = {}
     """Evaluation after any cold start, before the first step."""
     after: dict[str, float] = {}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,7 @@ from agentevo.orchestration.step_metrics import (
     step_metrics,
 )
 from agentevo.rollout.given_tasks import begin_with
-from agentevo.runs.creation import check_folder, prepare_folder, write_config
+from agentevo.runs.creation import check_folder, new_folder, write_config
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
@@ -96,13 +96,12 @@ def train(
     """
     check_agent(config, agent, tasks)
     view = view if view is not None else LiveView(config.run.name)
-    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
     if command == "sft":
         check_sft_parts(config, resume)
     else:
         check_parts(config, tasks, resume)
     if resume:
-        for key, (was, now) in check_resume(config, checkpoints, command).items():
+        for key, (was, now) in check_resume(config, command).items():
             view.note(f"from here on with {key}={now!r}, which was {was!r}")
     else:
         check_folder(config)
@@ -146,16 +145,13 @@ async def run_training(
             start = await find_resume_point(config, checkpoints, note=view.note)
         loaded = load_policy(config, start.checkpoint)
         conversations = read_sft_data(config, loaded, view) if command == "sft" else None
+        if asked:
+            raise KeyboardInterrupt
+        make_final: Callable[[], None] = lambda: None  # noqa: E731
         if not resume:
-            prepare_folder(config)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_final = stack.enter_context(new_folder(config))
             stack.enter_context(only_trainer(folder))
-        write_config(config)
-        if conversations is not None:
-            conversations.write_reports(folder)
         processes = None if supervisor is None else supervisor(config, view.note)
-        if processes is not None:
-            stack.enter_context(processes)
         async with open_components(
             config,
             agent=agent,
@@ -175,9 +171,14 @@ async def run_training(
                 supervisor=processes,
             )
             run = TrainingRun(parts, rollouts, conversations, checkpoints, view, asked, command)
-            with run.log:
+            write_config(config, "sft" if command == "sft" else "train")
+            make_final()
+            if conversations is not None:
+                conversations.write_reports(folder)
+            with run.log, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
+            if run.progress.begun or not resume:
                 write_summary(folder, summary_of(run))
         if config.tracking.report:
             _write_report(folder, loaded, view)
@@ -302,14 +303,15 @@ class TrainingRun:
 
     async def run(self) -> None:
         """From where `progress` stands to the last step, or until it is asked to stop."""
-        if self.asked and not self.progress.before:
+        if self.asked and not self.progress.begun:
             return  # asked to while the policy was loaded or taught
         await self.rollouts.begin(self.progress.step)
-        if not self.progress.before:
+        if not self.progress.begun:
             if opening := self.source.opening_metrics():
                 self.log.log(0, opening)
             self.trainer.begin()
             self.progress.before = self.progress.after = await self.evaluate("before", full=True)
+            self.progress.begun = True
         async with self.rollouts.running():
             with self.profiling:
                 while self.progress.step < self.source.num_steps and not self.asked:

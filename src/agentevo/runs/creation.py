@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
-from agentevo.files import write_atomic
+from agentevo.files import PARTIAL, remove_leftovers, write_atomic
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.shared_store import prepare_store
 
+MADE_BY = "# agentevo "
+"""Begins the first line of a run's config.yaml."""
 
-def prepare_folder(config: RunConfig) -> None:
-    """Leaves no folder, or an empty one, and an empty store. Refuses to mix two runs, or to delete
-    one that is being trained."""
+
+@contextmanager
+def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
+    """An empty folder for a new run, and an empty store. Yields a function that makes it final: a
+    run that fails before that call leaves everything as it was, an overwritten run included, but
+    for what that had in a store outside of its folder.
+
+    Refuses to mix two runs, or to replace one that is being trained.
+    """
     check_folder(config)
-    exists = (config.run_dir / "config.yaml").is_file()
-    with only_trainer(config.run_dir) if exists else nullcontext():
+    folder, replaced = config.run_dir.absolute(), None
+    exists, final = (folder / "config.yaml").is_file(), False
+    with only_trainer(folder) if exists else nullcontext():
         prepare_store(config)
         if exists:
-            shutil.rmtree(config.run_dir)
+            remove_leftovers(folder)
+            replaced = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+            folder.rename(replaced)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def make_final() -> None:
+        nonlocal final
+        final = True
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    try:
+        yield make_final
+    finally:
+        if not final:
+            shutil.rmtree(folder, ignore_errors=True)
+            if replaced is not None:
+                replaced.rename(folder)
 
 
 def check_folder(config: RunConfig) -> None:
@@ -36,8 +65,17 @@ def check_folder(config: RunConfig) -> None:
         raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
 
 
-def write_config(config: RunConfig) -> None:
-    """config.yaml, atomically, in the run's folder, which is made."""
+def write_config(config: RunConfig, command: str = "train") -> None:
+    """Writes config.yaml, atomically, into the run's folder, which is made. Its first line names
+    the command whose run this is; see `command_of`."""
     folder = config.run_dir
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "config.yaml", to_yaml(config))
+    write_atomic(folder / "config.yaml", f"{MADE_BY}{command}\n{to_yaml(config)}")
+
+
+def command_of(folder: Path) -> str | None:
+    """The command whose run is in the folder: `train` (also `learn`) or `sft`; None if its
+    config.yaml does not say."""
+    with (folder / "config.yaml").open(encoding="utf-8") as file:
+        first = file.readline().strip()
+    return first.removeprefix(MADE_BY) if first.startswith(MADE_BY) else None

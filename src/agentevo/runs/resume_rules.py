@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import yaml
 
 from agentevo.config import RunConfig, sources, with_defaults
-from agentevo.errors import CheckpointError, ConfigError
+from agentevo.errors import ConfigError
+from agentevo.runs.creation import command_of
 from agentevo.store.store import without_password
-from agentevo.training.checkpoint import Checkpoints
 
 FIXED_SECTIONS = ("model", "environment", "agent", "rewards", "cold_start", "data")
 """Keys that a resumed run can't change: it would be another run."""
@@ -24,9 +23,7 @@ UNIMPORTANT_KEYS = ("run.dir", "run.name", "run.overwrite", "import", "tasks.tra
 have been moved (other tasks are refused by themselves)."""
 
 
-def check_resume(
-    config: RunConfig, checkpoints: Checkpoints, command: str = "train"
-) -> dict[str, tuple[Any, Any]]:
+def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[Any, Any]]:
     """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
     -> (was, now)."""
     folder = config.run_dir
@@ -35,13 +32,7 @@ def check_resume(
             f"{folder}: there is no run to resume: leave --resume out, or give its folder with "
             "run.dir"
         )
-    if (
-        command != "train" and not checkpoints.steps()
-    ):  # `agentevo train` does what it has committed again
-        raise CheckpointError(
-            f"{folder} has no whole checkpoint to resume from: start again with run.overwrite=true"
-        )
-    began = _began_with(checkpoints) or command
+    began = command_of(folder) or command
     if began != command:
         raise ConfigError(
             f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE "
@@ -73,21 +64,6 @@ def check_resume(
                 "run.dir"
             )
     return changed
-
-
-def _began_with(checkpoints: Checkpoints) -> str | None:
-    """The command whose run this is, by the newest checkpoint that can be read; None if none
-    can."""
-    for step in reversed(checkpoints.steps()):
-        try:
-            return str(
-                json.loads((checkpoints.path(step) / "state.json").read_text(encoding="utf-8")).get(
-                    "command", "train"
-                )
-            )
-        except (OSError, ValueError):
-            continue  # torn, or not to be read; whoever loads it says so
-    return None
 
 
 def changes(config: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -12,6 +12,7 @@ trajectory branches or starts anew.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -211,6 +212,20 @@ class PairData:
     def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
         self.groups, self.seed = groups, seed
         self.per_step = min(per_step, len(groups))
+
+    @cached_property
+    def _sha256(self) -> str:
+        digest = hashlib.sha256()
+        for pair in (pair for group in self.groups for pair in group):
+            digest.update(repr((pair.chosen is None, pair.win_probs)).encode())
+            for row in (row for answer in pair.answers for row in answer.rows):
+                digest.update(f"{len(row.ids)}/".encode() + row.ids.tobytes())
+                digest.update(row.loss_mask.tobytes())
+        return digest.hexdigest()
+
+    def digest(self) -> str:
+        """SHA-256 of everything that is trained on, hex."""
+        return self._sha256
 
     def of_step(self, step: int) -> list[Pair]:
         """Of step `step`, from 1."""
