@@ -15,7 +15,6 @@ from agentevo.observability import LiveView
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.creation import write_config
 from agentevo.runs.resume_rules import changes, check_resume
-from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
 
@@ -65,10 +64,7 @@ def test_what_tasks_are_queued_for_can_not_change(was, change, tmp_path, small_c
         ConfigError,
         match=rf"was started with {change.split('=')[0]}=.*: resume it .*give another run\.dir",
     ):
-        check_resume(
-            small_config(tmp_path / "run", *was, change),
-            Checkpoints(tmp_path / "run" / "checkpoints", 1),
-        )
+        check_resume(small_config(tmp_path / "run", *was, change))
 
 
 @pytest.mark.parametrize(
@@ -84,9 +80,7 @@ def test_what_tasks_are_queued_for_can_not_change(was, change, tmp_path, small_c
 )
 def test_what_depends_on_no_queue_can_change(was, now, tmp_path, small_config):
     write_config(small_config(tmp_path / "run", *was))
-    changed = check_resume(
-        small_config(tmp_path / "run", *was, *now), Checkpoints(tmp_path / "run" / "checkpoints", 1)
-    )
+    changed = check_resume(small_config(tmp_path / "run", *was, *now))
     assert changed.keys() == {change.split("=")[0] for change in now}
 
 
@@ -94,18 +88,17 @@ def test_a_store_that_moved_is_refused_and_a_new_password_is_not(tmp_path, small
     def at(url: str) -> RunConfig:
         return small_config(tmp_path / "run", f"store.url={url}")
 
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 1)
     write_config(at("postgresql://me:old@one/runs"))
     for same in (
         "postgresql://me:old@one/runs",
         "postgresql://me:hush@one/runs",
         "postgresql://me@one/runs",
     ):
-        check_resume(at(same), checkpoints)
+        check_resume(at(same))
     with pytest.raises(
         ConfigError, match=r"was started with store\.url='postgresql://me:\*\*\*@one/runs' and not"
     ) as refused:
-        check_resume(at("postgresql://me:hush@two/runs"), checkpoints)
+        check_resume(at("postgresql://me:hush@two/runs"))
     assert "hush" not in str(refused.value) and "old" not in str(refused.value)
 
 
