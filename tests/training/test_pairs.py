@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from agentevo.config import AlgorithmSection
-from agentevo.training.pairs import PairData, make_pairs, win_probabilities
+from agentevo.training.pairs import Pair, PairData, make_pairs, win_probabilities
 from agentevo.training.preference import mismatched
 from agentevo.types import Sample, Trajectory, Turn
 
@@ -225,6 +225,10 @@ def test_given_pairs_come_round_in_an_order_of_their_seed():
         [pair.group_id for pair in PairData(groups, 3, 5).of_step(step)] for step in range(1, 7)
     ]
     assert len(PairData(groups, per_step=99, seed=0).of_step(5)) == 7
+    assert data.digest() == PairData(groups, 1, 0).digest(), "of what is trained on, not of when"
+    assert data.digest() != PairData(groups[1:], 3, 4).digest()
+    swapped = [Pair(pair.group_id, pair.rejected, pair.chosen) for pair in groups[0]]
+    assert data.digest() != PairData([swapped, *groups[1:]], 3, 4).digest()
 
 
 def answers_of(*trajectories):
