@@ -166,7 +166,7 @@ def test_show_prints_the_chosen_trajectory(agentevo, run_dir, words, shown):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("nix", "no trajectory is called 'nix'"), ("t", "4 begin so, the first is t1-0")],
+    [("nix", "no trajectory is called 'nix'"), ("t", "4 ids begin with 't'")],
 )
 def test_show_refuses_an_id_that_fits_none_or_several(agentevo, run_dir, words, expected):
     code, _, err = agentevo("trajectories", "show", str(run_dir), words)
