@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +22,7 @@ from agentevo.data.conversation import check_text
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
 from agentevo.errors import BadRequestError, ConfigError
+from agentevo.files import create_atomic
 from agentevo.types import QUERY_MESSAGES, Task
 
 QUERY_KEYS = ("query", "question", "prompt", "problem", "instruction")
@@ -191,7 +189,7 @@ def check_same_tasks(config: RunConfig, given: GivenTasks) -> None:
     record = config.run_dir / RECORD
     now = {"digest": given.digest, "train": len(given.train), "eval": len(given.held_out)}
     if not record.is_file():
-        _create(record, now)
+        create_atomic(record, json.dumps(now))
     before = json.loads(record.read_text(encoding="utf-8"))
     if before != now:
         raise ConfigError(
@@ -200,15 +198,3 @@ def check_same_tasks(config: RunConfig, given: GivenTasks) -> None:
             f"{now['eval']}): restore {', '.join((*config.tasks.train, *config.tasks.eval))}, or "
             "give another run.dir"
         )
-
-
-def _create(path: Path, content: dict[str, Any]) -> None:
-    """The file appears whole, and only if no other process has made it meanwhile."""
-    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        staging.write_text(json.dumps(content), encoding="utf-8")
-        os.link(staging, path)
-    except FileExistsError:
-        return
-    finally:
-        staging.unlink(missing_ok=True)
