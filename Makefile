@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | soak | bench | lint | venv
+# make quickstart | test | test-all | test-vllm | soak | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all soak bench lint venv
+.PHONY: quickstart test test-all test-vllm soak bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -30,10 +30,21 @@ test: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PYTEST)
 
-# Hours: 500 kills of each part, then twenty minutes of everything with kills of anything (docs/faults.md).
+# What vLLM makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
+test-vllm: $(VENV)/.dev build/vllm/.installed
+	AGENTEVO_VLLM=build/vllm/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/processes/test_vllm.py
+
+build/vllm/.installed: benchmarks/requirements-vllm.txt
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/python -m pip install --quiet $(TORCH_INDEX_ARGS) $$(grep ^torch== $<)
+	build/vllm/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+# Hours: 500 kills of each part, then twenty minutes of everything with kills of anything, and two runs of `wait` (docs/faults.md).
 soak: $(VENV)/.dev
 	AGENTEVO_FAULT_KILLS=500 $(BIN)/python -m pytest -s tests/faults
 	PYTHONPATH=tests/support $(BIN)/python tests/faults/soak.py $(SOAK)
+	$(BIN)/python tests/faults/wait_twice.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
@@ -51,7 +62,7 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgentEvo needs Python 3.11 or newer: make ... PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH_INDEX_ARGS) torch
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[train]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core

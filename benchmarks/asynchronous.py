@@ -38,7 +38,7 @@ from agentevo.api.run import train
 from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView
 from agentevo.observability.metrics import read_metrics
-from agentevo.orchestration.components import make_environment
+from agentevo.orchestration.players import make_environment
 from agentevo.rollout.tasks import environment_tasks
 from agentevo.types import Message, Task
 from figures import Figure, NotComparableError, write_results

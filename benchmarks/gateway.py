@@ -11,6 +11,7 @@ read and its text checked.
                                 whose answer is its own `mock_response`: the two take turns
     ratio gateway_stream_vs_whole   the same with `stream: true`, over ours without
     added_ms                    median of one client's requests, one after the other
+    ttft_added_ms               median time to a stream's first text beyond the engine's token
     session_kib                 memory of a session with 8 turns, of 1,000 that are open at once
 """
 
@@ -37,7 +38,15 @@ from figures import Figure, write_results
 from machine import describe_machine
 from peers import PeerError, interpreter
 
+LITELLM_SETTINGS = {
+    "LITELLM_LOG": "ERROR",
+    "NO_DOCS": "True",
+    # It then checks no key, which is less than ours does.
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
 CLIENTS = 64
+SLOW_SEED, FIRST_S = 7, 0.03
+"""A request with this seed gets its first token after so long, and the others after as long."""
 SESSIONS, TURNS = 1000, 8
 TEXT = "the quick brown fox jumps over the lazy dog"
 QUESTION = {"role": "user", "content": "What is the answer to everything? Say it in one line."}
@@ -63,9 +72,12 @@ async def serve(sessions: int) -> None:
         version = 0
 
         async def generate(self, prompt_ids: Any, sampling: Any, **more: Any) -> Completion:
-            if more.get("listen") is not None:
-                for token in ids:
-                    more["listen"]([token], [-1.0])
+            is_slow, listen = sampling.seed == SLOW_SEED, more.get("listen")
+            for token in ids if listen is not None or is_slow else ():
+                if is_slow and token in (ids[0], ids[-1]):
+                    await asyncio.sleep(FIRST_S)
+                if listen is not None:
+                    listen([token], [-1.0])
             logprobs, versions = [-1.0] * len(ids), [0] * len(ids)
             return Completion(ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop")
 
@@ -133,7 +145,7 @@ def litellm_proxy() -> Iterator[str]:
             ],
             stdout=log,
             stderr=log,
-            env=os.environ | {"LITELLM_LOG": "ERROR", "NO_DOCS": "True"},
+            env=os.environ | LITELLM_SETTINGS,
         )
         try:
             deadline = time.monotonic() + START_S
@@ -157,8 +169,8 @@ class Client:
     async def open(self) -> None:
         self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port))
 
-    async def ask(self, body: bytes) -> str:
-        """The text of the answer."""
+    async def begin(self, body: bytes) -> str:
+        """Sends a request; the head of its answer."""
         self._writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             + f"authorization: Bearer {self._key}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
@@ -167,6 +179,20 @@ class Client:
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         if " 200 " not in head.splitlines()[0]:
             raise RuntimeError(head + (await self._reader.read(2000)).decode())
+        return head
+
+    async def first_text(self, body: bytes) -> None:
+        """Returns with the first text of a stream, whose rest is read afterwards."""
+        await self.begin(body)
+        await self._reader.readuntil(b'"content":"' + TEXT[:1].encode())
+
+    async def rest(self) -> None:
+        """Reads a stream to its end."""
+        await self._reader.readuntil(b"\r\n0\r\n\r\n")
+
+    async def ask(self, body: bytes) -> str:
+        """The text of the answer."""
+        head = await self.begin(body)
         if "content-length: " in head:
             length = int(head.split("content-length: ")[1].split("\r\n")[0])
             answer = json.loads(await self._reader.readexactly(length))
@@ -230,6 +256,18 @@ async def latency_ms(base_url: str, key: str, count: int) -> float:
     return 1e3 * statistics.median(times)
 
 
+async def first_text_ms(base_url: str, key: str, count: int) -> float:
+    """The median of what one client waits for a stream's first text beyond the engine's."""
+    times, body = [], request(stream=True, seed=SLOW_SEED)
+    async with clients(base_url, [key]) as (client,):
+        for _ in range(count):
+            begun = time.perf_counter()
+            await client.first_text(body)
+            times.append(time.perf_counter() - begun - FIRST_S)
+            await client.rest()
+    return 1e3 * statistics.median(times)
+
+
 async def open_sessions(base_url: str, keys: list[str], process: psutil.Process) -> list[float]:
     """MiB of the server after each turn of all sessions, each of which goes on from the last."""
     memory = [process.memory_info().rss / 2**20]
@@ -253,7 +291,8 @@ async def open_sessions(base_url: str, keys: list[str], process: psutil.Process)
 
 def measure(seconds: float, repeats: int, *, peer: bool) -> list[Figure]:
     """All figures."""
-    raw: dict[str, list[float]] = {"ours": [], "ours_stream": [], "litellm": [], "added_ms": []}
+    raw: dict[str, list[float]] = {"ours": [], "ours_stream": [], "litellm": []}
+    raw |= {"added_ms": [], "ttft_added_ms": []}
     with contextlib.ExitStack() as stack:
         # A session's tree grows with its turns, so each repeat has sessions of its own.
         base_url, keys, _ = stack.enter_context(our_server(2 * CLIENTS * (repeats + 1) + 1))
@@ -267,6 +306,7 @@ def measure(seconds: float, repeats: int, *, peer: bool) -> list[Figure]:
                     rate(base_url, next(fresh), lasts, request(stream=True))
                 ),
                 "added_ms": asyncio.run(latency_ms(base_url, keys[0], 300)),
+                "ttft_added_ms": asyncio.run(first_text_ms(base_url, keys[0], 30)),
             }
             if peer:
                 found["litellm"] = asyncio.run(rate(theirs, ["none"] * CLIENTS, lasts, request()))
@@ -277,6 +317,7 @@ def measure(seconds: float, repeats: int, *, peer: bool) -> list[Figure]:
         memory = asyncio.run(open_sessions(base_url, keys, process))
     print(f"MiB after each turn of {SESSIONS} sessions: {memory}", file=sys.stderr)
     print(f"added_ms {statistics.median(raw['added_ms']):.2f}")
+    print(f"ttft_added_ms {statistics.median(raw['ttft_added_ms']):.2f}")
     print(f"requests_per_s {statistics.median(raw['ours']):.0f}")
     print(f"session_kib {1024 * (memory[-1] - memory[0]) / SESSIONS:.0f}")
     ours = statistics.median(raw["ours"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -41,6 +42,9 @@ from agentevo.models.attention import prepare
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, load_model
 from agentevo.types import Completion, FinishReason, SamplingParams
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, and in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["run_fixtures", "server_fixtures"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -10,12 +11,15 @@ import sys
 import textwrap
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 
 from agentevo import event_loop
 from agentevo.event_loop import TaskScope, outside_scopes, run_coroutine
 from agentevo.signals import Interrupt
+from agentevo.store.store import open_store
 
 
 async def pause() -> str:
@@ -131,8 +135,77 @@ def test_what_swallows_its_cancellation_or_hangs_in_a_thread_is_left_behind(monk
     started = time.monotonic()
     assert run_coroutine(main()) == "went on"
     assert time.monotonic() - started < 10
-    assert event_loop.has_hung_threads()
     go.set()
+
+
+def test_calls_of_to_thread_that_hang_keep_nobody_waiting(monkeypatch, tmp_path):
+    monkeypatch.setattr(event_loop, "CLOSING_S", 0.1)
+    go = threading.Event()
+
+    async def main() -> int:
+        hanging = [TaskScope().start(asyncio.to_thread(go.wait, 30)) for _ in range(40)]
+        await asyncio.sleep(0.05)
+        async with await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}", timeout_s=5) as store:
+            await store.write_trajectories([], split="train", step=0)
+        answer = await asyncio.wait_for(asyncio.to_thread(int, 7), 5)
+        assert not any(one.done() for one in hanging)
+        return answer
+
+    assert run_coroutine(main()) == 7
+    go.set()
+
+
+class Hello(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "5")
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+def test_a_client_that_outlives_a_loop_works_on_the_next(caplog):
+    """Its connections of the first loop are closed with that, and not when somebody uses them."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hello)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    clients = [httpx.AsyncClient(trust_env=False)]
+
+    async def ask() -> list[str]:
+        url = f"http://127.0.0.1:{server.server_port}/"
+        answers = await asyncio.gather(*(clients[0].get(url) for _ in range(3)))
+        return [answer.text for answer in answers]
+
+    try:
+        for _ in range(3):
+            assert run_coroutine(ask()) == ["hello"] * 3
+    finally:
+        server.shutdown()
+        server.server_close()
+    clients.clear()
+    gc.collect()
+    assert not caplog.records
+
+
+def test_what_a_user_left_unread_says_nothing_at_the_end(caplog):
+    async def numbers():
+        try:
+            for number in range(9):
+                yield number
+        finally:
+            raise OSError("nobody reads on")
+
+    kept = []
+
+    async def leave() -> int:
+        kept.append(numbers())
+        return await anext(kept[0])
+
+    assert run_coroutine(leave()) == 0
+    assert not caplog.records
 
 
 def test_errors_of_the_work_itself_come_out():

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
     from agentevo.agents.capture import untracked
     from agentevo.api import load_run, sft, train
     from agentevo.config.agents import AgentSection, agent
+    from agentevo.config.credit import credit
+    from agentevo.config.tools import tool
     from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
     from agentevo.environments.episode import ActionResult, EpisodicEnvironment
-    from agentevo.errors import AgentEvoError, ConfigError
-    from agentevo.rewards.reward import RewardConfig, Score, reward
+    from agentevo.errors import AgentEvoError, ConfigError, ToolError
+    from agentevo.loop.client import Client
+    from agentevo.loop.group import Group
+    from agentevo.loop.local import open_model
+    from agentevo.loop.rollout import gather, rollout
+    from agentevo.rewards.reward import RewardConfig, Score, register_scorer, reward
+    from agentevo.tools.tool import ToolResult
     from agentevo.types import Message, Outcome, Task
 
 __version__ = "0.1.0"
@@ -28,20 +35,30 @@ _HOMES = {
     "ActionResult": "agentevo.environments.episode",
     "AgentEvoError": "agentevo.errors",
     "AgentSection": "agentevo.config.agents",
+    "Client": "agentevo.loop.client",
     "ConfigError": "agentevo.errors",
     "EnvironmentConfig": "agentevo.environments.environment",
     "EpisodicEnvironment": "agentevo.environments.episode",
+    "Group": "agentevo.loop.group",
     "Message": "agentevo.types",
     "Outcome": "agentevo.types",
     "RewardConfig": "agentevo.rewards.reward",
     "Score": "agentevo.rewards.reward",
     "Task": "agentevo.types",
     "TextEnvironment": "agentevo.environments.environment",
+    "ToolError": "agentevo.errors",
+    "ToolResult": "agentevo.tools.tool",
     "agent": "agentevo.config.agents",
+    "credit": "agentevo.config.credit",
     "environment": "agentevo.environments.environment",
+    "gather": "agentevo.loop.rollout",
     "load_run": "agentevo.api",
+    "open_model": "agentevo.loop.local",
+    "register_scorer": "agentevo.rewards.reward",
     "reward": "agentevo.rewards.reward",
+    "rollout": "agentevo.rollout",
     "sft": "agentevo.api",
+    "tool": "agentevo.config.tools",
     "train": "agentevo.api",
     "untracked": "agentevo.agents.capture",
 }
@@ -49,21 +66,31 @@ __all__ = [
     "ActionResult",
     "AgentEvoError",
     "AgentSection",
+    "Client",
     "ConfigError",
     "EnvironmentConfig",
     "EpisodicEnvironment",
+    "Group",
     "Message",
     "Outcome",
     "RewardConfig",
     "Score",
     "Task",
     "TextEnvironment",
+    "ToolError",
+    "ToolResult",
     "__version__",
     "agent",
+    "credit",
     "environment",
+    "gather",
     "load_run",
+    "open_model",
+    "register_scorer",
     "reward",
+    "rollout",
     "sft",
+    "tool",
     "train",
     "untracked",
 ]
@@ -72,6 +99,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'agentevo' has no attribute {name!r}")
+    if name == "rollout":  # the room of that name, which can be called
+        return import_module("agentevo.rollout")
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 
 
 def to_stderr(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+    """Says it, unless whoever read it is gone: that ends nothing."""
+    with suppress(OSError, ValueError):
+        print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)

@@ -3,7 +3,8 @@ puts in the value of that environment variable.
 
 A configuration holds the URL as it was written, and so does everything that is made from one:
 config.yaml, reports, messages, the words of child processes. A URL with the password itself is
-refused where it could be written down. What is shown of a URL goes through `without_password`.
+refused where it could be written down; so is the key of a server (`api_key`) in any other form.
+What is shown of a URL goes through `without_password`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from agentevo.errors import ConfigError
 
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
+API_KEY = "api_key"
+"""What a configuration calls the key of a server, wherever it is."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
 """Begins where a name begins and never goes back, so that a name of a megabyte is read once."""
@@ -70,6 +73,14 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
     nobody puts anything in, as 'key: problem: remedy'."""
     problems = []
     for key, text in _texts(tree):
+        if key.rpartition(".")[2] == API_KEY:
+            if not REFERENCE.fullmatch(text):
+                problems.append(
+                    f"{key}: a key would be written into the run's folder and seen in the list of "
+                    "processes: put it into an environment variable and write, in single quotes "
+                    "on a command line, '${env:NAME}'"
+                )
+            continue
         is_url = key in ("store", "store.url") or _ONE_URL.fullmatch(text) is not None
         if is_url and without_password(text) != text:
             problems.append(

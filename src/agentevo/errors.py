@@ -95,6 +95,10 @@ class RequestTooLongError(EngineError):
     """Prompt plus new tokens exceed the context length or the whole KV memory."""
 
 
+class GrammarError(EngineError):
+    """A grammar can't be followed: it is wrong, or takes too long."""
+
+
 class DeadlineExceededError(EngineError, TimeoutError):
     """A request, environment or agent did not answer within its deadline."""
 
@@ -119,6 +123,27 @@ class AttemptsFailedError(AgentEvoError):
 
 class EnvironmentFailure(AgentEvoError):
     """An environment broke (not the player's fault): its trajectory is recorded as failed."""
+
+
+class ToolError(AgentEvoError):
+    """What a tool answers where it can't do as it was asked: the policy reads the message."""
+
+
+class ToolArgumentsError(ToolError):
+    """The arguments of a call are not what its tool takes."""
+
+
+class ToolUnavailableError(AgentEvoError):
+    """Nobody answers for a tool: the infrastructure's failure, not the policy's. `was_sent`: the
+    call may have been carried out all the same."""
+
+    def __init__(self, message: str, *, was_sent: bool = False) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
+class SandboxError(AgentEvoError):
+    """A sandbox can't be started or used: not the fault of the code that runs in it."""
 
 
 class StoreError(AgentEvoError):

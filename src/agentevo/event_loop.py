@@ -3,7 +3,9 @@
 A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel the tasks that were started
 in its scope and no others; a KeyboardInterrupt or SystemExit of its tasks ends that task alone;
 `loop.stop()` stops nothing; and a task that swallows its cancellation is left behind at the end,
-CLOSING_S after everybody was asked to end. All of this holds on the loops of `run_coroutine` only.
+CLOSING_S after everybody was asked to end. Connections that clients have left open are closed then.
+The threads of asyncio.to_thread are a user's; our own work has others (`in_thread`), so that no
+call that hangs keeps it waiting. All of this holds on the loops of `run_coroutine` only.
 """
 
 from __future__ import annotations
@@ -15,22 +17,26 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
-from weakref import WeakSet
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 from agentevo.signals import Interrupt
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 CLOSING_S = 5.0
 """How long the end of a loop waits for tasks that were cancelled, and then for its threads."""
 
-_THREADS = "agentevo to_thread"
+MAX_THREADS = 512
+"""Calls of asyncio.to_thread that may be under way: as many may hang before another one waits."""
 
 _scope: contextvars.ContextVar[TaskScope | None] = contextvars.ContextVar(
     "agentevo task scope", default=None
 )
 _scoped_tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
+_own_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
 
 
 class TaskScope:
@@ -114,6 +120,13 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*running, return_exceptions=True)
 
 
+async def in_thread(function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """asyncio.to_thread, on a thread that a user's code has no part in."""
+    loop = asyncio.get_running_loop()
+    call = partial(contextvars.copy_context().run, function, *args, **options)
+    return await loop.run_in_executor(_own_threads.get(loop), call)
+
+
 def _is_running() -> bool:
     try:
         asyncio.get_running_loop()
@@ -122,16 +135,12 @@ def _is_running() -> bool:
     return True
 
 
-def has_hung_threads() -> bool:
-    """Whether a call of asyncio.to_thread has not come back although its loop has ended: Python
-    would wait for it at the end of the process."""
-    return any(thread.name.startswith(_THREADS) for thread in threading.enumerate())
-
-
 def _run(work: Coroutine[Any, Any, T]) -> T:
     loop = asyncio.new_event_loop()
-    threads = ThreadPoolExecutor(thread_name_prefix=_THREADS)
+    threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="to_thread")
+    own_threads = ThreadPoolExecutor(thread_name_prefix="agentevo")
     loop.set_default_executor(threads)
+    _own_threads[loop] = own_threads
     loop.set_task_factory(lambda loop, work, **more: _Task(work, loop=loop, **more))
     asyncio.set_event_loop(loop)
     try:
@@ -145,9 +154,10 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         try:
             _end_tasks(loop)
             _end_threads(threads)
+            _end_threads(own_threads)
+            _end_connections(loop)
         finally:
             asyncio.set_event_loop(None)
-            loop.set_exception_handler(lambda loop, context: None)  # nobody waits for what is left
             loop.close()
 
 
@@ -208,6 +218,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
             loop.call_exception_handler(
                 {"message": "a task failed while it was ended", "exception": error, "task": task}
             )
+    loop.set_exception_handler(lambda loop, context: None)  # nobody waits for what is left
     _drive(loop, loop.create_task(_within(CLOSING_S, loop.shutdown_asyncgens)))
 
 
@@ -215,6 +226,17 @@ async def _within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) 
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await work()
+
+
+def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
+    """Closes what clients have left open. A pool that lives on, such as that of a client in a
+    module, finds its connections closed and makes new ones on the next loop; open, they would fail
+    there when they are used or forgotten, with "Event loop is closed"."""
+    left = list(getattr(loop, "_transports", {}).values())
+    for transport in left:
+        transport.abort()
+    if left:
+        _drive(loop, loop.create_task(asyncio.sleep(0)))  # after the calls that abort has left
 
 
 def _end_threads(threads: ThreadPoolExecutor) -> None:

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from agentevo.errors import MissingExtraError
+
+TRAINING_PACKAGES = ("torch", "accelerate", "gguf")
+"""What the extra `train` has: whoever computes with a model needs them, and whoever only asks an
+engine does not."""
+
+
+@contextmanager
+def training_packages(needed_by: str) -> Iterator[None]:
+    """A block that imports what computes with a model. Raises MissingExtraError, with the line that
+    installs it, where that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in TRAINING_PACKAGES:
+            raise
+        raise MissingExtraError(
+            f"{needed_by} needs the package {error.name!r}: pip install 'agentevo[train]'"
+        ) from error
 
 
 def load_extra(module: str, extra: str, needed_by: str, instead: str = "") -> ModuleType:

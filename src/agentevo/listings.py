@@ -28,6 +28,16 @@ def agents() -> list[Row]:
     ]
 
 
+def tools() -> list[Row]:
+    """Registered functions and classes."""
+    from agentevo.config.tools import tools as registry
+
+    return [
+        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
+        for name in registry.names()
+    ]
+
+
 def rewards() -> list[Row]:
     from agentevo.rewards import rewards as registry
 
@@ -122,9 +132,21 @@ def stores() -> list[Row]:
     return [(name, about.get(name, "")) for name in sorted({*about, *registry.names()})]
 
 
+def sandboxes() -> list[Row]:
+    from agentevo.sandbox import sandboxes as registry
+
+    auto = ("auto", "the first of bubblewrap and landlock that works on this machine")
+    kinds = [
+        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
+        for name in registry.names()
+    ]
+    return [auto, *kinds]
+
+
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "environments": environments,
     "agents": agents,
+    "tools": tools,
     "rewards": rewards,
     "algorithms": algorithms,
     "models": models,
@@ -132,10 +154,12 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "engines": engines,
     "transports": transports,
     "stores": stores,
+    "sandboxes": sandboxes,
 }
 KINDS: Mapping[str, str] = {
     "environments": "what is played: environment.type",
     "agents": "who plays: agent.type",
+    "tools": "what the tool agent may call: agent.tools",
     "rewards": "what an attempt is worth: rewards",
     "algorithms": "how training learns from attempts: algorithm.name, and its parts",
     "models": "the policy: model.name",
@@ -143,6 +167,7 @@ KINDS: Mapping[str, str] = {
     "engines": "what generates: engine.type",
     "transports": "how trained weights reach the engines: rollout.transport",
     "stores": "where trajectories go: store.url",
+    "sandboxes": "where code of a model runs: the key type of a sandbox",
 }
 """The kinds, with what they are for."""
 

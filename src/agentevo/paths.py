@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from agentevo.errors import ConfigError
@@ -33,6 +34,13 @@ def name_problem(path: str) -> str:
     if whole > MAX_PATH:
         return f"has {whole:,} bytes, and systems take {MAX_PATH:,}: shorten it"
     return ""
+
+
+def short(path: Path) -> str:
+    """The path as a message names it: from the current folder where it lies below."""
+    with suppress(ValueError, OSError):
+        return str(path.relative_to(Path().absolute()))
+    return str(path)
 
 
 def check_new_folder(folder: Path, key: str) -> None:

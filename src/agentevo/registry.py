@@ -88,6 +88,6 @@ class Registry(Generic[T]):
             hint = f"did you mean {guess!r}? " if guess else ""
             raise UnknownNameError(
                 f"no {self.kind.rstrip('s')} is called {name!r}: {hint}known {self.kind}: "
-                f"{', '.join(self.names())}"
+                f"{', '.join(self.names()) or 'none'}"
             )
         return self._items[name]

@@ -11,15 +11,16 @@ is ever re-encoded from text.
 
 from __future__ import annotations
 
-import copy
 import math
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+
+from agentevo.penalties import Penalties, TokenPenalties
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: the token limit did."""
@@ -84,15 +85,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     query: str | None = None
     answer: Any = None
     scorer: str | None = None
+    """Name of the reward that judges it, in place of the recipe's; of several, with commas."""
     metadata: dict[str, Any] = {}
-
-
-def copy_of_task(task: Task) -> Task:
-    """A task for a user's code: what it does to its answer and metadata changes nothing for
-    others."""
-    return msgspec.structs.replace(
-        task, answer=copy.deepcopy(task.answer), metadata=copy.deepcopy(task.metadata)
-    )
 
 
 QUERY_MESSAGES = "query_messages"
@@ -107,6 +101,14 @@ LOWEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-3, 1000.0
 """Logits divided by less leave the range of float32; 0 is greedy."""
 MAX_STOP_STRINGS, MAX_STOP_STRING = 64, 1000
 """How many, and of how many characters."""
+MAX_GRAMMAR = 100_000
+"""Characters of a grammar. The time to compile one grows with them: about a third of a second."""
+
+
+MAX_TOP_LOGPROBS = 20
+"""Alternatives of a token that a request may ask for."""
+Alternatives = list[tuple[int, float]]
+"""Tokens with their natural log-probs, the likeliest first."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +127,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """The seed of this request alone: the same seed, prompt and weights give the same tokens in
     any batch."""
+    grammar: str = ""
+    """What may be said, in llguidance's form of Lark: every token is drawn from those with which
+    the completion stays the beginning of a text of the grammar, and a stop token from where it is
+    whole. Empty: anything. Such a request needs `stop_token_ids`."""
+    penalties: Penalties | None = None
+    """What is done to the logits before temperature and filters."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens a completion tells of at each of its places."""
 
 
 class SamplingOverrides(
@@ -140,6 +150,7 @@ class SamplingOverrides(
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stop_strings: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    penalties: Penalties | None = None
 
     def given(self) -> dict[str, Any]:
         """The fields that are not None."""
@@ -158,6 +169,24 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int]
     """Version of the weights that emitted each token."""
     finish_reason: FinishReason
+    masks: str = ""
+    """A digest of what the grammar let each token be (models/grammar.py); empty without one."""
+    top_logprobs: list[Alternatives] = []
+    """For each token the likeliest of the distribution that it was drawn from, the drawn one or
+    not, those without probability left out; empty unless the request asks for it."""
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """The grammar that a completion was drawn under: its log-probs are those of the distribution
+    over the allowed tokens, and so is what is trained."""
+
+    grammar: str
+    """As in SamplingParams."""
+    end_ids: tuple[int, ...]
+    """The tokens that may end a text of the grammar."""
+    masks: str
+    """The digest that Completion.masks holds: who makes the masks again has the same ones, or does
+    not train the turn."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,10 +213,16 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What the call changed of the distribution that tokens are drawn from (temperature, filters).
     The trainer computes the recipe's distribution alone, so such a turn is context and is never
     trained."""
+    constraint: Constraint | None = None
+    """The grammar that the completion was drawn under, which the trainer applies as well."""
+    penalties: Penalties | None = None
+    """Likewise."""
     reward: float = 0.0
     """What the environment paid for this turn, penalties included."""
     messages: list[Message] = []
     """What the prompt added and what the policy said, as text for people."""
+    tools: str = ""
+    """Of a root: the tools that the template wrote into the prompt, as a JSON list of schemas."""
 
     def __post_init__(self) -> None:
         for name, code in TURN_COLUMNS.items():
@@ -195,16 +230,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(values, array):
                 column = _column(f"{name} of turn {self.index}", code, values)
                 msgspec.structs.force_setattr(self, name, column)
-
-
-def copy_of_turn(turn: Turn) -> Turn:
-    """A turn for a user's code: what it does to its columns and messages changes nothing that is
-    recorded."""
-    return msgspec.structs.replace(
-        turn,
-        messages=list(turn.messages),
-        **{column: getattr(turn, column)[:] for column in TURN_COLUMNS},
-    )
 
 
 def context_of(turns: Sequence[Turn], index: int) -> list[int]:
@@ -241,6 +266,31 @@ def _column(what: str, code: str, values: Sequence[float]) -> array[Any]:
     return column
 
 
+class RemoteTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One answer of a remote model within an attempt: text alone, which is never trained on."""
+
+    index: int
+    """Among the attempt's remote turns."""
+    parent: int | None = None
+    """The remote turn that this one goes on from; None begins a conversation."""
+    model: str
+    """Its name in the recipe."""
+    agent: str = ""
+    """Whose call it was, where an attempt has several agents."""
+    messages: list[Message]
+    """What was new since the parent, and last the answer."""
+    tools: str = ""
+    """Where a conversation begins: the tools, as a JSON list of schemas in OpenAI's form."""
+    finish_reason: FinishReason = "stop"
+    seed: int = 0
+    prompt_tokens: int = 0
+    """As the server counts them, as the next two."""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    """By the recipe's prices."""
+
+
 Status = Literal["completed", "failed", "cancelled"]
 """`cancelled`: broken off by the sampler (too old, or its group was full), with what was recorded
 until then."""
@@ -261,6 +311,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """Member number within the group; part of every random seed."""
     turns: list[Turn] = []
+    remote_turns: list[RemoteTurn] = []
+    """What remote models said in it."""
     reward: float = 0.0
     """What the whole attempt earned, penalties included: the advantages are made from it."""
     reward_parts: dict[str, float] = {}
@@ -278,6 +330,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time in seconds."""
     duration_s: float = 0.0
 
+    @property
+    def agent(self) -> str:
+        """Whose words these are, of several agents in the rollout; empty where there is one."""
+        return self.group_id.rpartition("@")[2].partition(":")[2]
+
     def context_ids(self, index: int) -> list[int]:
         """All ids that the policy saw before it emitted turn `index`, by the module's invariant."""
         return context_of(self.turns, index)
@@ -288,6 +345,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     def num_trainable_tokens(self) -> int:
         """Completion tokens that were drawn from the recipe's distribution."""
         return sum(len(turn.completion_ids) for turn in self.turns if turn.overrides is None)
+
+
+def group_of_agent(group_id: str, agent: str) -> str:
+    """The group of one agent's trajectories: each of several is compared with itself alone."""
+    return f"{group_id}:{agent}" if agent else group_id
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,6 +366,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     """A limit ended it."""
     metrics: dict[str, float] = {}
+    agents: dict[str, Outcome] = {}
+    """How it ended for each of several agents, by name; for others the rest of this record."""
 
     def __post_init__(self) -> None:
         total = sum(self.reward_parts.values())
@@ -340,6 +404,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     wrote last."""
 
 
+class TokenMasks(NamedTuple):
+    """Which tokens a grammar allowed at each place of a text."""
+
+    table: list[np.ndarray]
+    """Masks, [W] uint32 each: a bit for each token of the vocabulary, lowest bit first."""
+    rows: np.ndarray
+    """[T] int32: the mask of each token; -1 where all tokens were allowed."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One root-to-leaf path of a trajectory, ready for training; every array has one entry per
     token of `ids`.
@@ -364,6 +437,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What else the update needs to know, float32 with one entry per *trained* token: `returns`,
     `values`, `old_logp`, `age`, ..."""
     temperature: float = 1.0
+    masks: TokenMasks | None = None
+    """Which tokens could be drawn, where a grammar decided that."""
+    penalties: TokenPenalties | None = None
+    """Where the logits were changed before a token was drawn."""
 
     def __post_init__(self) -> None:
         for name, dtype in SAMPLE_TYPES.items():

@@ -3,11 +3,12 @@ changes."""
 
 import asyncio
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -190,6 +191,56 @@ def test_a_pool_serves_whoever_submits(gateway):
         with captured(gateway.url, "key-d"):
             asyncio.run(in_executor(pool, gateway.url))
     assert sessions(gateway) == ["key-a", "key-b", None, None, "key-d"]
+
+
+def test_forked_processes_are_nobodys(gateway):
+    """A pool of them that one attempt has started serves others."""
+    with captured(gateway.url, "key-a"):
+        pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+        pool.submit(by_urllib_text, gateway.url).result(20)
+    with captured(gateway.url, "key-b"), pool:
+        pool.submit(by_httpx, gateway.url).result(20)
+    assert sessions(gateway) == [None, None]
+
+
+def reusable(name, url):
+    """A request, and what sends it and gives the request that its answer names."""
+    if name == "urllib":
+        request = urllib.request.Request(url, b"{}", {"content-type": "application/json"})
+
+        def send():
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                answer.read()
+            return request
+
+        return request, send
+    if name == "requests":
+        requests = pytest.importorskip("requests")
+        request = requests.Request("POST", url, json=BODY).prepare()
+        return request, lambda: requests.Session().send(request, timeout=20).request
+    client = httpx.Client(trust_env=False, timeout=20)
+    request = client.build_request("POST", url, json=BODY)
+    if name == "httpx":
+        return request, lambda: client.send(request).request
+
+    async def sent():
+        async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
+            return (await client.send(request)).request
+
+    return request, lambda: asyncio.run(sent())
+
+
+@pytest.mark.parametrize("name", ["httpx", "async httpx", "requests", "urllib"])
+def test_a_request_that_is_made_once_belongs_to_each_attempt_that_sends_it(gateway, name):
+    request, send = reusable(name, f"{gateway.url}/v1/chat")
+    before = dict(request.headers)
+    for key in ("key-a", "key-b"):
+        with captured(gateway.url, key):
+            assert send() is request
+    send()
+    assert sessions(gateway) == ["key-a", "key-b", None]
+    assert dict(request.headers) == before
+    assert len({str(received.body) for received in gateway.received}) == 1
 
 
 async def in_executor(pool, url):

@@ -11,7 +11,8 @@ import pytest
 from fake_gateway import FakeGateway
 
 import agentevo
-from agentevo.agents import FunctionAgent, Policy, rollout_thread
+from agentevo import daemon_threads
+from agentevo.agents import FunctionAgent, Policy
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
@@ -45,7 +46,8 @@ def played(attempt_of):
     def play(function, **options):
         async def work():
             attempt = attempt_of(function, **options)
-            return await attempt.run(task_id="t", group_id="g", number=0)
+            (trajectory,) = await attempt.run(task_id="t", group_id="g", number=0)
+            return trajectory
 
         return run_coroutine(work())
 
@@ -148,7 +150,7 @@ def test_a_function_that_hangs_costs_its_attempt(played):
 
 
 def test_too_many_that_hang_are_refused(played, monkeypatch):
-    monkeypatch.setattr(rollout_thread, "MAX_LEFT", 2)
+    monkeypatch.setattr(daemon_threads, "MAX_LEFT", 2)
     goes_on = threading.Event()
     errors = [played(lambda task, policy: goes_on.wait(20), limit_s=0.05).error for _ in range(3)]
     assert errors[1].startswith("the episode took longer")
@@ -190,7 +192,7 @@ def test_an_attempt_that_is_cut_lets_go_of_its_thread(attempt_of):
         attempt.cut("cut")
         return await running
 
-    trajectory = run_coroutine(work())
+    (trajectory,) = run_coroutine(work())
     goes_on.set()
     assert (trajectory.status, trajectory.error) == ("cancelled", "cut")
 
@@ -226,7 +228,8 @@ def test_a_function_with_one_parameter_calls_the_gateway_in_its_attempts_name(
         with FakeGateway(on_call) as gateway:
             function = run if kind == "not async" else run_async
             attempt = attempt_of(function, door=gateway)
-            return await attempt.run(task_id="t", group_id="g", number=0)
+            (trajectory,) = await attempt.run(task_id="t", group_id="g", number=0)
+            return trajectory
 
     keys: list[str] = []
     trajectory = run_coroutine(work())
@@ -306,3 +309,48 @@ def test_classes_may_have_functions_of_any_shape():
 
     for number, player in enumerate((Plain, Static)):
         assert agentevo.agent(f"shape {number}")(player) is player
+
+
+@pytest.mark.parametrize("takes_policy", [False, True])
+@pytest.mark.parametrize("returned", [{0: 0.5}, [0.5], None])
+def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_policy, returned):
+    """The first turn was lost on its way. What was posted counts where nothing is returned."""
+    asked = []
+
+    def ask(key):
+        conversation = asked[0]
+        for _ in range(2):
+            asyncio.run_coroutine_threadsafe(conversation.complete(ASKED), loop[0]).result(20)
+        conversation.discard(0)
+
+    loop = []
+    with FakeGateway(ask) as door:
+        opened = door.open
+
+        def opening(conversations, *rest):
+            asked.append(conversations[""])
+            loop.append(asyncio.get_running_loop())
+            return opened(conversations, *rest)
+
+        door.open = opening
+
+        def post(url, body):
+            request = urllib.request.Request(url, json.dumps(body).encode())
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                answer.read()
+
+        def play(base_url, reward_url):
+            post(f"{base_url}/chat/completions", {"messages": []})
+            if returned is None:
+                post(reward_url, {"turn": 0, "reward": 0.5})
+            return returned
+
+        def with_policy(task, policy):
+            return play(policy.base_url, policy.session.reward_url)
+
+        def alone(task):
+            return play(f"{door.url}/v1", f"{door.url}/s/key-0/reward")
+
+        trajectory = played(with_policy if takes_policy else alone, door=door)
+    assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", None, 0.5)
+    assert [turn.reward for turn in trajectory.turns] == [0.5]

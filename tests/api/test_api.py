@@ -119,7 +119,7 @@ def test_options_have_the_names_of_the_yaml_and_lie_above_the_recipe():
         config.environment.num_switches,
     ) == (2, 4, 5)
     assert (config.trainer.steps, config.trainer.learning_rate) == (7, 1e-4)
-    assert (config.run_dir, config.run.name) == (Path("here"), "x")
+    assert (config.run_dir, config.run.name) == (Path("here").absolute(), "x")
 
 
 def test_model_and_algorithm_may_be_names_and_leave_the_rest_of_the_recipe():

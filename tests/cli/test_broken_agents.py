@@ -104,6 +104,7 @@ def test_a_run_whose_whole_first_evaluation_failed_ends_with_the_reason(agentevo
     if kind != "silent":
         assert "agents.py" in out.partition("held-out")[0], "at once, and where from"
         assert "agents.py" in err and kind in err
+        assert "src/agentevo" not in out.partition("held-out")[0] + err, "places in AgentEvo"
 
 
 def test_a_run_whose_whole_first_step_failed_ends_with_the_reason(agentevo):

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from pathlib import Path
 
+import pytest
+
 from agentevo.store import open_store
 from agentevo.store.call_log import AttemptCalls, call_log
 
@@ -63,3 +65,10 @@ def test_what_runs_is_seen_and_then_how_it_ended(agentevo, tmp_path: Path) -> No
     assert "nothing is running" in agentevo("trajectories", "watch", str(folder), "--once").out
     code, _, err = agentevo("trajectories", "watch", str(folder), "nix")
     assert code == 2 and "no trajectory is called 'nix'" in err
+
+
+@pytest.mark.parametrize("every", ["often", "nan", "inf", "-1", "1e9", "9" * 5000])
+def test_what_no_clock_can_wait_is_refused_in_one_line(agentevo, tmp_path: Path, every) -> None:
+    code, _, err = agentevo("trajectories", "watch", str(tmp_path), f"--every={every}")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "give seconds, from 0 to 86,400 (a day)" in err

@@ -132,6 +132,21 @@ def refusal(text: str | bytes, *overrides: str) -> list[str]:
             "model.tiny: hidden_size 33 must be an even multiple of num_heads 4: choose for "
             "example hidden_size=256",
         ),
+        (
+            "trainer: {group_size: 1000000000}",
+            "trainer.group_size: got 1000000000; needs a whole number, at least 1, at most 1048576 "
+            "(default 8)",
+        ),
+        (
+            "trainer: {groups_per_step: 65536, group_size: 64}",
+            "trainer: groups_per_step=65536 and group_size=64 make 4,194,304 attempts a step, "
+            "which are all in memory at its end: choose smaller ones, 1,048,576 attempts at most",
+        ),
+        (
+            "agents: {critic: {frozen: true}}",
+            "agents.critic: `frozen` is no key of an agent: write `train: false` for one whose "
+            "weights stay as they are, and `train: true` for one that learns",
+        ),
     ],
 )
 def test_one_wrong_value_gives_one_line(yaml_line, expected):

@@ -21,7 +21,7 @@ def test_every_key_is_explained(key):
             assert one.type
             assert (
                 one.default
-                or key in ("environment.type", "rewards.name")
+                or key in ("environment.type", "rewards.name", "remote_models.NAME.model")
                 or (key.startswith(("environment.", "rewards.", "agent.")) and one.option_of)
             ), f"{key}: no default"
 
@@ -61,7 +61,7 @@ def test_units(key, unit):
 @pytest.mark.parametrize(
     ("key", "type_", "default"),
     [
-        ("trainer.group_size", "whole number, at least 1", "8"),
+        ("trainer.group_size", "whole number, at least 1, at most 1048576", "8"),
         ("sampling.top_p", "number, above 0, at most 1", "1.0"),
         ("run.threads", "whole number, at least 1, at most 1024, or null", "null"),
         ("run.dir", "path, or null", "null"),

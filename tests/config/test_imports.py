@@ -66,7 +66,7 @@ def test_an_agent_of_a_file_is_named_by_the_recipe_and_found_again_from_anywhere
     assert again["import"] == [str(tmp_path / "code" / "mine.py")]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert build_config(again) == config
+    assert to_yaml(build_config(again)) == to_yaml(config)
 
 
 @pytest.mark.parametrize("entry", ["mine", "./mine.py", "mine.py", "mine/"])

@@ -138,7 +138,7 @@ def test_a_store_by_its_url_alone():
         == load_config(recipe(), ["store=sqlite:///a.sqlite"])
         == load_config(recipe(), ["store.url=sqlite:///a.sqlite"])
     )
-    assert one.store_url == "sqlite:///a.sqlite"
+    assert one.store_url == f"sqlite:///{Path().absolute()}/a.sqlite"
 
 
 def test_a_run_folder_may_be_moved():
@@ -146,8 +146,8 @@ def test_a_run_folder_may_be_moved():
     Path("moved").mkdir()
     Path("moved/config.yaml").write_text(to_yaml(config))
     again = run_config(Path("moved"), ["trainer.steps=1"])
-    assert (again.run_dir, again.trainer.steps) == (Path("moved"), 1)
-    assert again.store_url == "sqlite:///moved/store.sqlite"
+    assert (again.run_dir, again.trainer.steps) == (Path("moved").absolute(), 1)
+    assert again.store_url == f"sqlite:///{Path().absolute()}/moved/store.sqlite"
 
 
 def test_something_else_is_no_run_folder_and_the_near_ones_are_named():

@@ -50,7 +50,7 @@ def test_every_variant_runs_with_every_seed_in_a_folder_of_its_own():
     ]
     assert [member.config.run.seed for member in sweep.members] == [3, 3, 3, 5, 5, 5]
     assert [member.config.run_dir for member in sweep.members] == [
-        Path("runs/r") / member.name for member in sweep.members
+        Path("runs/r").absolute() / member.name for member in sweep.members
     ]
     assert {member.config.run.name for member in sweep.members} == {"plain", "long", "other"}
     assert {member.config.run.threads for member in sweep.members} == {1}
@@ -117,7 +117,7 @@ def test_runs_at_once_are_bounded_by_what_there_is():
 def test_the_dir_of_a_sweep_holds_its_runs():
     sweep = sweep_of(BASE + SWEEP, "run.dir=elsewhere", "run.overwrite=true")
     assert (sweep.dir, sweep.overwrite) == (Path("elsewhere"), True)
-    assert sweep.members[0].config.run_dir == Path("elsewhere/plain-3")
+    assert sweep.members[0].config.run_dir == Path("elsewhere/plain-3").absolute()
     assert not sweep.members[0].config.run.overwrite
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -331,26 +332,54 @@ def bi_level_gae(
     return finish(batch, advantages, whiten)
 
 
-def turn_returns(
-    batch: Batch, gamma: float, scale_by_std: bool, epsilon: float
+def of_turns(
+    batch: Batch,
+    numbers_of: Callable[[list[list[Token]]], list[float]],
+    places_of: Callable[[list[list[Token]]], list[int]],
+    scale_by_std: bool,
+    epsilon: float,
+    turn_baseline: str,
 ) -> tuple[PerToken, PerToken]:
+    """Numbers of turns against those of other turns of their group."""
     advantages: PerToken = {}
     returns: PerToken = {}
     for group in by_group(batch):
-        turns, numbers = [], []
+        turns, numbers, places = [], [], []
         for owner in group:
             own = turns_of(batch, owned(batch)[owner])
             turns += own
-            numbers += to_go(
-                [math.fsum(batch.rewards[token] for token in turn) for turn in own], gamma
-            )
-        given = (
-            [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
-        )
+            numbers += numbers_of(own)
+            places += places_of(own)
+        given = [0.0] * len(turns)
+        for place in set(places) if turn_baseline == "place" else {None}:
+            at = [n for n, one in enumerate(places) if place in (None, one)]
+            among = normalised([numbers[n] for n in at], scale_by_std, epsilon)
+            for n, value in zip(at, among, strict=True):
+                given[n] = 0.0 if len(group) == 1 else value
+        if turn_baseline == "none":
+            given = numbers
         for turn, number, advantage in zip(turns, numbers, given, strict=True):
             returns.update(dict.fromkeys(turn, number))
             advantages.update(dict.fromkeys(turn, advantage))
     return advantages, returns
+
+
+def in_order(own: list[list[Token]]) -> list[int]:
+    return list(range(len(own)))
+
+
+def turn_returns(batch: Batch, gamma: float, **comparison: Any) -> tuple[PerToken, PerToken]:
+    def numbers(own: list[list[Token]]) -> list[float]:
+        return to_go([math.fsum(batch.rewards[token] for token in turn) for turn in own], gamma)
+
+    return of_turns(batch, numbers, in_order, **comparison)
+
+
+def credit(batch: Batch, **comparison: Any) -> tuple[PerToken, PerToken]:
+    def numbers(own: list[list[Token]]) -> list[float]:
+        return [float(batch.process[turn[0]]) for turn in own]
+
+    return of_turns(batch, numbers, in_order, **comparison)
 
 
 def otb(batch: Batch, handle_zero_tail: bool) -> tuple[PerToken, PerToken]:
@@ -416,9 +445,7 @@ def prime(
     return white, advantages
 
 
-def tree_returns(
-    batch: Batch, gamma: float, scale_by_std: bool, epsilon: float
-) -> tuple[PerToken, PerToken]:
+def tree_returns(batch: Batch, gamma: float, **comparison: Any) -> tuple[PerToken, PerToken]:
     def going_on_from(at: int, own: list[list[Token]]) -> list[int]:
         """Turns whose parent is turn `at`; one without a parent among the earlier turns goes on
         from the one before it."""
@@ -435,21 +462,17 @@ def tree_returns(
             to_come(one, own) for one in going_on_from(at, own)
         )
 
-    advantages: PerToken = {}
-    returns: PerToken = {}
-    for group in by_group(batch):
-        turns, numbers = [], []
-        for owner in group:
-            own = turns_of(batch, owned(batch)[owner])
-            turns += own
-            numbers += [to_come(at, own) for at in range(len(own))]
-        given = (
-            [0.0] * len(turns) if len(group) == 1 else normalised(numbers, scale_by_std, epsilon)
-        )
-        for turn, number, advantage in zip(turns, numbers, given, strict=True):
-            returns.update(dict.fromkeys(turn, number))
-            advantages.update(dict.fromkeys(turn, advantage))
-    return advantages, returns
+    def depths(own: list[list[Token]]) -> list[int]:
+        depth = [0] * len(own)
+        for at in range(len(own)):
+            for later in going_on_from(at, own):
+                depth[later] = depth[at] + 1
+        return depth
+
+    def numbers(own: list[list[Token]]) -> list[float]:
+        return [to_come(at, own) for at in range(len(own))]
+
+    return of_turns(batch, numbers, depths, **comparison)
 
 
 PER_TOKEN = {
@@ -463,6 +486,7 @@ PER_TOKEN = {
         turn_returns,
         otb,
         tree_returns,
+        credit,
         prime,
     )
 }

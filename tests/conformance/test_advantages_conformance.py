@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from agentevo.algorithms.estimators import RECURSIONS, SCORES
 from agentevo.catalogue.advantages import ADVANTAGES
 
 NAMES = list(ADVANTAGES)
-NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns", "tree_returns")
+NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns", "tree_returns", "credit")
 AGAINST_GROUP = (
     "grpo",
     "grpo_passk",
@@ -111,7 +112,7 @@ def _turns(random: np.random.Generator, mask: np.ndarray, names: list[str]) -> n
 
 
 def ours(
-    name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper: float
+    name: str, batch: Batch, *, dtype: torch.dtype = torch.float64, **hyper: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype)
@@ -123,6 +124,7 @@ def ours(
         "logp": tensor(batch.logp),
         "sum_pi_squared": tensor(batch.squares),
         "process_rewards": tensor(batch.process),
+        "turn_credit": tensor(batch.process),
     }
     found = advantage(
         name,
@@ -143,13 +145,15 @@ def ours(
     return found[0].double().numpy(), found[1].double().numpy()
 
 
-def drawn(data: st.DataObject, name: str) -> tuple[Batch, dict[str, float]]:
+def drawn(data: st.DataObject, name: str) -> tuple[Batch, dict[str, Any]]:
     batch = data.draw(
         batches(turns=name in NEED_TURNS or data.draw(st.booleans()), positive=name == "maxrl")
     )
-    hyper: dict[str, float] = {}
+    hyper: dict[str, Any] = {}
     for one in ADVANTAGES[name].hyper:
-        if isinstance(one.default, bool):
+        if one.choices:
+            hyper[one.name] = data.draw(st.sampled_from(one.choices), one.name)
+        elif isinstance(one.default, bool):
             hyper[one.name] = data.draw(st.booleans(), one.name)
         elif one.name == "epsilon":
             hyper[one.name] = data.draw(st.sampled_from([1e-6, 1e-4, 1e-2]), one.name)
@@ -336,6 +340,8 @@ def test_a_group_of_one_has_advantage_0(name: str, data: st.DataObject) -> None:
     batch, hyper = drawn(data, name)
     names = batch.trajectories or list(range(len(batch.groups)))
     alone = replace(batch, groups=list(names))
+    if hyper.get("turn_baseline") == "none":
+        hyper["turn_baseline"] = "place"
     assert not ours(name, alone, **hyper)[0].any()
 
 
@@ -384,7 +390,7 @@ def test_what_can_be_trained_gets_no_gradient(name: str) -> None:
         "turn_ids": torch.zeros(2, 3).long(),
     }
     more |= {"baseline_rewards": torch.zeros(2), "reward_parts": {"a": torch.zeros(2)}}
-    more |= {"process_rewards": ones, "turn_parents": -torch.ones(2, 3).long()}
+    more |= {"process_rewards": ones, "turn_credit": ones, "turn_parents": -torch.ones(2, 3).long()}
     needed = {key: more[key] for key in ADVANTAGES[name].needs}
     found = advantage(
         name, token_rewards=ones * 2, mask=torch.ones(2, 3), group_ids=[0, 0], **needed

@@ -132,6 +132,24 @@ BAD: list[tuple[str, Any]] = [
     ("wrong_roles", {"messages": said("user:q", "system:s", "assistant:a")}),
     ("wrong_roles", {"messages": said("user:q", "assistant:a", "assistant:b")}),
     ("wrong_roles", {"messages": said("user:q", "tool:t", "assistant:a")}),
+    *(
+        (
+            "bad_tool_call",
+            {
+                "messages": [
+                    *said("user:q"),
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"name": "f", "id": call_id}],
+                    },
+                    {"role": "tool", "content": "t", "tool_call_id": result_id},
+                    *said("assistant:a"),
+                ]
+            },
+        )
+        for call_id, result_id in (([], "x"), ("x", {}))
+    ),
     (
         "bad_tool_call",
         {

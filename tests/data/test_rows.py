@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,11 @@ def test_a_saved_dataset(tmp_path):
         assert told(tmp_path / name) == [("row 1", rows[0]), ("row 2", rows[1])]
     with pytest.raises(ConfigError, match="holds the splits odd"):
         list(read_rows(str(tmp_path / "odd")))
+
+
+def test_devices_and_pipes_are_refused_before_they_are_opened(tmp_path):
+    pipe = tmp_path / "a.jsonl"
+    os.mkfifo(pipe)
+    for source in ("/dev/zero", "/dev/null", str(pipe)):
+        with pytest.raises(ConfigError, match=f"tasks: {source} is a device, pipe or socket"):
+            check_source(source, "tasks")

@@ -17,7 +17,10 @@ LONGEST_EXAMPLE = 60
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["agents", "environments", "rewards", "python"])
+@pytest.mark.parametrize(
+    "page",
+    ["agents", "credit", "environments", "loop", "multi_agent", "rewards", "python", "tools"],
+)
 def test_what_the_page_prints_works(page, tmp_path):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     files = dict(FILE.findall(text))

@@ -14,6 +14,7 @@ from agentevo.agents import Policy
 from agentevo.config.gateway import GatewaySection
 from agentevo.gateway.gateway import Gateway
 from agentevo.inference.conversation import Conversation
+from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.types import SamplingParams
 
 
@@ -34,7 +35,13 @@ def gateway_of(loaded, chat, scripted_engine):
     """`async with gateway_of(says) as opened`, in an event loop."""
 
     @contextlib.asynccontextmanager
-    async def make(says: Any, **section: Any) -> AsyncIterator[Opened]:
+    async def make(
+        says: Any,
+        remote: RemoteModels | None = None,
+        *,
+        timeout_s: float = 60.0,
+        **section: Any,
+    ) -> AsyncIterator[Opened]:
         notes: list[str] = []
         engine = (
             says
@@ -42,7 +49,7 @@ def gateway_of(loaded, chat, scripted_engine):
             else scripted_engine(loaded.tokenizer, chat.end_of_turn_id, says)
         )
         gateway = Gateway(
-            GatewaySection(**section), model="tiny", timeout_s=60.0, note=notes.append
+            GatewaySection(**section), model="tiny", timeout_s=timeout_s, note=notes.append
         )
 
         def policy(name: str = "a", **options: Any) -> Policy:
@@ -50,7 +57,8 @@ def gateway_of(loaded, chat, scripted_engine):
             conversation = Conversation(
                 engine, chat, SamplingParams(max_new_tokens=20, temperature=0.7), **settings
             )
-            return Policy(conversation, gateway)
+            beside = remote and RemoteConversations(remote, name=name, seed=5)
+            return Policy(conversation, gateway, beside)
 
         opened = Opened(gateway, policy)
         opened.notes, opened.engine = notes, engine

@@ -120,7 +120,7 @@ def test_failures_are_its_exceptions(gateway_of):
             with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
                 await client.messages.create(**{**ASK, "messages": long})
             with pytest.raises(anthropic.BadRequestError, match="tool_choice") as refused:
-                await client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "any"})
+                await client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "some"})
             assert refused.value.type == "invalid_request_error"
             with pytest.raises(anthropic.InternalServerError, match="no engine") as failed:
                 await client.messages.create(**ASK)

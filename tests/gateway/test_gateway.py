@@ -103,6 +103,8 @@ REFUSED = [
     ({"messages": [{"role": "user"}]}, "content is missing"),
     ({"messages": [{"role": "king", "content": "x"}]}, "king"),
     ({"n": 0}, "n is 0"),
+    ({"n": 10**400}, "n is 1"),
+    ({"n": 10**9, "stream": True}, "n is 1000000000"),
     ({"n": "two"}, "whole number"),
     ({"n": True}, "whole number"),
     ({"stream": "yes"}, "true or false"),
@@ -112,12 +114,29 @@ REFUSED = [
     ({"max_tokens": 0}, "max_new_tokens"),
     ({"seed": -1}, "seed"),
     ({"stop": [1]}, "stop"),
-    ({"frequency_penalty": 1.0}, "frequency_penalty"),
-    ({"logit_bias": {"5": 100}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty"),
+    ({"presence_penalty": -(10**400)}, "presence_penalty"),
+    ({"presence_penalty": True}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "99999"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"tools": ""}, "tools is"),
+    ({"tools": {}}, "tools is"),
+    ({"tools": 0}, "tools is"),
+    ({"tools": False}, "tools is"),
+    ({"tools": ["f"]}, "tool 1"),
+    ({"tools": "f", "tool_choice": "none"}, "tools is"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "the schema"),
     ({"tools": [{"name": "x"}]}, "tool 1"),
-    ({"tools": [{"function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
-    ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": "always"}, "tool_choice"),
+    ({"tools": [{"function": {"name": "f"}}], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": "required"}, "there are no tools"),
+    ({"top_logprobs": 5}, "logprobs: true"),
+    ({"top_logprobs": 21, "logprobs": True}, "0 to 20"),
     ({"wish": 1}, "wish"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, ""),
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"),
@@ -247,29 +266,6 @@ def test_the_door_answers_while_the_sampler_s_loop_is_held(gateway_of):
     assert run(talk()) == [200]
 
 
-def test_rewards_are_posted_to_the_session(gateway_of):
-    async def talk():
-        async with gateway_of(["left"]) as opened:
-            policy = opened.policy()
-            await opened.post(policy, ASK)
-            url = policy.session.reward_url
-            bodies = [
-                {"reward": 1.0},
-                {"rewards": {"right": 0.5}},
-                {"turn": 0, "reward": 2.0},
-                {"turn": 1, "reward": 2.0},
-                {},
-                {"reward": "much"},
-                {"prize": 1},
-            ]
-            codes = [(await opened.http.post(url, json=body)).status_code for body in bodies]
-            return codes, policy.session.posted
-
-    codes, posted = run(talk())
-    assert codes == [200, 200, 200, 400, 400, 400, 400]
-    assert [one.reward for one in posted] == [1.0, None, 2.0]
-
-
 def test_an_engine_that_fails_is_a_server_error_and_ends_the_attempt(gateway_of):
     async def talk():
         async with gateway_of([EngineUnavailableError("no engine answers")]) as opened:
@@ -367,6 +363,57 @@ def test_a_stream_says_each_token_before_the_next_is_drawn(gateway_of, loaded, c
     assert [text.strip() for text, _ in said] == ["left", "right", "left"]
     assert all(recorded == 0 for _, recorded in said), "none waited for the whole"
     assert len(turns) == 1
+
+
+def test_tokens_of_one_step_are_one_event(gateway_of, loaded, chat):
+    ids = loaded.tokenizer.encode("left right left right left", add_special_tokens=False)
+
+    class TwoSteps(TokenByToken):
+        async def generate(self, prompt_ids, sampling, *, listen=None, **more):
+            for step in (ids, [chat.end_of_turn_id]):
+                await self.go.acquire()
+                for token in step:
+                    listen([token], [-0.5])
+            every = [*ids, chat.end_of_turn_id]
+            logprobs, versions = [-0.5] * len(every), [3] * len(every)
+            return Completion(ids=every, logprobs=logprobs, versions=versions, finish_reason="stop")
+
+    async def talk():
+        engine = TwoSteps(ids)
+        async with gateway_of(engine) as opened:
+            policy = opened.policy()
+            key = {"Authorization": f"Bearer {policy.api_key}"}
+            url, body = f"{policy.base_url}/chat/completions", {**ASK, "stream": True}
+            said = []
+            engine.go.release()
+            async with opened.http.stream("POST", url, json=body, headers=key) as answer:
+                async for line in answer.aiter_lines():
+                    if '"content":"left' in line:
+                        said.append((json.loads(line[6:]), len(policy.turns)))
+                        engine.go.release()
+            return said, policy.turns
+
+    said, turns = run(talk())
+    ((event, recorded),) = said
+    assert event["choices"][0]["delta"]["content"] == "left right left right left"
+    assert recorded == 0, "it did not wait for the next step"
+    assert len(turns) == 1
+
+
+def test_a_reply_has_no_copy_of_the_ids_unless_it_is_asked_for(gateway_of):
+    async def talk(**more):
+        async with gateway_of(["left"]) as opened:
+            policy = opened.policy()
+            copies = []
+            whole = policy.conversation.prompt_ids
+            policy.conversation.prompt_ids = lambda turn: copies.append(turn) or whole(turn)
+            answer = await opened.post(policy, {**ASK, **more})
+            return copies, answer.json()["usage"]["prompt_tokens"]
+
+    without, size = run(talk())
+    with_ids, same_size = run(talk(return_token_ids=True, n=1))
+    assert without == [] and with_ids == [0]
+    assert size == same_size > 0
 
 
 def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat):

@@ -280,6 +280,41 @@ def test_what_is_not_kept_is_not_found(gateway_of, chat, monkeypatch):
         assert error.param == "previous_response_id"
 
 
+def test_an_answer_that_is_kept_is_given_and_forgotten(gateway_of, chat):
+    asked = [{"role": "user", "content": text} for text in ("Go.", "On.", "Up.")]
+
+    async def work(client, policy):
+        answer = await client.responses.create(model="m", input=asked, instructions="Be quick.")
+        given = await client.responses.retrieve(answer.id)
+        pages = []
+        for order in ("asc", "desc"):
+            page = await client.responses.input_items.list(answer.id, order=order, limit=2)
+            pages.append([item.content for item in page.data])
+            last = page.data[-1].id
+            more = await client.responses.input_items.list(answer.id, order=order, after=last)
+            pages[-1] += [item.content for item in more.data]
+        await client.responses.delete(answer.id)
+        unkept = await client.responses.create(model="m", input="Go.", store=False)
+        calls = [
+            client.responses.retrieve(answer.id),
+            client.responses.delete(answer.id),
+            client.responses.input_items.list(answer.id),
+            client.responses.retrieve(unkept.id),
+            client.responses.retrieve(answer.output[-1].id),
+            client.responses.create(model="m", input="?", previous_response_id=answer.id),
+        ]
+        for call in calls:
+            with pytest.raises(openai.NotFoundError):
+                await call
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.input_items.list(unkept.id, limit=0)
+        return answer, given, pages, policy.turns
+
+    answer, given, pages, turns = with_client(gateway_of, chat, ["Hm</think>left"] * 3, work)
+    assert given == answer and len(turns) == 2
+    assert pages == [["Go.", "On.", "Up."], ["Up.", "On.", "Go."]]
+
+
 def test_no_session_finds_the_answers_of_another(gateway_of, chat):
     async def talk():
         async with gateway_of(Spelling(chat, ["Hm</think>left"] * 2)) as opened:
@@ -349,16 +384,20 @@ REFUSED = [
     ({"metadata": [1]}, "metadata"),
     ({"tools": [{"type": "web_search"}]}, "web_search"),
     ({"tools": [{"type": "function"}]}, "no name"),
-    ({"tools": "add"}, "tools is a list"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
+    ({"tools": "add"}, "tools is 'add': give a list"),
+    ({"tools": ""}, "tools is"),
+    ({"tools": {}}, "tools is"),
+    ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "gone"}}, "'gone'"),
     ({"include": ["file_search_call.results"]}, "file_search_call"),
     ({"include": "reasoning.encrypted_content"}, "a list"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
-    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"presence_penalty": -3}, "presence_penalty"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-    ({"logit_bias": {"5": 100}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"input": "word " * 30_000}, "context"),
 ]
 

@@ -333,7 +333,7 @@ def test_the_trajectory_holds_and_trains_what_was_received_and_says_what_drifted
         return Outcome(reward=1.0, turn_rewards={last.turn: 0.5}, metrics={"own": 2.0})
 
     attempt = Attempt(FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=9)
-    played = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
+    (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
     assert played.status == "completed", played.error
     assert [(turn.parent, turn.reward) for turn in played.turns] == [(None, 0.0), (0, 0.5)]
     (row,) = trajectory_rows(played)
@@ -360,7 +360,7 @@ def test_a_list_of_rewards_is_for_the_turns_that_were_received() -> None:
         return [1.0, 2.0]
 
     attempt = Attempt(FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=9)
-    played = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
+    (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
     assert played.status == "completed", played.error
     assert [turn.reward for turn in played.turns] == [1.0, 2.0]
 

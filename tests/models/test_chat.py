@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
-from agentevo.models.tiny import byte_tokenizer, word_tokenizer
+from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
 from agentevo.types import Message
 
 CHATML = "{{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' -}}"
@@ -262,8 +262,8 @@ def test_empty_conversations_are_refused() -> None:
 
 
 def test_an_unknown_role_is_refused() -> None:
-    with pytest.raises(ModelError, match="not tool"):
-        FORMATS["tiny"].continuation([Message("tool", "42")], ended_with_stop=True)
+    with pytest.raises(ModelError, match="not developer"):
+        FORMATS["tiny"].continuation([Message("developer", "42")], ended_with_stop=True)
 
 
 @pytest.mark.smollm2

@@ -25,6 +25,8 @@ from transformers import GenerationConfig
 from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
 from agentevo.models.chat_template import NO_TOOLS, ToolSchemas
+from agentevo.models.load import template_text
+from agentevo.models.tiny_tokenizer import CHAT_TEMPLATE
 from agentevo.types import ImagePart, Message, TextPart, ToolCall
 
 ADD = {
@@ -48,7 +50,8 @@ CHATS = {
     for name, template in {
         "hermes": HERMES, "qwen3": QWEN3, "qwen3 thinking": QWEN3_THINKING, "qwq": QWQ, "r1": R1,
         "r1 distil": R1_DISTIL, "r1 text": R1_TEXT,
-        "strict": STRICT, "names results": NAMES_RESULTS,
+        "strict": STRICT, "names results": NAMES_RESULTS, "shipped": template_text("hermes"),
+        "tiny": CHAT_TEMPLATE,
     }.items()
 }  # fmt: skip
 plain = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), max_size=12)
@@ -88,7 +91,7 @@ def whole(chat: ChatFormat, messages: list[Message], tools: ToolSchemas) -> str:
     )
 
 
-@pytest.mark.parametrize("name", ["hermes", "strict", "names results"])
+@pytest.mark.parametrize("name", ["hermes", "strict", "names results", "shipped", "tiny"])
 @given(
     results=st.lists(plain, min_size=1, max_size=3),
     question=plain,

@@ -45,6 +45,16 @@ def test_a_hub_name_is_left_as_it_is() -> None:
     assert resolve("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
+def test_a_name_that_says_that_it_is_the_hubs_is_no_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("org").mkdir()
+    model_folder(Path("org/name"))
+    assert resolve("org/name") == Path("org/name")
+    assert resolve("hf://org/name") == "org/name"
+    with pytest.raises(ModelError, match="a hub model is written hf://org/name"):
+        resolve("hf://../name")
+
+
 @pytest.mark.parametrize("name", ["smollm2-135m", "SmolLM2-135M-Instruct", "smollm2_135m_instruct"])
 def test_an_unknown_name_is_refused_with_the_nearest_known(name: str) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'smollm2-135m-instruct'"):

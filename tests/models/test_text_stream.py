@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from agentevo.errors import ModelError
 from agentevo.models.chat import ChatFormat
 from agentevo.models.text_stream import CONTEXT, WINDOW, TextStream, before_stop
-from agentevo.models.tiny import byte_tokenizer, word_tokenizer
+from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
 
 WORDS = ["a", "b", "no", "n't", "s", ".", "'", "world", "é", "語", "😀", "\n", "<", "�"]
 SPACED = ["▁", "▁▁", *WORDS, *(f"▁{word}" for word in WORDS)]

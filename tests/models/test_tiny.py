@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentevo.config import TinyModel
-from agentevo.models.tiny import CHARACTERS, TAGS, byte_tokenizer, make_tiny, word_tokenizer
+from agentevo.models.tiny import make_tiny
+from agentevo.models.tiny_tokenizer import CHARACTERS, TAGS, byte_tokenizer, word_tokenizer
 
 CORPUS = (
     "You stand at P on a frozen lake.\nWalk to G; avoid O.\n",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -222,3 +224,31 @@ def test_what_an_algorithm_learns_beside_the_policy_is_shown():
     assert (
         "| critic foresees 25% | process reward right 100% | pairs right 50%" in stream.getvalue()
     )
+
+
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    """As in `agentevo train coins | head -1`."""
+    program = (
+        "from agentevo.observability.live import LiveView\n"
+        "with LiveView('run') as view:\n"
+        "    for n in range(9):\n"
+        "        view.note('line ' + str(n))\n"
+        "        input()\n"
+        "from agentevo.console import to_stderr\n"
+        "to_stderr('and here')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "line 0\n"
+        process.stdout.close()
+        process.stdin.write("\n" * 9)
+        process.stdin.close()
+        said = process.stderr.read()
+        assert process.wait(50) == 0, said
+    assert "and here" in said
+    assert "BrokenPipe" not in said

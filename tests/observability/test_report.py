@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import Any
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.observability import MetricsLog, report_from_run, sample_trajectories, write_report
+from agentevo.event_loop import run_coroutine
+from agentevo.observability import (
+    MetricsLog,
+    report,
+    report_from_run,
+    sample_trajectories,
+    write_report,
+)
 from agentevo.observability.metrics import MetricsRow
 from agentevo.observability.report_html import SHOWN_TOKENS
 from agentevo.store import open_store
@@ -246,6 +254,35 @@ def test_a_report_can_be_made_inside_a_running_event_loop(tmp_path: Path) -> Non
         return report_from_run(tmp_path / "run")
 
     assert "trajectory x," in Page(asyncio.run(caller()).read_text(encoding="utf-8")).text
+
+
+def test_a_run_draws_its_report_beside_its_event_loop_and_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run", [], [(attempt("x", 1.0), "train", 1)])
+    said: list[str] = []
+
+    class View:
+        def phase(self, name: str) -> None:
+            said.append(name)
+
+        note = warn = said.append
+
+    async def made() -> int:
+        ticks = 0
+        making = asyncio.create_task(report.report_at_end(tmp_path / "run", str, View()))
+        while not making.done():
+            ticks += 1
+            await asyncio.sleep(0.001)
+        await making
+        return ticks
+
+    assert run_coroutine(made()) > 3, "the loop goes on meanwhile"
+    assert said[0] == "reporting" and "report.html" in said[-1]
+    monkeypatch.setattr(report, "DEADLINE_S", 0.05)
+    monkeypatch.setattr(report, "report_from_run", lambda *_: time.sleep(1.0))
+    run_coroutine(made())
+    assert "not made within 0.05 s: `agentevo report" in said[-1]
 
 
 def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(

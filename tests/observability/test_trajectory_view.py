@@ -16,7 +16,7 @@ from agentevo.observability.trajectory_view import (
     probability_level,
     render_trajectory,
 )
-from agentevo.types import ImagePart, Message, TextPart, ToolCall, Trajectory, Turn
+from agentevo.types import ImagePart, Message, RemoteTurn, TextPart, ToolCall, Trajectory, Turn
 
 Decode = Callable[[int], str]
 
@@ -79,6 +79,30 @@ def test_every_turn_shows_what_was_asked_said_and_paid(decode: Decode) -> None:
     ):
         assert part in text, part
     assert "said by the policy" not in text  # the completion is shown from its ids
+
+
+def test_what_remote_models_said_is_shown_too(decode: Decode) -> None:
+    asked = Message("user", "Is it \x1b[2J right?")
+    first = RemoteTurn(
+        index=0,
+        model="judge",
+        messages=[asked, Message("assistant", "Yes.", reasoning="Hm.")],
+        prompt_tokens=24,
+        cached_tokens=12,
+        completion_tokens=10,
+        cost=0.002,
+    )
+    second = RemoteTurn(index=1, parent=0, model="judge", agent="solver", messages=[asked])
+    text = shown(msgspec.structs.replace(trajectory(), remote_turns=[first, second]), decode)
+    for part in (
+        "remote turn 0: judge",
+        "user: Is it \\x1b[2J right?",
+        "assistant: [thought] Hm.",
+        "34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, "
+        "finished by stop",
+        "remote turn 1 (continues 0): judge, asked by solver",
+    ):
+        assert part in " ".join(text.split()), part
 
 
 def test_text_from_the_run_cannot_drive_the_terminal(decode: Decode) -> None:

@@ -14,7 +14,7 @@ from agentevo.agents import EnvironmentAgent
 from agentevo.api.run import Run, train
 from agentevo.errors import ConfigError, EngineError, TrainingError
 from agentevo.observability.metrics import read_metrics
-from agentevo.orchestration.components import make_environment
+from agentevo.orchestration.players import make_environment
 from agentevo.rollout.tasks import environment_tasks
 from agentevo.runs.folder import read_store
 from agentevo.training.trainer import Trainer

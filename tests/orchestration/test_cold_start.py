@@ -13,7 +13,8 @@ from agentevo.errors import ConfigError
 from agentevo.models.save import save_model
 from agentevo.observability import read_metrics
 from agentevo.orchestration.cold_start import demonstrations
-from agentevo.orchestration.components import make_environment, open_components
+from agentevo.orchestration.components import open_components
+from agentevo.orchestration.players import make_environment
 from agentevo.rollout.tasks import environment_seed
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentevo.agents import FunctionAgent, Outcome
+from agentevo.agents.policy import Policy
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
-from agentevo.orchestration.components import make_environment, open_components
+from agentevo.orchestration.components import open_components
+from agentevo.orchestration.players import make_environment
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
 
@@ -141,7 +144,8 @@ def test_what_an_agent_function_may_return(returned, reward, success):
     async def agent(task, policy):
         return returned
 
-    outcome = asyncio.run(FunctionAgent(agent).run(Task(id="t"), None))
+    policy = Policy(SimpleNamespace(received=()))
+    outcome = asyncio.run(FunctionAgent(agent).run(Task(id="t"), policy))
     assert (outcome.reward, outcome.success) == (reward, success)
 
 

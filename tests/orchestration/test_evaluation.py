@@ -140,7 +140,7 @@ class Broken(TextEnvironment):
 def test_reference_players_of_an_environment_that_breaks_are_unknown(monkeypatch):
     parts, notes = parts_of(), []
     parts.note = notes.append
-    monkeypatch.setattr("agentevo.orchestration.components.make", Broken)
+    monkeypatch.setattr("agentevo.orchestration.players.make", Broken)
     monkeypatch.setattr("agentevo.environments.make", Broken)
     assert reference_players(parts) is None
     assert "KeyboardInterrupt" in notes[0] and "is not known" in notes[0]

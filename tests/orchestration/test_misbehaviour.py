@@ -82,7 +82,9 @@ def test_many_kinds_beside_the_trainer(plays, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=lambda number: KINDS[number].name)
-def test_every_kind_alone(number, tmp_path):
+def test_every_kind_alone(number, tmp_path, monkeypatch):
     case = KINDS[number]
+    if not case.deed.hangs:  # a busy machine may take longer to raise than what hangs is given
+        monkeypatch.setattr(environment_thread, "CLOSE_S", 30.0)
     plays, resumes = case.place in ENVIRONMENT, number % 5 == 0
     assert check([case], tmp_path / "run", plays=plays, resumes=resumes) == case.num_failed

@@ -15,7 +15,7 @@ from agentevo.api.run import train
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.observability import read_metrics
-from agentevo.orchestration.components import make_environment
+from agentevo.orchestration.players import make_environment
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.rollout.tasks import environment_tasks, seed_of_task
 from agentevo.runs.folder import read_store

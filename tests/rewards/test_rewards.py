@@ -11,10 +11,9 @@ import torch
 from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.rewards import RewardConfig, Score, make_reward, reward, rewards
-from agentevo.rewards.answers import find_answer, last_number
 from agentevo.rewards.reward import check_reward, completion_of, reward_config, score_of
 from agentevo.rollout.scoring import NO_REWARD, Scoring
-from agentevo.types import Message, Task, Trajectory, Turn
+from agentevo.types import Message, Task, ToolCall, Trajectory, Turn
 
 
 def said(text, name="a", reward=0.25, **fields):
@@ -45,49 +44,13 @@ def own_rewards(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "expected"),
-    [
-        ("a <answer> 3 </answer> b <answer>4</answer>", "auto", "4"),
-        (r"so \boxed{\frac{1}{2}} and \boxed{x^{2}}", "auto", "x^{2}"),
-        (r"open \boxed{1", "boxed", None),
-        ("work\n#### 42\nmore", "auto", "42"),
-        ("  just this ", "auto", "just this"),
-        ("nothing", "answer_tag", None),
-        (r"<answer>\boxed{1}</answer>", "answer_tag", r"\boxed{1}"),
-    ],
-)
-def test_where_an_answer_is_stated(text, place, expected):
-    assert find_answer(text, place) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("it is 1,234.5.", 1234.5),
-        ("$3", 3.0),
-        ("-2e3", -2000.0),
-        ("3/4", 0.75),
-        ("50%", 0.5),
-        ("from 1 to 7", 7.0),
-        ("5 - 3 = 2", 2.0),
-        ("x2", None),
-        ("1/0", None),
-        ("9" * 400, None),
-        ("", None),
-    ],
-)
-def test_the_last_number_of_a_text(text, number):
-    assert last_number(text) == number
-
-
-@pytest.mark.parametrize(
     ("name", "text", "answer", "options", "expected"),
     [
         ("exact_match", " The  CAT. ", "the cat", {}, 1.0),
         ("exact_match", "The cat", "the cat", {"ignore_case": False}, 0.0),
         ("exact_match", "dog", ["cat", "dog"], {}, 1.0),
         ("exact_match", "a dog", "dog", {}, 0.0),
-        ("exact_match", "a dog", "dog", {"place": "answer_tag"}, 0.0),
+        ("exact_match", "a dog", "dog", {"place": "answer"}, 0.0),
         ("contains", "It is a dog!", "dog", {}, 1.0),
         ("contains", "a dogma", "dog", {}, 0.0),
         ("contains", "C++ it is", "C++", {}, 1.0),
@@ -97,12 +60,134 @@ def test_the_last_number_of_a_text(text, number):
         ("numeric", "3.14", 3.14159, {"tolerance": 0.01}, 1.0),
         ("numeric", "3.14", 3.14159, {}, 0.0),
         ("numeric", "none", 4, {}, 0.0),
+        ("numeric", "0.3", 0, {"absolute_tolerance": 0.5}, 1.0),
+        ("numeric", "0.6", 0, {"absolute_tolerance": 0.5}, 0.0),
+        ("numeric", '{"sum": 4}', 4, {"place": "json:sum"}, 1.0),
+        ("em", "The Cat!", "cat", {}, 1.0),
+        ("em", "<a>x</a> <b>An owl.</b>", ["cat", "owl"], {"place": "b"}, 1.0),
+        ("em", "black cat", "cat", {}, 0.0),
+        ("f1", "the black cat", ["a dog", "a cat"], {}, 2 / 3),
+        ("f1", "dog", "cat", {}, 0.0),
+        ("f1", "", "cat", {"place": "boxed"}, 0.0),
+        ("multiple_choice", "I think it is (B).", "B", {}, 1.0),
+        ("multiple_choice", "A or B", "B", {}, 0.0),
+        ("multiple_choice", "A. Not this. B. This one. The answer is B.", "B", {}, 1.0),
+        ("multiple_choice", "The answer is option A. Option B is wrong.", "A", {}, 1.0),
+        ("multiple_choice", "B. Because option A is wrong.", "B", {}, 1.0),
+        ("length", "x" * 10, None, {"max_length": 10, "unit": "characters"}, 0.0),
+        ("length", "x" * 12, None, {"max_length": 10, "margin": 8, "unit": "characters"}, -0.25),
+        ("length", "x" * 99, None, {"max_length": 10, "margin": 8, "unit": "characters"}, -1.0),
+        ("length", "a b", None, {"max_length": 9, "min_length": 3, "unit": "words"}, -1.0),
+        ("length", "a b", None, {"max_length": 1}, 0.0),
+        ("repetition", "a b c d e f", None, {}, 0.0),
+        ("repetition", "a b c " * 4, None, {}, -0.7),
+        ("language", "yes \u662f\u7684", None, {"language": "zh"}, 2 / 3),
+        ("language", "caf\u00e9 $x$ `\u662f` 12", None, {"language": "en"}, 1.0),
         ("format", "<a>\nx</a>", None, {"pattern": "<a>.*</a>"}, 1.0),
         ("format", "<a>x</a> y", None, {"pattern": "<a>.*</a>"}, 0.0),
     ],
 )
 def test_built_in_rewards(name, text, answer, options, expected):
-    assert value(name, text, answer, **options) == expected
+    assert value(name, text, answer, **options) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("B", "B", 1.0),
+        ("**(b)**", "B", 1.0),
+        (r"\boxed{\text{B}}", "B", 1.0),
+        ("B. Lyon", "B", 1.0),
+        ("B: because", 1, 1.0),
+        ("Lyon", "B", 1.0),
+        ("It must be the city of Lyon, surely.", "Lyon", 1.0),
+        ("Lyon Sud", "B", 0.0),
+        ("Paris or Lyon", "B", 0.0),
+        ("A city: the answer is B", "B", 1.0),
+        ("The Answer: A, no: the answer is C", "B", 0.0),
+        ("E", "B", 0.0),
+        ("", "B", 0.0),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"options": ["Paris", "Lyon", "Lyon Sud", "Nice"]},
+        {"choices": {"A": "Paris", "B": "Lyon", "C": "Lyon Sud", "D": "Nice"}},
+        {"choices": {"label": ["A", "B", "C", "D"], "text": ["Paris", "Lyon", "Lyon Sud", "Nice"]}},
+    ],
+)
+def test_which_option_is_chosen(text, answer, expected, options):
+    scorer = make_reward(reward_config("multiple_choice")(name="multiple_choice"))
+    judged = scorer.score(said(text), task(answer, metadata=options))
+    assert asyncio.run(judged).value == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "metadata"),
+    [
+        ("E", {"options": ["x", "y"]}),
+        (7, {"options": ["x", "y"]}),
+        ("A", {"options": "xy"}),
+        ("A", {"choices": {"label": ["A", "B"], "text": ["x"]}}),
+        ("A", {"choices": {"label": "A", "text": 1}}),
+    ],
+)
+def test_a_choice_without_its_options_is_no_wrong_answer(answer, metadata):
+    scorer = make_reward(reward_config("multiple_choice")(name="multiple_choice"))
+    with pytest.raises(ValueError, match="the task 't'"):
+        asyncio.run(scorer.score(said("A"), task(answer, metadata=metadata)))
+
+
+@pytest.mark.parametrize("answer", ["", " . ", ["", "."]])
+def test_an_empty_answer_is_contained_in_no_reply_and_that_is_no_wrong_answer(answer):
+    scorer = make_reward(reward_config("contains")(name="contains"))
+    with pytest.raises(ValueError, match="the task 't' has no words"):
+        asyncio.run(scorer.score(said("A"), task(answer)))
+
+
+def test_a_tasks_own_place_decides():
+    scorer = make_reward(reward_config("em")(name="em", place="answer"))
+    reply = said(r"<answer>3</answer> \boxed{4}")
+    assert asyncio.run(scorer.score(reply, task())).value == 0.0
+    own = task(metadata={"answer_schema": "boxed"})
+    assert asyncio.run(scorer.score(reply, own)).value == 1.0
+
+
+def test_tool_calls_that_worked():
+    def turn(index, *messages):
+        return Turn(
+            index=index,
+            prompt_ids=[1],
+            completion_ids=[2],
+            logprobs=[-1.0],
+            versions=[0],
+            finish_reason="stop",
+            messages=list(messages),
+        )
+
+    def calls(*arguments):
+        made = tuple(ToolCall("f", text, str(n)) for n, text in enumerate(arguments))
+        return Message("assistant", "", tool_calls=made)
+
+    def result(name, text):
+        return Message("tool", text, tool_call_id=name)
+
+    example = [
+        Message("user", "?"),
+        calls("not policy"),
+        result("0", "Error: so"),
+        calls("{}", "[]"),
+    ]
+    second = [result("0", "fine"), result("1", "error: no"), calls("{}", "{}")]
+    third = [result("0", "Error: gone"), result("1", "1"), Message("assistant", "done")]
+    turns = [turn(0, *example), turn(1, *second), turn(2, *third)]
+    attempt = Trajectory(id="a", task_id="t", group_id="g", turns=turns)
+    scorer = make_reward(reward_config("tool_use")(name="tool_use"))
+    assert asyncio.run(scorer.score(attempt, task())).value == 0.5
+    malformed = msgspec.structs.replace(attempt, metrics={"num_malformed_calls": 4.0})
+    assert asyncio.run(scorer.score(malformed, task())).value == 0.25
+    assert asyncio.run(scorer.score(said("no call"), task())).value == 0.0
 
 
 @pytest.mark.parametrize(("name", "answer"), [("exact_match", None), ("numeric", "four")])
@@ -350,9 +435,9 @@ def test_a_weighted_sum_that_is_too_large_fails_its_attempt(own_rewards):
     ("given", "expected"),
     [
         (["numerik"], "rewards[0].name: got 'numerik'; did you mean numeric?"),
-        ([{"weight": 2}], "rewards[0].name: missing; choose one of contains, "),
+        ([{"weight": 2}], "rewards[0].name: missing; choose one of agentcpm, contains, "),
         ([{"name": "numeric", "tolerence": 1}], "rewards[0].tolerence: unknown key; did you mean"),
-        ([{"name": "format"}], "rewards[0].pattern: missing; A Python regular expression"),
+        ([{"name": "format"}], "rewards[0].pattern: missing; A regular expression"),
         ([{"name": "format", "pattern": "("}], "it is no regular expression"),
         (["numeric", "numeric"], "rewards: numeric is listed twice"),
         ([3], "rewards[0]: got 3; needs a name, or a mapping with a name"),

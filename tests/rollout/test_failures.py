@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
-from agentevo.errors import StoreError, described
+from agentevo.agents.agent import FunctionAgent
+from agentevo.errors import CommandFailedError, StoreError, described
 from agentevo.rollout.failures import (
     MAX_KINDS,
     NO_REWARD,
@@ -15,10 +17,10 @@ from agentevo.rollout.failures import (
     count_kinds,
     failure_kind,
     failure_words,
-    traceback_of,
 )
 from agentevo.rollout.unstorable import written
-from agentevo.types import Trajectory
+from agentevo.tracebacks import traceback_of
+from agentevo.types import Task, Trajectory
 
 LATE = "the episode took longer than agent.timeout_s=300 s"
 
@@ -73,6 +75,57 @@ def test_the_first_failure_of_each_kind_is_shown_at_once_with_its_traceback():
     assert "t/greedy@0#0 failed: ValueError: bad" in notes[0]
     assert f'File "{Path(__file__)}", line' in notes[0] and "in theirs" in notes[0]
     assert "in theirs" in failures.trace_of("ValueError: a third") and not failures.trace_of("A: a")
+
+
+def raised(function) -> BaseException:
+    """What it raises when agentevo's own code calls it, as an agent is."""
+
+    async def agent(task, policy):
+        function()
+
+    with pytest.raises(RuntimeError) as caught:
+        asyncio.run(FunctionAgent(agent).run(Task(id="t"), NoPolicy()))
+    return caught.value
+
+
+class NoPolicy:
+    """In the place of a policy."""
+
+    agents = ()
+
+
+def test_a_traceback_shows_the_users_own_places_and_then_what_it_came_of():
+    def parses() -> None:
+        try:
+            json.loads("{")
+        except ValueError as error:
+            raise RuntimeError("no answer") from error
+
+    text = traceback_of(raised(parses))
+    first, _, second = text.partition("It came of:")
+    assert first.splitlines()[0] == "Traceback (most recent call last):"
+    assert first.rstrip().endswith("RuntimeError: no answer")
+    files = [line.split('"')[1] for line in text.splitlines() if line.startswith("  File ")]
+    assert set(files[:-1]) == {__file__} and "agentevo/agents" not in text
+    assert files[-1].endswith("json/decoder.py"), "where it was raised"
+    assert "in parses" in second and second.rstrip().endswith("(char 1)")
+
+
+def test_what_the_error_says_itself_has_no_traceback():
+    assert traceback_of(raised_on_purpose("the program wrote nothing")) == ""
+    text = traceback_of(raised_on_purpose("it ended with 1: Error: a\nTraceback of theirs"))
+    assert text == "Traceback of theirs", "the first line is told beside it"
+
+
+def raised_on_purpose(message: str) -> BaseException:
+    """What AgentEvo raises, and no code of a user's."""
+    return CommandFailedError(message)
+
+
+def test_causes_that_go_round_end():
+    first, second = CommandFailedError("a\nb"), ValueError("c")
+    first.__cause__, second.__cause__ = second, first
+    assert 0 < len(traceback_of(first)) < 1000
 
 
 def attempt(name: str, **more: object) -> Trajectory:

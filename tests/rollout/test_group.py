@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 
 import msgspec
@@ -91,7 +92,7 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
         clock.now += LIMIT_S
         return quick, await asyncio.wait_for(running[1], PATIENCE_S)
 
-    quick, hangs = run_coroutine(work())
+    (quick,), (hangs,) = run_coroutine(work())
     assert (quick.status, quick.error, len(quick.turns)) == ("completed", None, 2)
     assert (hangs.status, hangs.error) == (
         "failed",
@@ -117,10 +118,28 @@ def played(loaded, chat, scripted_engine, end) -> Trajectory:
         )
         return await attempt.run(task_id="t", group_id="g", number=0)
 
-    trajectory = asyncio.run(work())
+    (trajectory,) = asyncio.run(work())
     told = msgspec.structs.replace(trajectory, turns=[])
     assert msgspec.json.decode(msgspec.json.encode(told), type=Trajectory) == told
     return trajectory
+
+
+@pytest.mark.parametrize("way", ["returns", "raises"])
+def test_a_process_that_the_agent_forks_does_not_go_on_with_the_run(
+    way, loaded, chat, scripted_engine
+):
+    parent, children = os.getpid(), []
+
+    def end():
+        children.append(os.fork())
+        if os.getpid() != parent and way == "raises":
+            raise ValueError("in the child")
+        return Outcome(reward=1.0, success=True)
+
+    assert played(loaded, chat, scripted_engine, end).status == "completed"
+    if os.getpid() != parent:
+        os._exit(7)  # it came back as a second run
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == os.EX_SOFTWARE
 
 
 def test_an_outcome_of_numpy_numbers_is_a_plain_one(loaded, chat, scripted_engine):

@@ -292,7 +292,7 @@ def test_what_the_store_refuses_fails_its_attempt_with_the_reason(
             return Outcome(reward=1.0, success=True, metrics=metrics)
 
     monkeypatch.setattr("agentevo.agents.agent.REWARD_PARTS", "no such prefix")
-    monkeypatch.setattr("agentevo.rollout.group.outcome_of", lambda outcome: outcome)
+    monkeypatch.setattr("agentevo.rollout.group.outcome_of", lambda outcome, agents: outcome)
 
     async def scenario():
         async with await open_store(url) as store:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from agentevo.config import build_config
 from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError
 from agentevo.errors import ConfigError
 from agentevo.rollout.given_tasks import task_of
+from agentevo.rollout.mixture import permutation
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import QUEUED_FOR_STEP, Task
 
@@ -69,3 +71,10 @@ def test_ids_that_repetitions_would_have_are_refused():
     with pytest.raises(ConfigError, match="the id 'a~1' is what a repetition of 'a' is called"):
         source([Task(id="a"), Task(id="b"), Task(id="a~1")])
     source([Task(id="a"), Task(id="b~1"), Task(id="a~x")])
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 + 5, 2**62 + 3])
+def test_orders_are_those_of_torch_which_need_not_be_there(seed):
+    for size in (0, 1, 2, 9, 500):
+        generator = torch.Generator().manual_seed(seed)
+        assert permutation(size, seed) == torch.randperm(size, generator=generator).tolist()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from agentevo.api.run import sft, train
-from agentevo.errors import ConfigError
-from agentevo.runs.creation import command_of, new_folder, write_config
+from agentevo.errors import CheckpointError, ConfigError
+from agentevo.runs.chain import HeadFile, is_given_up, read_head
+from agentevo.runs.creation import new_folder, write_config
+from agentevo.runs.folder import command_of
 
 
 def contents(folder):
@@ -32,6 +36,36 @@ def test_a_run_that_can_not_begin_leaves_no_folder(tmp_path, small_config):
     with pytest.raises(ZeroDivisionError), new_folder(small_config(tmp_path / "run")):
         raise ZeroDivisionError
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pipe_in_the_place_of_head_json_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "head.json")
+    with pytest.raises(CheckpointError, match=r"head\.json: is a device, pipe or socket"):
+        read_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "trained", ["metrics.jsonl", "checkpoints/step-000002/model.safetensors", None]
+)
+def test_a_run_that_has_trained_is_not_deleted_whatever_its_head_says(
+    trained, tmp_path, small_config
+):
+    """head.json was edited, or is of another run: a new run takes the place of none but one that
+    was given up before it trained."""
+    config = small_config(tmp_path / "run")
+    write_config(config)
+    HeadFile(config.run_dir).give_up()
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 0, "val-core/agent/n": 1.0}\n')
+    assert is_given_up(config.run_dir)
+    if trained is None:
+        return
+    path = config.run_dir / trained
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"step": 0}\n{"step": 1, "training/global_step": 1.0}\n')
+    assert not is_given_up(config.run_dir)
+    with pytest.raises(ConfigError, match="holds a run already"), new_folder(config):
+        pass
+    assert path.is_file()
 
 
 def test_config_yaml_names_the_command_whose_run_it_is(tmp_path, small_config):

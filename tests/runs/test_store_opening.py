@@ -84,7 +84,7 @@ def test_the_commands_say_what_they_wait_for(command, closed_port, tmp_path, mon
     assert main([command, "coins", f"run.dir={tmp_path / 'run'}", "model.name=tiny", url]) != 0
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if "waiting until" in line]
-    assert len(lines) >= 2 and all("Connect call failed" in line for line in lines)
+    assert lines and all("Connect call failed" in line for line in lines)
     assert "given up after 1 s" in captured.err and "correct store.url" in captured.err
     assert "hush" not in captured.err + captured.out
 
@@ -155,3 +155,21 @@ def test_a_lock_is_waited_for_no_longer_either(tmp_path, monkeypatch):
                 holder.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["trajectories", "watch", "RUN"], ["trajectories", "show", "RUN"], ["report", "RUN"]),
+        *(["audit", "RUN"], ["store", "stats", "RUN"]),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("url", ["7", "[a]", "true"])
+def test_a_url_that_is_no_text_is_refused_in_one_line(words, url, tmp_path, capsys):
+    run_at("", tmp_path)
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(f"environment: {{type: coins}}\nstore: {{url: {url}}}\n")
+    code = main([str(tmp_path / "run") if word == "RUN" else word for word in words])
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and "store.url" in errors[0] and str(path) in errors[0], errors

@@ -14,12 +14,13 @@ import msgspec
 import pytest
 from sqlalchemy import event
 
-from agentevo.errors import StoreError
+from agentevo.errors import ConfigError, StoreError
 from agentevo.store import StoredTrajectory, export_jsonl, export_store, import_store, open_store
+from agentevo.store.export import whole_file
 from agentevo.store.mongo_rows import Rows
 from agentevo.store.sql import SQLStore
 from agentevo.store.streams import Streaming
-from agentevo.types import Message, Task, Trajectory
+from agentevo.types import Message, RemoteTurn, Task, Trajectory
 
 Make = Callable[..., Trajectory]
 
@@ -29,7 +30,11 @@ def filled(url: str, make_trajectory: Make) -> list[Trajectory]:
     first = make_trajectory("a")
     said = msgspec.structs.replace(first.turns[1], messages=[Message("user", "línea\n\u2028 二")])
     written = [
-        msgspec.structs.replace(first, turns=[first.turns[0], said]),
+        msgspec.structs.replace(
+            first,
+            turns=[first.turns[0], said],
+            remote_turns=[RemoteTurn(index=0, model="teacher", messages=[Message("user", "?")])],
+        ),
         make_trajectory("b"),
         make_trajectory("c", num_turns=0),
     ]
@@ -386,3 +391,25 @@ def test_an_import_reads_the_records_of_its_own_steps_only(
                 )
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["there/new/deeper/out.jsonl", "new/out.jsonl.gz", "out.jsonl"])
+def test_a_file_that_is_not_made_leaves_no_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+
+    def names() -> set[Path]:
+        return set(tmp_path.rglob("*"))
+
+    before = names()
+
+    def refused() -> None:
+        with whole_file(tmp_path / name) as file:
+            file.write(b"half")
+            raise ConfigError("no row is good")
+
+    with pytest.raises(ConfigError):
+        refused()
+    assert names() == before
+    with whole_file(tmp_path / name) as file:
+        file.write(b"whole")
+    assert (tmp_path / name).is_file()

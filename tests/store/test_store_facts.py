@@ -18,7 +18,15 @@ from agentevo.errors import StoreError
 from agentevo.store import open_store
 from agentevo.store.blobs import pack_turns, unpack_turns
 from agentevo.store.codec import encode_trajectories
-from agentevo.types import Message, SamplingOverrides, Task, Trajectory, Turn
+from agentevo.types import (
+    Constraint,
+    Message,
+    RemoteTurn,
+    SamplingOverrides,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 Make = Callable[..., Trajectory]
 
@@ -36,6 +44,9 @@ overrides = st.none() | st.builds(
     temperature=st.none() | st.floats(0, 4),
     top_k=st.integers(0, 50),
     min_p=st.none() | st.floats(0, 0.5),
+)
+constraints = st.none() | st.builds(
+    Constraint, grammar=st.text(), end_ids=st.tuples(int32), masks=st.text()
 )
 
 
@@ -58,11 +69,24 @@ def turn_lists(draw: st.DrawFn) -> list[Turn]:
                 reward=draw(finite),
                 messages=draw(messages),
                 overrides=draw(overrides),
+                tools=draw(st.sampled_from(["", '[{"type": "function"}]'])),
+                constraint=draw(constraints),
             )
         )
     return turns
 
 
+remote_turns = st.builds(
+    RemoteTurn,
+    index=st.integers(0, 3),
+    parent=st.none() | st.integers(0, 2),
+    model=st.text(),
+    messages=messages,
+    tools=st.text(),
+    seed=st.integers(0, 2**63 - 1),
+    prompt_tokens=st.integers(0, 2**40),
+    cost=st.floats(0, 1e6),
+)
 trajectories = st.builds(
     Trajectory,
     id=st.text(),
@@ -70,6 +94,7 @@ trajectories = st.builds(
     group_id=st.text(),
     attempt=st.integers(0, 2**40),
     turns=turn_lists(),
+    remote_turns=st.lists(remote_turns, max_size=2),
     reward=finite,
     reward_parts=st.dictionaries(st.text(), finite, max_size=3),
     success=st.booleans(),
@@ -189,11 +214,13 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
                 "timings are not content"
             )
             assert (await store.trajectory("a")).started_at == a.started_at
+            said = RemoteTurn(index=0, model="m", messages=[])
             turned = msgspec.structs.replace(a.turns[1], completion_ids=[7, 9])
             for other, split, step in [
                 (msgspec.structs.replace(a, reward=0.5), "train", 1),
                 (msgspec.structs.replace(a, reward_parts={"environment": 1.0}), "train", 1),
                 (msgspec.structs.replace(a, turns=[a.turns[0], turned]), "train", 1),
+                (msgspec.structs.replace(a, remote_turns=[said]), "train", 1),
                 (a, "eval", 1),
                 (a, "train", 2),
             ]:

@@ -93,6 +93,24 @@ def test_other_files_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("version", [0, -3])
+def test_a_schema_that_never_was_is_refused_and_left_as_it_is(version, tmp_path: Path) -> None:
+    path = tmp_path / "odd.sqlite"
+
+    async def create() -> None:
+        async with await SQLiteStore.open(f"sqlite:///{path}"):
+            pass
+
+    asyncio.run(create())
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA journal_mode=delete")
+        connection.execute(f"PRAGMA user_version={version}")
+    connection.close()
+    before = path.read_bytes()
+    refuses(f"sqlite:///{path}", f"its schema is {version}, which no AgentEvo has made.*restore it")
+    assert path.read_bytes() == before
+
+
 def test_a_newer_schema_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "newer.sqlite"
     with sqlite3.connect(path) as connection:
@@ -342,6 +360,28 @@ def test_a_cancelled_write_is_rolled_back(sqlite_url: str, make_trajectory: Make
             assert time.monotonic() - start < 20, (
                 "nobody waits for the deadline of a call that was cancelled"
             )
+            assert await store.steps() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_late_write_is_rolled_back_though_it_succeeds(
+    sqlite_url: str, make_trajectory: Make
+) -> None:
+    """The caller was told that there is no answer: nothing may appear after that."""
+
+    async def scenario() -> None:
+        async with await SQLiteStore.open(sqlite_url, timeout_s=1) as store:
+            answered = threading.Event()
+
+            async def slow(connection: AsyncConnection) -> None:
+                await connection.exec_driver_sql("INSERT INTO steps VALUES (1, '{}', 0, 0.0)")
+                answered.wait(60)
+
+            with pytest.raises(DeadlineExceededError, match="slow: no answer within 1 s"):
+                await store._run("slow", slow, write=True)
+            answered.set()
+        async with await SQLiteStore.open(sqlite_url) as store:
             assert await store.steps() == []
 
     asyncio.run(scenario())

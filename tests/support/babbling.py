@@ -10,7 +10,7 @@ from chat_templates import HERMES, QWEN3_THINKING, tokenizer_with
 
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
-from agentevo.models.tiny import byte_tokenizer
+from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.types import Completion, Message, SamplingParams, Trajectory
 
 CHATS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from agentevo.models.tiny import byte_tokenizer
+from agentevo.models.tiny_tokenizer import byte_tokenizer
 
 SPECIAL = [
     *("<|im_start|>", "<|im_end|>", "<|eom|>", "<|begin|>", "<|User|>", "<|Assistant|>"),

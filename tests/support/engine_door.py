@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from typing import Any
 
 from websockets.asyncio.client import connect
 
 from agentevo.inference.address import EngineAddress
 from agentevo.inference.certificate import RunCertificate
 from agentevo.inference.client_connection import ClientConnection
+from agentevo.inference.engine import Engine
 from agentevo.inference.http_server import open_socket, url_of
 from agentevo.inference.secret import RunSecret
 from agentevo.inference.server import EngineDoor, listening
@@ -72,7 +74,7 @@ class CountingEngine:
 class Door:
     """A door on a real port, and ways to knock at it."""
 
-    def __init__(self, folder, address: EngineAddress, engine: CountingEngine) -> None:
+    def __init__(self, folder, address: EngineAddress, engine: Any) -> None:
         self.secret, self.address, self.engine = RunSecret(folder), address, engine
         self.port = int(address.url.rpartition(":")[2])
 
@@ -98,8 +100,10 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def a_door(folder, *, encrypted: bool = False) -> AsyncIterator[Door]:
-    engine, listener = CountingEngine(), open_socket("127.0.0.1", 0)
+async def a_door(
+    folder, *, encrypted: bool = False, engine: Engine | None = None
+) -> AsyncIterator[Door]:
+    engine, listener = engine or CountingEngine(), open_socket("127.0.0.1", 0)
     tls, certificate = RunCertificate(folder).server_context() if encrypted else (None, "")
     address = EngineAddress(url_of(listener, encrypted=encrypted), certificate)
     async with listening(EngineDoor(engine, name="e", secret=RunSecret(folder)), listener, tls=tls):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from remote_server import LoopbackServer, chat, gives
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Posted:
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     turn: int | None = None
+    agent: str | None = None
 
 
 @dataclass
@@ -50,50 +51,17 @@ class FakeSession:
         return f"{self.base}/s/{self.key}/reward"
 
 
-class FakeGateway:
+class FakeGateway(LoopbackServer):
     """Answers every request of a model with one chat completion, and takes rewards. `on_call` is
     told the key of each call."""
 
     def __init__(self, on_call: Callable[[str], object] = lambda key: None) -> None:
+        super().__init__()
         self.received: list[Received] = []
         self.sessions: dict[str, FakeSession] = {}
-        gateway = self
+        self._on_call = on_call
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self._answer()
-
-            def do_POST(self) -> None:
-                self._answer()
-
-            def _answer(self) -> None:
-                text = self.rfile.read(int(self.headers.get("content-length", 0)))
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                received = Received(self.path, headers, json.loads(text) if text else None)
-                gateway.received.append(received)
-                self._give(gateway.answer(received, on_call))
-
-            def _give(self, answer: Any) -> None:
-                body = json.dumps(answer).encode()
-                self.send_response(200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def open(self, conversation: Any) -> FakeSession:
+    def open(self, conversations: Any, remote: Any = None, agents: Any = None) -> FakeSession:
         """See Door in agents/policy.py."""
         key = f"key-{len(self.sessions)}"
         self.sessions[key] = FakeSession(self.url, key)
@@ -102,30 +70,13 @@ class FakeGateway:
     def end(self, session: Any) -> None:
         """See Door."""
 
-    def answer(self, received: Received, on_call: Callable[[str], object]) -> Any:
+    def respond(self, body: Any, headers: dict[str, str], handler: BaseHTTPRequestHandler) -> None:
+        received = Received(handler.path, headers, body)
+        self.received.append(received)
         if received.path.startswith("/s/"):
-            self.sessions[received.path.split("/")[2]].posted.append(Posted(**received.body))
-            return {}
-        bearer = received.headers.get("authorization", "").removeprefix("Bearer ")
-        on_call(received.session or received.headers.get("x-api-key") or bearer)
-        return {
-            "id": "c",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "policy",
-            "choices": [
-                {
-                    "index": 0,
-                    "finish_reason": "stop",
-                    "message": {"role": "assistant", "content": "left"},
-                }
-            ],
-        }
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+            self.sessions[received.path.split("/")[2]].posted.append(Posted(**body))
+            gives({})(body, handler)
+            return
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        self._on_call(received.session or headers.get("x-api-key") or bearer)
+        gives(chat("left"))(body, handler)

@@ -319,3 +319,11 @@ def test_a_disk_that_is_really_full(what, loaded, small_disk, tiny_policy):
     assert [path.name for path in checkpoints.folder.iterdir() if path.name.startswith(".")] == []
     checkpoints.save(2, loaded.model, loaded.tokenizer, STATE, {}, None)
     assert checkpoints.newest_whole() == 2, "there is room again"
+
+
+def test_a_file_in_the_place_of_the_folder_is_said(loaded, tmp_path):
+    (tmp_path / "checkpoints").write_text("no folder")
+    with pytest.raises(CheckpointError, match=r"step-000001 could not be written.*File exists"):
+        Checkpoints(tmp_path / "checkpoints", 1).save(
+            1, loaded.model, loaded.tokenizer, STATE, {}, None
+        )

@@ -1,15 +1,18 @@
 """Who turns a task into an attempt by asking a policy."""
 
 from agentevo.agents.agent import Agent, AgentFunction, FunctionAgent, make_agent
+from agentevo.agents.code_agent import CodeAgent
 from agentevo.agents.command import CommandAgent
 from agentevo.agents.environment_agent import EnvironmentAgent
 from agentevo.agents.policy import Policy, Reply
 from agentevo.agents.single_turn import SingleTurnAgent
+from agentevo.agents.tool_agent import ToolAgent
 from agentevo.types import Outcome
 
 __all__ = [
     "Agent",
     "AgentFunction",
+    "CodeAgent",
     "CommandAgent",
     "EnvironmentAgent",
     "FunctionAgent",
@@ -17,5 +20,6 @@ __all__ = [
     "Policy",
     "Reply",
     "SingleTurnAgent",
+    "ToolAgent",
     "make_agent",
 ]

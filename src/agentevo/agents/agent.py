@@ -2,24 +2,31 @@
 
 What an agent's `run` may return: an `Outcome`; a number, which is the reward; a mapping of named
 parts, whose sum is the reward; a list with a reward for each turn, or a mapping from turns to
-rewards, whose sum is the reward; or None where a scorer decides (the recipe's `rewards`, or the
-task's own). A reward of 1 or more counts as success.
+rewards, whose sum is the reward; or None where what was posted counts, else a scorer decides (the
+recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. An agent that asks
+by a client of its own alone counts the turns that it received; any other names them by
+`Reply.turn`. In a rollout of several agents all this is everybody's, and a mapping from their names
+to any of these is each one's own.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
+
+import msgspec
 
 from agentevo.agents.capture import captured
 from agentevo.agents.policy import Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards
-from agentevo.agents.rollout_thread import BlockingPolicy, run_in_thread
+from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async, takes_policy
+from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError, NoCallError, described, shown
 from agentevo.rewards.returned import (
@@ -34,6 +41,10 @@ from agentevo.types import REWARD_PARTS, Outcome, Task
 AgentFunction: TypeAlias = Callable[..., Any]
 """`run(task, policy)`, or `run(task)` which calls the policy by a client of its own; async or
 not."""
+
+
+ALIKE = 0.8
+"""How much of a name has to be an agent's (difflib's ratio) to be taken for a slip of the pen."""
 
 
 class Agent(Protocol):
@@ -52,7 +63,12 @@ class FunctionAgent:
 
     Raises ConfigError for a function that takes something else."""
 
-    def __init__(self, function: AgentFunction) -> None:
+    def __init__(self, function: AgentFunction, player: Any = None) -> None:
+        """`player`: the object whose method it is, which may have a `close` of its own, async or
+        not."""
+        self.needs_scorer = bool(getattr(player, "needs_scorer", False))
+        """Whether the player leaves it to a scorer what an attempt is worth."""
+        self._player = player
         self.needs_session = not takes_policy(function)
         """Whether its attempts need the gateway."""
         self._is_async = is_async(function)
@@ -64,9 +80,8 @@ class FunctionAgent:
         if self.needs_session:
             with captured(policy.session.base, policy.api_key):
                 returned = await self._returned(task)
-            if returned is None:
-                returned = outcome_of_rewards(policy.session.posted)
-            if not policy.turns:
+            await policy.settle()
+            if not policy.was_asked:
                 raise NoCallError(
                     f"{_place_of(self._function)} made no call to the policy, which is at "
                     f"{policy.base_url}: make its client inside of the function, with no base URL "
@@ -75,8 +90,9 @@ class FunctionAgent:
                 )
         else:
             returned = await self._returned(task, policy)
+            await policy.settle()
         try:
-            if isinstance(returned, list):
+            if isinstance(returned, list) and not policy.agents:
                 taken = policy.conversation.received
                 if len(returned) != len(taken):
                     raise ValueError(
@@ -84,16 +100,27 @@ class FunctionAgent:
                         f"{len(taken)} turns: give one for each"
                     )
                 return _of_turns(dict(zip(taken, returned, strict=True)))
-            return outcome_of(returned)
+            if returned is None:
+                given = outcome_of_rewards(policy.posted, policy.received)
+                return outcome_of(given, policy.rewarded)
+            outcome = outcome_of(returned, policy.rewarded)
+            return outcome if policy.has_replied else _by_index(outcome, policy.received)
         except (TypeError, ValueError) as error:
             error.add_note(f"It was returned by {_place_of(self._function)}.")
             raise
+
+    async def close(self) -> None:
+        """Ends what attempts shared, when no more of them are played."""
+        close = getattr(self._player, "close", None)
+        ended = None if close is None else close()
+        if inspect.isawaitable(ended):
+            await ended
 
     async def _returned(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:
             return await self._function(task, *policy)
         arguments = [BlockingPolicy(one) for one in policy]
-        returned = await run_in_thread(partial(self._function, task, *arguments))
+        returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -104,10 +131,17 @@ def _place_of(function: AgentFunction) -> str:
     return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
-def outcome_of(returned: Any) -> Outcome:
-    """What an agent returned, as a record of plain values; see the module. Raises TypeError or
-    ValueError for anything else."""
+def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
+    """What an agent returned, as a record of plain values; see the module. `agents`: the names of
+    several. Raises TypeError or ValueError for anything else."""
+    if agents:
+        return _of_agents(returned, agents)
     if isinstance(returned, Outcome):
+        if returned.agents:
+            raise ValueError(
+                f"the agent's outcome is of the agents {', '.join(map(str, returned.agents))}, and "
+                "this run has none: name them in the recipe's section agents"
+            )
         return _plain(returned)
     if returned is None:
         return Outcome(reward=None)
@@ -127,6 +161,64 @@ def outcome_of(returned: Any) -> Outcome:
             "rewards, a list with one for each turn, or an agentevo.Outcome"
         ) from None
     return Outcome(reward=reward, success=reward >= 1.0)
+
+
+def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
+    """The outcome for each of several agents. What names none of them is everybody's."""
+    if isinstance(returned, Outcome):
+        by_agent: Mapping[Any, Any] = returned.agents
+        returned = msgspec.structs.replace(returned, agents={})
+    elif isinstance(returned, Mapping) and not returned.keys().isdisjoint(agents):
+        by_agent, returned = returned, None
+    else:
+        by_agent = {}
+        if isinstance(returned, Mapping):
+            _check_no_slip(returned, agents)
+    unknown = next((name for name in by_agent if name not in agents), None)
+    if unknown is not None:
+        raise ValueError(
+            f"a reward is of {shown(unknown)}, which is no agent: they are {', '.join(agents)}"
+        )
+    everybody = outcome_of(returned)
+    if everybody.turn_rewards:
+        raise ValueError(
+            "rewards of turns are one agent's: return them by its name, such as "
+            f'{{"{agents[0]}": [0.0, 1.0]}}'
+        )
+    own = {name: outcome_of(one) for name, one in by_agent.items()}
+    return msgspec.structs.replace(everybody, agents=own)
+
+
+def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
+    """Raises ValueError for a part of everybody's reward that is an agent's name but for a slip."""
+    for name in parts:
+        meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=ALIKE)
+        if meant:
+            raise ValueError(
+                f"{shown(name)} is no agent; did you mean {meant[0]!r}? A part of everybody's "
+                "reward needs a name that is less like an agent's"
+            )
+
+
+def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcome:
+    """The outcome of an agent that counts the turns that it received."""
+
+    def named(rewards: Mapping[int, float], agent: str) -> dict[int, float]:
+        taken = received.get(agent, ())
+        unknown = next((turn for turn in rewards if not 0 <= turn < len(taken)), None)
+        if unknown is not None:
+            who = f"agent {agent!r}" if agent else "agent"
+            raise ValueError(
+                f"the {who}'s turn_rewards name the turn {unknown}, but it took {len(taken)}: the "
+                "first is 0"
+            )
+        return {taken[turn]: reward for turn, reward in rewards.items()}
+
+    return msgspec.structs.replace(
+        outcome,
+        turn_rewards=named(outcome.turn_rewards, ""),
+        agents={name: _by_index(one, {"": received[name]}) for name, one in outcome.agents.items()},
+    )
 
 
 def _of_turns(rewards: Mapping[Any, Any]) -> Outcome:
@@ -178,7 +270,9 @@ def _turn(turn: Any) -> int:
         ) from None
 
 
-def make_agent(section: AgentSection, make_environment: Callable[[], TextEnvironment]) -> Agent:
+def make_agent(
+    section: AgentSection, make_environment: Callable[[], TextEnvironment]
+) -> FunctionAgent:
     """The registered agent that `section` describes; `make_environment` gives a fresh environment
     to an agent that plays one. Raises ConfigError, also with what a user's class raised."""
     if section.type == "function":
@@ -192,11 +286,20 @@ def make_agent(section: AgentSection, make_environment: Callable[[], TextEnviron
         return FunctionAgent(registered)
     plays_environment = getattr(registered, "plays_environment", False)
     given: list[Any] = [section, make_environment] if plays_environment else [section]
+    player = make_player(section, *given)
+    return FunctionAgent(player.run, player)
+
+
+def make_player(section: AgentSection, *given: Any) -> Any:
+    """An object of the registered class that `section` names. Raises ConfigError, also with what a
+    user's class raised."""
+    registered = agents.get(section.type)
     try:
-        player: Any = registered(*given)
+        return registered(*(given or (section,)))
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"agent.type: {section.type}: {registered.__name__} can't be made of its options: "
             f"{described(error)}"
         ) from error
-    return FunctionAgent(player.run)

@@ -3,17 +3,19 @@
     with captured(gateway_url, key):            around one attempt
         ... OpenAI().chat.completions.create(...)
 
-The attempt's key is in a context variable, and a request to the gateway's own URL that is made in
-its context gets the key as the header HEADER; requests to anywhere else stay as they are, byte for
-byte. Covered: httpx, httpx2, requests, aiohttp and urllib.request, which are patched while an
-attempt runs: those that are imported already, and those that are imported meanwhile. Clients are
-led to the gateway by environment variables, which are put back after the last attempt; the API key
-in them is a placeholder, so nothing is attributed by it.
+The attempt's key is in a context variable, and what is sent to the gateway's own URL in its context
+is a copy of the request with the key as the header HEADER, so the same request may be sent in many
+attempts; requests to anywhere else stay as they are, byte for byte. Covered: httpx, httpx2,
+requests, aiohttp and urllib.request, which are patched while an attempt runs: those that are
+imported already, and those that are imported meanwhile. Clients are led to the gateway by
+environment variables, which are put back after the last attempt; the API key in them is a
+placeholder, so nothing is attributed by it.
 
 The context goes along to asyncio's tasks and to_thread, to what is submitted to a
 ThreadPoolExecutor, and to threads that are started in it. Not promised: a thread that several
 attempts share and hand work to belongs to the one that started it, so start it outside of them or
-let it use `policy.api_key`; child processes have the placeholder only.
+let it use `policy.api_key`. Child processes have the placeholder only, forked ones too: a pool of
+them serves many attempts.
 """
 
 from __future__ import annotations
@@ -23,21 +25,31 @@ import importlib.abc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from copy import copy
 from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
 from agentevo.errors import AgentEvoError
 
 HEADER = "X-AgentEvo-Session"
 
-_session: ContextVar[tuple[str, str] | None] = ContextVar("agentevo session", default=None)
-"""(URL of the gateway, key of the attempt)."""
+
+class _Attempt(NamedTuple):
+    """Whose calls are made in a context."""
+
+    gateway_url: str
+    key: str
+    process: int
+    """The one that the context was made in: a forked child has it, and is nobody's."""
+
+
+_session: ContextVar[_Attempt | None] = ContextVar("agentevo session", default=None)
 
 
 @contextlib.contextmanager
@@ -45,7 +57,7 @@ def captured(gateway_url: str, key: str) -> Iterator[None]:
     """See the module. Raises AgentEvoError while attempts of another gateway run in this
     process."""
     _capture.enter(gateway_url)
-    token = _session.set((gateway_url, key))
+    token = _session.set(_Attempt(gateway_url, key, os.getpid()))
     try:
         yield
     finally:
@@ -69,15 +81,31 @@ def untracked() -> Iterator[dict[str, str]]:
 def _key_for(url: str) -> str | None:
     """The key that a request to `url` carries, made here and now."""
     session = _session.get()
-    if session is None or not url.startswith(session[0]):
+    if session is None or not url.startswith(session.gateway_url):
         return None
-    rest = url[len(session[0]) :]
-    return session[1] if rest[:1] in ("", "/", "?", "#") else None
+    rest = url[len(session.gateway_url) :]
+    is_there = rest[:1] in ("", "/", "?", "#")
+    return session.key if is_there and session.process == os.getpid() else None
 
 
-def _mark(headers: MutableMapping[str, str], url: str) -> None:
-    if (key := _key_for(url)) is not None:
-        headers.setdefault(HEADER, key)
+def _marked(request: Any) -> Any:
+    """The request as it is sent here and now: a copy with the key, if it gets one."""
+    key = _key_for(str(request.url))
+    if key is None:
+        return request
+    marked = object.__new__(type(request))  # httpx's leaves its body out of copy.copy
+    vars(marked).update(vars(request))
+    marked.headers = request.headers.copy()
+    marked.headers[HEADER] = key
+    return marked
+
+
+def _answering(answer: Any, marked: Any, request: Any) -> Any:
+    """The answer, which knows the request that was asked for."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # httpx: none has been set
+        if answer.request is marked:
+            answer.request = request
+    return answer
 
 
 def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,8 +113,8 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        _mark(request.headers, str(request.url))
-        return original(self, request, *args, **options)
+        marked = _marked(request)
+        return _answering(original(self, marked, *args, **options), marked, request)
 
     return send
 
@@ -96,8 +124,8 @@ def _sending_async(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        _mark(request.headers, str(request.url))
-        return await original(self, request, *args, **options)
+        marked = _marked(request)
+        return _answering(await original(self, marked, *args, **options), marked, request)
 
     return send
 
@@ -108,7 +136,8 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def init(self: Any, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
-        _mark(self.headers, str(self.url))
+        if (key := _key_for(str(self.url))) is not None:
+            self.headers[HEADER] = key
 
     return init
 
@@ -123,12 +152,11 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, fullurl, data, *args, **options)
         from urllib.request import Request
 
-        request = Request(fullurl) if isinstance(fullurl, str) else fullurl
+        request = Request(fullurl) if isinstance(fullurl, str) else copy(fullurl)
+        request.headers = dict(request.headers)
+        request.unredirected_hdrs = dict(request.unredirected_hdrs)
         request.add_unredirected_header(HEADER, key)
-        try:
-            return original(self, request, data, *args, **options)
-        finally:
-            request.remove_header(HEADER.capitalize())
+        return original(self, request, data, *args, **options)
 
     return open_url
 
@@ -169,7 +197,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called(
-    session: tuple[str, str] | None, function: Callable[..., Any], *args: Any, **options: Any
+    session: _Attempt | None, function: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     token = _session.set(session)
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,8 +29,8 @@ from agentevo.agents.client_environment import client_variables
 from agentevo.agents.policy import DoorSession, Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards, printed_reward
 from agentevo.agents.process_tree import GRACE_S, KILLING_S, Ended, ProcessTree
-from agentevo.agents.rollout_thread import run_in_thread
 from agentevo.config.agents import CommandAgentSection, agents
+from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import CommandFailedError, ConfigError, NoCallError
 from agentevo.types import Outcome, Task
 
@@ -37,6 +38,8 @@ LARGEST_TASK = 64 * 2**10
 """Bytes of a task that an environment variable holds; a larger one is in a file."""
 SHOWN = 1500
 """Characters of stderr in the reason of a failure."""
+_ERROR = re.compile(r"(?:Uncaught )?[\w.]*(?:Error|Exception)\b[^\n]*")
+"""How a line begins that names what was thrown, as Python, Node and the JVM write it."""
 ENDING_S = GRACE_S + KILLING_S + 1.0
 """How long a cut attempt waits for the end of its processes, who end anyway."""
 
@@ -76,13 +79,14 @@ class CommandAgent:
             self._at_once.release()
         if ended.code:
             raise CommandFailedError(self._failure(ended))
-        if not policy.turns:
+        if not policy.was_asked:
             raise NoCallError(
                 f"{self._words} made no call to the policy, which is at {session.base_url}: let "
                 "its client take OPENAI_BASE_URL and OPENAI_API_KEY from the environment"
             )
         printed = printed_reward(ended.stdout)
-        return outcome_of_rewards([*session.posted, *([printed] if printed is not None else [])])
+        given = [*session.posted, *([printed] if printed is not None else [])]
+        return outcome_of_rewards(given, policy.received)
 
     async def _ended(self, task: Task, policy: Policy, session: DoorSession) -> Ended:
         """Runs the process to its end; cancelled, ends it with all that it started."""
@@ -97,7 +101,7 @@ class CommandAgent:
                 mark="AGENTEVO_API_KEY",
             )
             try:
-                ended = await run_in_thread(tree.run)
+                ended = await run_in_thread(tree.run, "agent")
                 call.note(exit_code=ended.code)
                 return ended
             except OSError as error:
@@ -116,9 +120,15 @@ class CommandAgent:
             known = number in set(signal.Signals)
             how = f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
         said = ended.stderr.rstrip()
-        last = said.rpartition("\n")[2] or "it wrote nothing to stderr"
         more = f"\n{said[-SHOWN:]}" if "\n" in said else ""
-        return f"{self._words} {how}: {last}{more}"
+        return f"{self._words} {how}: {_reason(said)}{more}"
+
+
+def _reason(stderr: str) -> str:
+    """The line that says why a program ended: the last that names an error, which Node follows with
+    its stack and version, or else the last."""
+    lines = stderr.splitlines() or ["it wrote nothing to stderr"]
+    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
 
 @contextmanager

@@ -9,14 +9,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, cast, overload
 
 import msgspec
 
 from agentevo.agents.posted_rewards import PostedReward
+from agentevo.copies import copy_of_turn
 from agentevo.data.messages import messages_of, tools_of
-from agentevo.errors import BadRequestError, shown
-from agentevo.inference.conversation import Conversation
+from agentevo.errors import BadRequestError, UnknownNameError, shown
+from agentevo.models.answer_form import AnswerForm
+from agentevo.remote_models.conversations import RemoteConversations
 from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.types import (
     LARGEST_TEMPERATURE,
@@ -26,8 +29,10 @@ from agentevo.types import (
     Message,
     SamplingOverrides,
     Turn,
-    copy_of_turn,
 )
+
+if TYPE_CHECKING:
+    from agentevo.inference.conversation import Conversation
 
 _LARGEST = {"temperature": LARGEST_TEMPERATURE, "top_k": 2**31 - 1, "seed": 2**63 - 1}
 
@@ -83,17 +88,46 @@ class DoorSession(Protocol):
 class Door(Protocol):
     """Opens sessions for clients of other APIs, such as OpenAI's (gateway/gateway.py)."""
 
-    def open(self, conversation: Conversation) -> DoorSession: ...
+    def open(
+        self,
+        conversations: Mapping[str, Conversation],
+        remote: RemoteConversations | None,
+        remote_agents: Mapping[str, str],
+    ) -> DoorSession:
+        """`conversations`: by the names of the agents that they are of; a client chooses among
+        several by the name of its model. `remote_agents`: those that are a remote model's, and
+        which."""
+        ...
+
     def end(self, session: Any) -> None: ...
 
 
 class Policy:
-    """See the module. Calls may overlap."""
+    """See the module. Calls may overlap. In a rollout of several agents `policy["NAME"]` is the
+    policy of one of them."""
 
-    def __init__(self, conversation: Conversation, door: Door | None = None) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        door: Door | None = None,
+        remote: RemoteConversations | None = None,
+        agents: Mapping[str, Conversation] = MappingProxyType({}),
+        remote_agents: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`remote`: what the attempt says to remote models, if the recipe has any. `agents`: the
+        conversation of each of several agents by name; `conversation` is then the one of them that
+        stands for the attempt. `remote_agents`: further ones, whose words are a remote model's."""
         self.conversation = conversation
+        self.remote = remote
+        self._agents: dict[str, Policy | RemoteHandle] = {
+            name: Policy(own, door) for name, own in agents.items()
+        }
+        self._remote_agents = remote_agents
+        for name, model in remote_agents.items():
+            self._agents[name] = self.model(model, name)
         self._door = door
         self._session: DoorSession | None = None
+        self._has_replied = False
         self._waited_s = 0.0
         self._waits_since: float | None = None
 
@@ -103,8 +137,78 @@ class Policy:
         if self._session is None:
             if self._door is None:
                 raise BadRequestError("nothing listens here for clients of other APIs")
-            self._session = self._door.open(self.conversation)
+            self._session = self._door.open(self.conversations, self.remote, self._remote_agents)
         return self._session
+
+    def model(self, name: str, agent: str = "") -> RemoteHandle:
+        """A remote model of the recipe, as the policy is asked: `await
+        policy.model("teacher").generate(messages)`. What it says is recorded and never trained.
+        `agent`: whose words these are, where an attempt has several agents. Raises
+        UnknownNameError."""
+        if self.remote is None:
+            raise UnknownNameError(
+                f"there is no remote model {shown(name)}: add the section remote_models"
+            )
+        self.remote.models[name]
+        return RemoteHandle(self.remote, name, agent)
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether it, or a remote model, has answered yet."""
+        has_turns = any(conversation.turns for conversation in self.conversations.values())
+        return bool(has_turns or (self.remote and self.remote.turns))
+
+    @property
+    def posted(self) -> Sequence[PostedReward]:
+        """The rewards that were posted at the door, in their order."""
+        return () if self._session is None else self._session.posted
+
+    @property
+    def received(self) -> dict[str, Sequence[int]]:
+        """The indices of the turns that were received, by agent: its first turn, its second."""
+        return {name: one.received for name, one in self.conversations.items()}
+
+    @property
+    def has_replied(self) -> bool:
+        """Whether `generate` was called: the agent knows indices of turns by `Reply.turn`."""
+        policies = [one for one in self._agents.values() if isinstance(one, Policy)]
+        return self._has_replied or any(one.has_replied for one in policies)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents, where there are several."""
+        return tuple(self._agents)
+
+    @property
+    def rewarded(self) -> tuple[str, ...]:
+        """Those of them that rewards are of: a remote model's have none."""
+        return tuple(name for name in self._agents if name not in self._remote_agents)
+
+    @property
+    def conversations(self) -> dict[str, Conversation]:
+        """Every agent's, by name; the name of a single one is empty."""
+        if not self._agents:
+            return {"": self.conversation}
+        return {
+            name: agent.conversation
+            for name, agent in self._agents.items()
+            if isinstance(agent, Policy)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        """The policy, or the remote model, of one of several agents. Raises BadRequestError for an
+        unknown name."""
+        if name not in self._agents:
+            known = ", ".join(self._agents) or "none: name them in the recipe's section agents"
+            raise BadRequestError(f"there is no agent {name!r} (known: {known})")
+        return self._agents[name]
+
+    def _single(self) -> Conversation:
+        """Raises BadRequestError where several agents could be meant."""
+        if self._agents:
+            names = ", ".join(f'policy["{name}"]' for name in self._agents)
+            raise BadRequestError(f"this rollout has several agents: ask one of them, {names}")
+        return self.conversation
 
     @property
     def base_url(self) -> str:
@@ -134,11 +238,19 @@ class Policy:
         since = self._waits_since
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
+    async def settle(self) -> None:
+        """What clients have done at the door is known here: at once, where it is in this
+        process."""
+
     async def close(self) -> None:
         """Ends the session and the conversation, which take no further call."""
         if self._session is not None and self._door is not None:
             self._door.end(self._session)
-        await self.conversation.close()
+        for agent in self._agents.values():
+            if isinstance(agent, Policy):
+                await agent.close()
+        if not self._agents:
+            await self.conversation.close()
 
     @property
     def name(self) -> str:
@@ -148,7 +260,7 @@ class Policy:
     @property
     def turns(self) -> list[Turn]:
         """Copies of the turns recorded so far; their rewards are not filled in."""
-        return [copy_of_turn(turn) for turn in self.conversation.turns]
+        return [copy_of_turn(turn) for turn in self._single().turns]
 
     @overload
     async def generate(
@@ -158,6 +270,7 @@ class Policy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
+        form: AnswerForm | None = None,
     ) -> Reply: ...
 
     @overload
@@ -169,6 +282,7 @@ class Policy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
+        form: AnswerForm | None = None,
     ) -> list[Reply]: ...
 
     async def generate(
@@ -179,6 +293,7 @@ class Policy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
+        form: AnswerForm | None = None,
     ) -> Reply | list[Reply]:
         """The policy's answer to a whole history that ends with someone else's message, or to
         token ids; with `n` a list of that many answers, turns with one parent.
@@ -186,13 +301,18 @@ class Policy:
         `tools` are JSON schemas in OpenAI's form: the chat template writes them into the prompt,
         and what the policy calls stands in the reply's text in the model's own notation.
         `sampling` (fields of types.SamplingOverrides) and `stop` replace the recipe's for this
-        call. Raises BadRequestError for what can't be asked, RequestTooLongError when the context
-        is full, DeadlineExceededError when the engine is late.
+        call. `form` says what the answer has to look like: it is drawn, and trained, under that
+        grammar (docs/constrained.md). Raises BadRequestError for what can't be asked, GrammarError
+        for a form that can't be followed, RequestTooLongError when the context is full,
+        DeadlineExceededError when the engine is late.
         """
-        turns = await self.conversation.complete(
-            _checked(prompt),
+        conversation, asked = self._single(), _checked(prompt)
+        self._has_replied = True
+        turns = await conversation.complete(
+            asked,
             tools=None if tools is None else tools_of(tools),
             overrides=overrides_of(sampling, stop),
+            form=form,
             n=1 if n is None else n,
         )
         replies = [self._reply(turn) for turn in turns]
@@ -214,6 +334,73 @@ class Policy:
         return self.conversation.calls.call(kind, name, **attributes)
 
 
+class RemoteHandle:
+    """A remote model as an agent sees it. Calls may overlap."""
+
+    def __init__(self, remote: RemoteConversations, name: str, agent: str) -> None:
+        self._remote, self.name, self.agent = remote, name, agent
+
+    @overload
+    async def generate(
+        self,
+        prompt: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        form: AnswerForm | None = None,
+        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> Reply: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: Sequence[Message | Mapping[str, Any]],
+        *,
+        n: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        form: AnswerForm | None = None,
+        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Reply]: ...
+
+    async def generate(
+        self,
+        prompt: Sequence[Message | Mapping[str, Any]],
+        *,
+        n: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        form: AnswerForm | None = None,
+        sampling: SamplingOverrides | Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> Reply | list[Reply]:
+        """As Policy.generate, with messages alone. Tool calls are in `reply.message.tool_calls`,
+        and `reply.turn` is an index among the attempt's remote turns. Raises RemoteModelError where
+        no answer comes, BudgetExceededError where none may be asked for any more."""
+        turns = await self._remote.complete(
+            self.name,
+            messages_of(prompt),
+            tools=None if tools is None else tools_of(tools),
+            tool_choice=tool_choice,
+            form=form,
+            overrides=overrides_of(sampling, stop),
+            n=1 if n is None else n,
+            agent=self.agent,
+        )
+        replies = [
+            Reply(
+                turn.messages[-1].text,
+                turn.finish_reason == "stop",
+                turn.index,
+                turn.messages[-1],
+            )
+            for turn in turns
+        ]
+        return replies[0] if n is None else replies
+
+
 def _checked(prompt: Prompt) -> list[Message] | list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int):
         return cast("list[int]", prompt)
@@ -227,7 +414,7 @@ def overrides_of(
     engine can use."""
     given = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
-        given["stop_strings"] = [stop] if isinstance(stop, str) else list(stop)
+        given["stop_strings"] = [stop] if isinstance(stop, str) else stop
     try:
         overrides = msgspec.convert(given, SamplingOverrides) if given else None
         for name, value in (overrides.given() if overrides is not None else {}).items():

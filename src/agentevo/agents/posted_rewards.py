@@ -18,6 +18,8 @@ class PostedReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: float | None = None
     rewards: dict[str, float] = {}
     turn: int | None = None
+    agent: str | None = None
+    """Whose it is, of several agents. None: everybody's."""
 
 
 def printed_reward(stdout: str) -> PostedReward | None:
@@ -38,10 +40,68 @@ def printed_reward(stdout: str) -> PostedReward | None:
 _FORMS = 'write {"reward": 1.0}, {"rewards": {"name": 1.0}} or {"turn": 0, "reward": 1.0}'
 
 
-def outcome_of_rewards(given: Sequence[PostedReward]) -> Outcome:
+def check_posted(reward: PostedReward) -> None:
+    """Raises TypeError or ValueError for what is no reward."""
+    has_one_form = (reward.reward is None) != (not reward.rewards)
+    if not has_one_form or (reward.turn is not None and reward.reward is None):
+        raise ValueError(_FORMS)
+    if reward.reward is not None:
+        plain_number(reward.reward, "the reward")
+    _checked(reward.rewards)
+
+
+class RewardSums:
+    """What the rewards that were posted so far come to, of each agent: its parts by name, and its
+    turns, whose rewards add up."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str | None, dict[str, float]] = {}
+        self._turns: dict[str | None, dict[int, float]] = {}
+
+    def add(self, rewards: Sequence[PostedReward]) -> None:
+        """All of them or none. Raises TypeError or ValueError for rewards that the attempt's
+        outcome could not hold with those before them."""
+        parts, turns = dict(self._parts), dict(self._turns)
+        for one in rewards:
+            check_posted(one)
+            if one.rewards:
+                own = parts[one.agent] = _checked(parts.get(one.agent, {}) | one.rewards)
+                plain_number(math.fsum(own.values()), "the sum of the rewards by name")
+            elif one.turn is not None:
+                sums = turns[one.agent] = dict(turns.get(one.agent, {}))
+                sums[one.turn] = sums.get(one.turn, 0.0) + (one.reward or 0.0)
+                plain_number(sums[one.turn], f"the sum of the rewards of turn {one.turn}")
+                plain_number(math.fsum(sums.values()), "the sum of the rewards of the turns")
+            elif one.reward is not None and parts.get(one.agent):
+                total = math.fsum(parts[one.agent].values())
+                if not math.isclose(total, one.reward, rel_tol=1e-6, abs_tol=1e-6):
+                    raise ValueError(
+                        f"the reward is {one.reward:g}, and the rewards by name that were given "
+                        f"before it sum to {total:g}: give all of those first, or leave one of the "
+                        "two kinds out"
+                    )
+        self._parts, self._turns = parts, turns
+
+
+def outcome_of_rewards(
+    given: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
+) -> Outcome:
     """What was given, in its order: rewards of one turn add up, of a name and of the attempt the
     last one counts. Where nothing says what the attempt is worth, its parts or else its turns do;
-    where nothing was given, a scorer does. Raises TypeError or ValueError."""
+    where nothing was given, a scorer does. Agents that are named have outcomes of their own.
+    `received`: by agent the indices of the turns that its client has received, in whose order it
+    counts them; without it a turn is named by its index. Raises TypeError or ValueError."""
+
+    def outcome(agent: str | None) -> Outcome:
+        turns = None if received is None else received.get(agent or "", ())
+        return _outcome([one for one in given if one.agent == agent], turns)
+
+    names = dict.fromkeys(one.agent for one in given if one.agent is not None)
+    everybody, agents = outcome(None), {name: outcome(name) for name in names}
+    return msgspec.structs.replace(everybody, agents=agents)
+
+
+def _outcome(given: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:
     parts: dict[str, float] = {}
     turns: dict[int, float] = {}
     total: float | None = None
@@ -53,12 +113,24 @@ def outcome_of_rewards(given: Sequence[PostedReward]) -> Outcome:
         if one.turn is None:
             total = reward
         else:
-            turns[one.turn] = turns.get(one.turn, 0.0) + reward
+            turn = _turn(one.turn, received)
+            turns[turn] = turns.get(turn, 0.0) + reward
     if total is None:
         if not (parts or turns):
             return Outcome(reward=None)
         total = math.fsum((parts or turns).values())
     return Outcome(reward=total, success=total >= 1.0, reward_parts=parts, turn_rewards=turns)
+
+
+def _turn(number: int, received: Sequence[int] | None) -> int:
+    """The index of a client's turn."""
+    if received is None:
+        return number
+    if not 0 <= number < len(received):
+        raise ValueError(
+            f"a reward is of turn {number}, but {len(received)} turns were received: the first is 0"
+        )
+    return received[number]
 
 
 def _checked(rewards: Mapping[str, float]) -> dict[str, float]:

@@ -1,82 +1,44 @@
 """An agent function that is not async: it runs on a thread of its own, so that one that hangs costs
 its attempt and nobody else.
 
-The thread has the context of the attempt: calls that are recorded in it (store/call_log.py) belong
-to the attempt. A thread can't be killed: one whose attempt has ended is left alone, with a policy
-that answers no more, and a process bears MAX_LEFT of those that never end.
+The thread (daemon_threads.py) has the context of the attempt. One whose attempt has ended is left
+alone, with a policy that answers no more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from agentevo.agents.policy import DoorSession, Policy, Prompt, Reply
-from agentevo.errors import AgentEvoError, EngineError, OverreachError
+from agentevo.agents.policy import DoorSession, Policy, Prompt, RemoteHandle, Reply
+from agentevo.errors import EngineError
 from agentevo.store.call_log import Attribute, RunningCall
 from agentevo.types import Turn
 
 T = TypeVar("T")
-
-MAX_LEFT = 500
-"""Threads of attempts that have ended, in one process."""
-
-_left: set[threading.Thread] = set()
-
-
-async def run_in_thread(function: Callable[[], T]) -> T:
-    """What the function returns or raises on a thread of its own. Cancelled, it leaves the thread
-    behind. Raises AgentEvoError if too many were left behind already."""
-    _left.intersection_update(threading.enumerate())
-    if len(_left) >= MAX_LEFT:
-        raise AgentEvoError(
-            f"{len(_left)} agents of attempts that have ended still run and keep their threads: "
-            "give what they wait for deadlines of its own, and start anew"
-        )
-    answer: Future[T] = Future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        answer.set_running_or_notify_cancel()
-        try:
-            result = context.run(function)
-        except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
-            answer.set_exception(_as_failure(error))
-        else:
-            answer.set_result(result)
-
-    thread = threading.Thread(target=work, name="agent", daemon=True)
-    thread.start()
-    try:
-        return await asyncio.wrap_future(answer)
-    finally:
-        if not answer.done():
-            _left.add(thread)
-
-
-def _as_failure(error: BaseException) -> Exception:
-    """The exception as one that a coroutine may raise and that fails nothing but its attempt."""
-    if isinstance(error, StopIteration):
-        failure: Exception = RuntimeError(f"the agent raised StopIteration({error.value!r})")
-    elif isinstance(error, Exception):
-        return error
-    else:
-        failure = OverreachError(error, "an agent")
-    failure.__cause__ = error
-    return failure
 
 
 class BlockingPolicy:
     """The policy as a function that is not async sees it: `generate` returns the answer. Called in
     a coroutine (the function may run an event loop of its own) it is awaited, as ever."""
 
-    def __init__(self, policy: Policy) -> None:
-        """Made on the sampler's event loop, used in any thread."""
-        self._policy, self._loop = policy, asyncio.get_running_loop()
+    def __init__(self, policy: Policy, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Made on the sampler's event loop, if that is not given, and used in any thread."""
+        self._policy, self._loop = policy, loop or asyncio.get_running_loop()
+
+    def __getitem__(self, name: str) -> BlockingPolicy | BlockingModel:
+        """See Policy.__getitem__."""
+        agent = self._policy[name]
+        if isinstance(agent, Policy):
+            return BlockingPolicy(agent, self._loop)
+        return BlockingModel(self, agent)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """See Policy.agents."""
+        return self._policy.agents
 
     @property
     def name(self) -> str:
@@ -111,7 +73,18 @@ class BlockingPolicy:
 
     def generate(self, prompt: Prompt, **options: Any) -> Reply | list[Reply] | Any:
         """See Policy.generate."""
-        asking = self._policy.generate(prompt, **options)
+        return self._answer(self._policy.generate(prompt, **options))
+
+    def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
+        """What comes of something asked of the policy itself, on the sampler's loop. Called in a
+        coroutine it is awaited."""
+        return self._answer(question(self._policy))
+
+    def model(self, name: str, agent: str = "") -> BlockingModel:
+        """See Policy.model."""
+        return BlockingModel(self, self._policy.model(name, agent))
+
+    def _answer(self, asking: Coroutine[Any, Any, Any]) -> Any:
         running = _running_loop()
         if running is self._loop:
             return asking
@@ -128,6 +101,17 @@ class BlockingPolicy:
         except RuntimeError:  # the loop is closed
             work.close()
             raise EngineError(f"the run of the attempt {self.name} is over") from None
+
+
+class BlockingModel:
+    """A remote model as a function that is not async sees it."""
+
+    def __init__(self, policy: BlockingPolicy, model: RemoteHandle) -> None:
+        self._policy, self._model = policy, model
+
+    def generate(self, prompt: Sequence[Any], **options: Any) -> Reply | list[Reply] | Any:
+        """See RemoteHandle.generate."""
+        return self._policy._answer(self._model.generate(prompt, **options))
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -13,20 +13,26 @@ class SingleTurnAgent:
     """Asks the policy a task's query once; the recipe's `rewards` judge the reply."""
 
     Config = SingleTurnSection
+    needs_scorer = True
 
     def __init__(self, section: SingleTurnSection) -> None:
         self._section = section
 
     async def run(self, task: Task, policy: Policy) -> None:
         """See Agent.run."""
-        await policy.generate(self._messages(task))
+        section = self._section
+        await policy.generate(
+            conversation_of(task, system=section.system_prompt, instruction=section.instruction)
+        )
 
-    def _messages(self, task: Task) -> list[Message]:
-        """The conversation up to the reply: the query, or the chat that the row gave."""
-        given = task.metadata.get(QUERY_MESSAGES)
-        chat = messages_of(given) if given else [Message("user", task.query or "")]
-        if self._section.instruction is not None and chat[-1].role == "user":
-            chat[-1] = Message("user", f"{chat[-1].content}\n{self._section.instruction}")
-        if self._section.system_prompt is not None and chat[0].role != "system":
-            chat.insert(0, Message("system", self._section.system_prompt))
-        return chat
+
+def conversation_of(task: Task, *, system: str | None, instruction: str | None) -> list[Message]:
+    """The conversation up to the first reply: the task's query with `instruction` behind it, or the
+    chat that its row gave. One that has no system message gets `system`."""
+    given = task.metadata.get(QUERY_MESSAGES)
+    chat = messages_of(given) if given else [Message("user", task.query or "")]
+    if instruction is not None and chat[-1].role == "user":
+        chat[-1] = Message("user", f"{chat[-1].content}\n{instruction}")
+    if system is not None and chat[0].role != "system":
+        chat.insert(0, Message("system", system))
+    return chat

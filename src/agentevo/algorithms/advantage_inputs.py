@@ -50,6 +50,8 @@ class AdvantageTables:
     """[S, T]: the chance that two draws of the token agree."""
     process_rewards: Tensor | None = None
     """[S, T]."""
+    turn_credit: Tensor | None = None
+    """[S, T]: at each trained token what its turn has earned by a function of the user's."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Inputs:
     sum_pi_squared: Tensor | None
     """[S, T]."""
     process_rewards: Tensor | None
+    """[S, T]."""
+    turn_credit: Tensor | None
     """[S, T]."""
 
     def trajectory_name(self, index: int) -> str:
@@ -144,6 +148,7 @@ def checked(tables: AdvantageTables) -> Inputs:
         logp=_table("logp", tables.logp, trained),
         sum_pi_squared=_table("sum_pi_squared", tables.sum_pi_squared, trained),
         process_rewards=_table("process_rewards", tables.process_rewards, trained),
+        turn_credit=_table("turn_credit", tables.turn_credit, trained),
     )
 
 

@@ -45,6 +45,7 @@ RECURSIONS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "turn_returns": returns.turn_returns,
     "otb": returns.otb,
     "tree_returns": turn_tree.tree_returns,
+    "credit": returns.credit,
     "prime": process.prime,
 }
 """Estimators by recursion, (inputs, stream, **hyper) -> advantages [M], returns [M]."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,28 +240,70 @@ def bi_level_gae(
 
 
 def turn_returns(
-    inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float
+    inputs: Inputs,
+    stream: Stream,
+    *,
+    gamma: float,
+    scale_by_std: bool,
+    epsilon: float,
+    turn_baseline: str,
 ) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma R_{k+1} over the turns of a trajectory, against the mean and unbiased std
-    of R over all turns of the group.
+    """R_k = r_k + gamma R_{k+1} over the turns of a trajectory, against other turns of the group
+    (`against_group`); A_k at all tokens of turn k. Returns R.
 
-    A_k = (R_k - mean) / (std + epsilon) at all tokens of turn k, without the division if not
-    `scale_by_std`; a group of one trajectory gives 0. Returns R. Source: process supervision in
-    DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount per turn.
+    Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount
+    per turn.
     """
     returns = discounted(turn_rewards(inputs, stream), stream.num_turns, gamma)
-    advantages = against_group(inputs, stream, returns, scale_by_std=scale_by_std, epsilon=epsilon)
+    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    advantages = against_group(inputs, stream, returns, turn_places(stream), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
+def credit(
+    inputs: Inputs, stream: Stream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
+) -> tuple[Tensor, Tensor]:
+    """R_k = what the user's function has given turn k, against other turns of the group
+    (`against_group`). Returns R."""
+    assert inputs.turn_credit is not None  # `Advantage` checks its `needs`
+    returns = stream.at(inputs.turn_credit)[stream.turn.cumsum(0) - stream.turn]
+    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    advantages = against_group(inputs, stream, returns, turn_places(stream), how)
+    return spread(advantages, stream.turn), spread(returns, stream.turn)
+
+
+def turn_places(stream: Stream) -> Tensor:
+    """The place of each turn among those of its trajectory, from 0. [K]"""
+    first = spread(stream.num_turns.cumsum(0) - stream.num_turns, stream.num_turns)
+    return torch.arange(len(stream.turn), device=stream.index.device) - first
+
+
+class Comparison(NamedTuple):
+    """How `against_group` compares turns."""
+
+    scale_by_std: bool
+    epsilon: float
+    turn_baseline: str
+
+
 def against_group(
-    inputs: Inputs, stream: Stream, returns: Tensor, *, scale_by_std: bool, epsilon: float
+    inputs: Inputs, stream: Stream, returns: Tensor, places: Tensor, how: Comparison
 ) -> Tensor:
-    """Returns of turns [K] against mean and unbiased std over all turns of their group; 0 in a
-    group of one trajectory. [K]"""
+    """A_k = (R_k - mean) / (std + epsilon), without the division if not `scale_by_std`, of the
+    returns of turns [K]; std is unbiased. [K]
+
+    `turn_baseline`: mean and std are over all turns of the group (`all`), or over those at the same
+    of `places` [K] (`place`): a turn that is alone there gets 0. A group of one trajectory gives 0.
+    `none`: the returns themselves.
+    """
+    if how.turn_baseline == "none":
+        return returns
     owner = inputs.trajectory[stream.row[stream.turn.cumsum(0) - 1]]
-    turns = Members(inputs.members.group[owner], torch.ones_like(owner, dtype=torch.bool))
-    advantages = turns.normalised(returns, scale_by_std=scale_by_std, epsilon=epsilon)
+    group = inputs.members.group[owner]
+    if how.turn_baseline == "place":
+        group = group * (places.max() + 1) + places if len(places) else group
+    turns = Members(group, torch.ones_like(owner, dtype=torch.bool))
+    advantages = turns.normalised(returns, scale_by_std=how.scale_by_std, epsilon=how.epsilon)
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
 
 

@@ -7,24 +7,38 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from agentevo.algorithms.returns import Stream, against_group, spread, turn_rewards
+from agentevo.algorithms.returns import (
+    Comparison,
+    Stream,
+    against_group,
+    spread,
+    turn_rewards,
+)
 
 if TYPE_CHECKING:
     from agentevo.algorithms.advantage_inputs import Inputs
 
 
 def tree_returns(
-    inputs: Inputs, stream: Stream, *, gamma: float, scale_by_std: bool, epsilon: float
+    inputs: Inputs,
+    stream: Stream,
+    *,
+    gamma: float,
+    scale_by_std: bool,
+    epsilon: float,
+    turn_baseline: str,
 ) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma sum of R over the turns that go on from k, against mean and unbiased std of
-    R over all turns of the group.
+    """R_k = r_k + gamma sum of R over the turns that go on from k, against other turns of the group
+    (`returns.against_group`), where the place of a turn is its depth in the tree.
 
     `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained
     turn of the trajectory goes on from the turn before it. Without branches this is
     `returns.turn_returns`. A group of one trajectory gives 0. Returns R.
     """
-    returns = along_tree(turn_rewards(inputs, stream), parents(inputs, stream), gamma)
-    advantages = against_group(inputs, stream, returns, scale_by_std=scale_by_std, epsilon=epsilon)
+    parent = parents(inputs, stream)
+    returns = along_tree(turn_rewards(inputs, stream), parent, gamma)
+    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    advantages = against_group(inputs, stream, returns, depths(stream, parent), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
@@ -36,6 +50,14 @@ def along_tree(rewards: Tensor, parent: list[int], gamma: float) -> Tensor:
         if parent[turn] >= 0:
             sums[parent[turn]] += gamma * sums[turn]
     return rewards.new_tensor(sums)
+
+
+def depths(stream: Stream, parent: list[int]) -> Tensor:
+    """How many turns are before each one on its path. parent_k < k, or -1. [K]"""
+    depth: list[int] = []
+    for turn in parent:
+        depth.append(depth[turn] + 1 if turn >= 0 else 0)
+    return stream.turn.new_tensor(depth)
 
 
 def parents(inputs: Inputs, stream: Stream) -> list[int]:

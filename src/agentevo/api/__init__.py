@@ -23,13 +23,15 @@ from agentevo.config.agents import agent_names, agents, takes_policy
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.imports import OF_YOUR_OWN, import_all
 from agentevo.config.other_preset import kept_keys
+from agentevo.config.rewards import Reward, named_reward
+from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
+from agentevo.config.tools import Tool, named_tool
 from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError, shown
+from agentevo.extras import training_packages
 from agentevo.registry import nearest
-from agentevo.rewards import reward
-from agentevo.rewards import rewards as rewards_by_name
 from agentevo.runs.folder import run_config
 from agentevo.types import Task
 
@@ -50,9 +52,17 @@ class Command:
     words: list[str]
 
 
+@dataclass(frozen=True)
+class ToolUser:
+    """The tool agent, with entries of `agent.tools`."""
+
+    tools: list[Any]
+
+
 Trainable: TypeAlias = (
     str
     | Command
+    | ToolUser
     | Path
     | RunConfig
     | EnvironmentConfig
@@ -62,8 +72,6 @@ Trainable: TypeAlias = (
 )
 Option: TypeAlias = str | Path | Mapping[str, Any] | pydantic.BaseModel
 Tasks: TypeAlias = Sequence[Task | Mapping[str, Any]] | str | Path | Mapping[str, Any]
-Reward: TypeAlias = str | Mapping[str, Any] | pydantic.BaseModel | Callable[..., Any] | type
-"""A reward by name, with options, or as a function or class."""
 
 
 def train(
@@ -71,6 +79,7 @@ def train(
     tasks: Tasks | None = None,
     *,
     command: Sequence[str] | None = None,
+    tools: Sequence[Tool] = (),
     rewards: Sequence[Reward] = (),
     model: Option | None = None,
     algorithm: Option | None = None,
@@ -83,14 +92,16 @@ def train(
 
     `agent_or_env` is a recipe (name, path or `RunConfig`), an environment (name, options, class or
     object), a registered agent (name or class), or an agent function `run(task, policy)` or
-    `run(task)`; or it is left out for a `command`, a program that makes one attempt each time.
+    `run(task)`; or it is left out for a `command`, a program that makes one attempt each time, or
+    for `tools` (functions, classes, names, entries of `agent.tools`), which the tool agent calls.
     Agents need `tasks`: a list, a file or dataset, or the section as a mapping.
     `rewards` are names, options, or functions `def reward(completion, task) -> float`. `model` and
     `algorithm` are names or whole sections; None leaves the recipe's, or the defaults. Every other
     section of the configuration is an option of its name. Raises `ConfigError` for whatever the
     command line would refuse.
     """
-    from agentevo.api.run import train as train_run
+    with training_packages("training"):
+        from agentevo.api.run import train as train_run
 
     options: dict[str, Any] = dict(sections)
     if isinstance(tasks, (str, Path)):
@@ -99,9 +110,9 @@ def train(
         options["tasks"] = tasks
     given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
-        options["rewards"] = [_named_reward(one) for one in rewards]
+        options["rewards"] = [named_reward(one) for one in rewards]
     config, agent = resolve(
-        _trained(agent_or_env, command),
+        _trained(agent_or_env, command, tools),
         model=model,
         algorithm=algorithm,
         overrides=overrides,
@@ -114,14 +125,18 @@ def train(
     )
 
 
-def _trained(given: Trainable | None, command: Sequence[str] | None) -> Trainable:
-    if (given is None) == (command is None):
+def _trained(
+    given: Trainable | None, command: Sequence[str] | None, tools: Sequence[Tool]
+) -> Trainable:
+    if (given is not None) + (command is not None) + bool(tools) != 1:
         raise ConfigError(
             "agentevo.train: give it what to train (a recipe, an environment, an agent), or "
-            "command=[PROGRAM, ...], and not both"
+            "command=[PROGRAM, ...], or tools=[...] for the tool agent, and only one of these"
         )
     if given is not None:
         return given
+    if tools:
+        return ToolUser([named_tool(one) for one in tools])
     if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
         raise ConfigError(
             f"agentevo.train: command is {shown(command)}: give a list of words, such as "
@@ -145,10 +160,11 @@ def sft(
     "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for whatever the command
     line would refuse.
     """
-    from agentevo.api.run import sft as run_sft
+    with training_packages("training"):
+        from agentevo.api.run import sft as run_sft
 
     options = {
-        key: _plain(value, named=key == "model")
+        key: plain_option(value, named=key == "model")
         for key, value in {**sections, "model": model}.items()
         if value is not None
     }
@@ -169,7 +185,7 @@ def _recipe_tree(given: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dic
     if isinstance(given, RunConfig):
         return to_tree(given), given.run.name
     if isinstance(given, Mapping):
-        return {str(key): _plain(value, named=False) for key, value in given.items()}, "sft"
+        return {str(key): plain_option(value, named=False) for key, value in given.items()}, "sft"
     path = sources.find_recipe(str(given))
     return sources.read_yaml(path), path.stem
 
@@ -186,10 +202,11 @@ def load_run(
     (files under `import` too); an agent function, a list of tasks and reward functions that a
     program gave are given again, and what it registered itself is registered first. The options
     of the rewards are those of the run."""
-    from agentevo.api.run import Run
+    with training_packages("a run"):
+        from agentevo.api.run import Run
 
     for given in rewards:
-        _named_reward(given)
+        named_reward(given)
     config = run_config(Path(run_dir), overrides)
     needs_tasks = agent if not config.tasks.given else None
     return Run(config, agent=agent, tasks=checked_tasks(tasks, needs_tasks))
@@ -208,7 +225,7 @@ def resolve(
     `has_tasks`: a list of them is given beside it."""
     named = {"model": model, "algorithm": algorithm}
     options = {
-        key: _plain(value, named=key in named)
+        key: plain_option(value, named=key in named)
         for key, value in {**sections, **named}.items()
         if value is not None
     }
@@ -244,8 +261,10 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
         return to_tree(given), given.run.name, None
     if isinstance(given, Command):
         return {"agent": {"type": "command", "command": given.words}}, "command", None
+    if isinstance(given, ToolUser):
+        return {"agent": {"type": "tool_agent", "tools": given.tools}}, "tool_agent", None
     if isinstance(given, EnvironmentConfig):
-        options = _plain(given, named=False)
+        options = plain_option(given, named=False)
         return {"environment": options}, str(options.get("type")), None
     if isinstance(given, TextEnvironment):
         kind = _registered(type(given))
@@ -294,22 +313,6 @@ def _named(name: str) -> tuple[dict[str, Any], str, None]:
     )
 
 
-def _named_reward(given: Reward) -> Any:
-    """A reward as the recipe's list would hold it. A function or class is registered under its own
-    name."""
-    if isinstance(given, (str, Mapping, pydantic.BaseModel)):
-        return _plain(given, named=False)
-    name = str(getattr(given, "__name__", type(given).__name__))
-    if not callable(given) or not name.isidentifier():
-        raise ConfigError(
-            f"agentevo.train: rewards: {given!r} has no name: give a function, a class, or the "
-            "name of a registered reward"
-        )
-    if rewards_by_name.name_of(given) is None:
-        reward(name)(given)
-    return {"name": rewards_by_name.name_of(given)}
-
-
 def _registered(environment: type[TextEnvironment]) -> str:
     """Files a user's environment under its `type`, so that recipes and run folders can name it;
     returns the type."""
@@ -332,16 +335,6 @@ def _registered(environment: type[TextEnvironment]) -> str:
             f"agentevo.train: {error}: give {environment.__name__}.Config another `type`"
         ) from error
     return kind
-
-
-def _plain(value: Option, *, named: bool) -> Any:
-    """An option as the YAML would hold it. A `named` one may be only a name."""
-    if isinstance(value, pydantic.BaseModel):
-        chosen = value.model_dump(mode="json", exclude_unset=True)
-        return {"type": value.type, **chosen} if hasattr(value, "type") else chosen
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, named=False) for key, item in value.items()}
-    return {"name": str(value)} if named and isinstance(value, (str, Path)) else value
 
 
 def checked_tasks(

@@ -28,10 +28,11 @@ async def rebuild(
     *,
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
+    policy: str = "",
 ) -> AsyncGenerator[dict[str, torch.Tensor], None]:
     """The trained parameters by name, of each of `versions` in order, in one go from the nearest
-    whole checkpoint before them. They are the trainer's own, so good until the next ones are asked
-    for.
+    whole checkpoint before them; of several policies, those of `policy`. They are the trainer's
+    own, so good until the next ones are asked for.
 
     Costs the updates in between, and no sampling. Raises CheckpointError for a version that was
     never committed.
@@ -70,4 +71,4 @@ async def rebuild(
             if version > (start or 0):
                 await replay_step(trainer, source, steps[version - (start or 0) - 1])
             if version in versions:
-                yield trained_weights(parts.model)
+                yield trained_weights(parts.policies[policy].model if policy else parts.model)

@@ -15,31 +15,34 @@ keys is replayed with the last ones.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
 
 import msgspec
 
 from agentevo.agents import Agent, Policy
 from agentevo.agents.policy import DoorSession
 from agentevo.audit.rebuilt_weights import rebuild
+from agentevo.audit.recorded import RecordedEngine, RecordedModels
 from agentevo.audit.resampling import Difference, resample
-from agentevo.audit.stored_weights import PolicyAt, Source, StoredVersions, WeightsOf
+from agentevo.audit.stored_weights import PolicyAt, Source, StoredVersions
 from agentevo.config import RunConfig
+from agentevo.config.agents import brings_tasks
+from agentevo.config.named_agents import weights_of
 from agentevo.errors import CheckpointError, EngineError, StoreError
 from agentevo.inference.conversation import Conversation
-from agentevo.inference.engine import TokenListener
 from agentevo.models.chat import ChatFormat
 from agentevo.models.positions import context_length
-from agentevo.orchestration.components import AgentFunction, find_agent
+from agentevo.orchestration.components import AgentFunction
+from agentevo.orchestration.players import find_agent
+from agentevo.remote_models import RemoteConversations
 from agentevo.rollout.group import Attempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.seeds import derive_seed
 from agentevo.store.codec import is_as_written
 from agentevo.store.store import Store, open_store
-from agentevo.types import Completion, SamplingParams, Task, Trajectory, Turn
+from agentevo.types import SamplingParams, Task, Trajectory
 
 REWARD_TOLERANCE = 1e-9
 
@@ -57,9 +60,10 @@ class Replay(msgspec.Struct, kw_only=True):
     turns: int = 0
     """Number of turns that the agent asked for again; fewer than recorded only after a
     difference."""
-    played: bool = True
-    """False where there is no agent to play it with, or one that asks through the gateway, whose
-    requests come in no defined order: then only the tokens were drawn again."""
+    remote_turns: int = 0
+    """Number of recorded answers of remote models that the agent asked for again."""
+    unplayed: str = ""
+    """Why no agent played it, so that only the tokens were drawn again; empty where one did."""
     reward: float = 0.0
     """The reward in the record."""
     replayed_reward: float | None = None
@@ -71,6 +75,11 @@ class Replay(msgspec.Struct, kw_only=True):
     @property
     def same(self) -> bool:
         return self.difference is None
+
+    @property
+    def played(self) -> bool:
+        """Whether the agent played it again."""
+        return not self.unplayed
 
     def line(self) -> str:
         """The result as one line to print."""
@@ -85,112 +94,11 @@ class Replay(msgspec.Struct, kw_only=True):
             if self.replayed_reward is not None
             else "it broke off, as recorded"
         )
+        remote = f"{self.remote_turns} answers of remote models from the record; "
         return (
-            f"{self.trajectory}: same ({drawn}{ties}; "
-            f"{reward if self.played else 'its agent was not played'})"
+            f"{self.trajectory}: same ({drawn}{ties}; {remote if self.remote_turns else ''}"
+            f"{reward if self.played else f'not played again: {self.unplayed}'})"
         )
-
-
-class RecordedEngine:
-    """Answers requests with what was recorded for their seeds. After the first difference, or where
-    the record ends, it answers no more."""
-
-    def __init__(self, trajectory: Trajectory, end_ids: Sequence[int]) -> None:
-        self._trajectory, self._end_ids = trajectory, frozenset(end_ids)
-        self._by_seed: dict[int, list[Turn]] = {}
-        for turn in trajectory.turns:  # an agent may give several calls one seed
-            self._by_seed.setdefault(turn.seed, []).append(turn)
-        self.difference: Difference | None = None
-        self.num_answered = 0
-
-    @property
-    def version(self) -> int:
-        return max(
-            (version for turn in self._trajectory.turns for version in turn.versions), default=0
-        )
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        session: str | None = None,
-        deadline_s: float,
-        listen: TokenListener | None = None,
-    ) -> Completion:
-        """See Engine.generate: it tells a listener nothing. Raises EngineError when it answers no
-        more."""
-        turns = self._by_seed.get(sampling.seed, [])
-        turn = next(
-            (t for t in turns if self._trajectory.context_ids(t.index) == prompt_ids),
-            turns[0] if turns else None,
-        )
-        if turn is not None:
-            self._check(turn, prompt_ids, sampling)
-        elif (
-            self._trajectory.status == "completed"
-        ):  # what failed or was cancelled may have asked for more
-            self._differs(
-                "end",
-                self.num_answered,
-                0,
-                f"the replay asks for a turn more than the {len(self._trajectory.turns)} of the "
-                "record",
-            )
-        if turn is None or self.difference is not None:
-            raise EngineError("the replay ends here: the record has no answer to this request")
-        self.num_answered += 1
-        return Completion(
-            ids=list(turn.completion_ids),
-            logprobs=list(turn.logprobs),
-            versions=list(turn.versions),
-            finish_reason=turn.finish_reason,
-        )
-
-    async def release(self, session: str) -> None:
-        """See Engine.release."""
-
-    def stats(self) -> dict[str, float]:
-        """See Engine.stats."""
-        return {}
-
-    def _check(self, turn: Turn, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        recorded = self._trajectory.context_ids(turn.index)
-        if prompt_ids != recorded:
-            pairs = zip(prompt_ids, recorded, strict=False)
-            place = next(
-                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(recorded))
-            )
-            what = (
-                f"turn {turn.index}: the replay asks with another prompt, from token {place} "
-                "on: agent or environment did something else"
-            )
-            self._differs("prompt", turn.index, place, what)
-            return
-        if sampling.stop_strings:  # which token completes one, only the engine's tokenizer knows
-            return
-        ids = turn.completion_ids
-        stop = next((i for i, token in enumerate(ids) if token in self._end_ids), None)
-        if stop is not None and stop != len(ids) - 1:
-            self._differs(
-                "end",
-                turn.index,
-                stop,
-                f"turn {turn.index}: the record goes on after the stop token at {stop}",
-            )
-        elif stop is None and len(ids) != sampling.max_new_tokens:
-            what = (
-                f"turn {turn.index}: the record ends after {len(ids)} tokens without a stop "
-                f"token, the limit is {sampling.max_new_tokens}"
-            )
-            self._differs("end", turn.index, len(ids), what)
-        elif turn.finish_reason != (reason := "length" if stop is None else "stop"):
-            what = f"turn {turn.index}: it ends by {reason}, the record says {turn.finish_reason}"
-            self._differs("end", turn.index, len(ids), what)
-
-    def _differs(self, kind: Any, turn: int, position: int, what: str) -> None:
-        if self.difference is None:
-            self.difference = Difference(kind=kind, turn=turn, position=position, what=what)
 
 
 async def replay(
@@ -209,26 +117,36 @@ async def replay(
     again (rebuilt_weights.py). Raises StoreError for an unknown trajectory, CheckpointError where
     the weights are gone.
     """
-    stored = StoredVersions(config)
     source = TaskSource(config, tasks)
     async with await open_store(config.store_url, create=False) as store:
         if trajectory_id is not None:
             chosen = [await store.trajectory(trajectory_id)]
         else:
-            chosen = await _sample(config, store, sample, None if made_again else stored.weights_of)
+            chosen = await _sample(config, store, sample, made_again=made_again)
         altered = await _altered(store, chosen)
         shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
-    versions = sorted({version for t in chosen for version in versions_of(t)})
-    missing = set(versions) - set(stored.at_hand()) if made_again else set()
-    async with aclosing(rebuild(config, missing, agent=agent, tasks=tasks)) as rebuilt:
-        replays, chat, context = await _draw_again(
-            config, chosen, _sources(versions, stored, missing, rebuilt)
-        )
+    replays, chat, context = dict[str, Replay](), None, 1 << 30
+    for policy in sorted({weights_of(config, t.agent) for t in chosen}):
+        own = [t for t in chosen if weights_of(config, t.agent) == policy]
+        stored = StoredVersions(config, policy)
+        versions = sorted({version for t in own for version in versions_of(t)})
+        missing = set(versions) - set(stored.at_hand()) if made_again else set()
+        again = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
+        async with aclosing(again) as rebuilt:
+            drawn, chat, context = await _draw_again(
+                config, policy, own, _sources(versions, stored, missing, rebuilt)
+            )
+        replays |= drawn
     player = _player(config, agent)
     for trajectory in chosen:
         result = replays[trajectory.id]
-        if player is None or chat is None:
-            result.played = False
+        if trajectory.agent:
+            result.unplayed = (
+                f"its agent {trajectory.agent} plays with {_others(config, trajectory.agent)}, and "
+                "a replay plays attempts of one agent"
+            )
+        elif player is None or chat is None:
+            result.unplayed = "its agent is a function, which was not given again"
         else:
             await _play(
                 config, trajectory, shown[trajectory.task_id], player, chat, context, result
@@ -242,6 +160,10 @@ async def replay(
                 "(`agentevo audit` lists all such rows)",
             )
     return [replays[trajectory.id] for trajectory in chosen]
+
+
+def _others(config: RunConfig, agent: str) -> str:
+    return ", ".join(name for name in config.agents if name != agent) or "others"
 
 
 async def _altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
@@ -269,9 +191,9 @@ async def _sources(
 
 
 async def _sample(
-    config: RunConfig, store: Store, count: int, weights_of: WeightsOf | None
+    config: RunConfig, store: Store, count: int, *, made_again: bool
 ) -> list[Trajectory]:
-    """Draws trajectories whose weights are at hand; if `weights_of` is None, all weights are.
+    """Draws trajectories whose weights are at hand, or all of them if weights are `made_again`.
     Raises CheckpointError if no trajectory has all its weights."""
     names = [
         summary.id
@@ -279,7 +201,8 @@ async def _sample(
         if summary.num_completion_tokens
     ]
     random.Random(derive_seed(config.run.seed, "replay")).shuffle(names)
-    at_hand: dict[int, bool] = {}
+    policies = {weights_of(config, agent) for agent in (config.agents or [""])}
+    stored = {policy: StoredVersions(config, policy) for policy in policies}
     chosen: list[Trajectory] = []
     for name in names:
         if len(chosen) == count:
@@ -288,9 +211,8 @@ async def _sample(
             trajectory = await store.trajectory(name)
         except StoreError:  # `store gc --dropped` has taken its tokens
             continue
-        if weights_of is None or all(
-            _has(version, weights_of, at_hand) for version in versions_of(trajectory)
-        ):
+        own = stored[weights_of(config, trajectory.agent)]
+        if made_again or all(map(own.has, versions_of(trajectory))):
             chosen.append(trajectory)
     if names and not chosen:
         raise CheckpointError(
@@ -301,22 +223,13 @@ async def _sample(
     return chosen
 
 
-def _has(version: int, weights_of: WeightsOf, known: dict[int, bool]) -> bool:
-    if version not in known:
-        try:
-            weights_of(version)
-            known[version] = True
-        except CheckpointError:
-            known[version] = False
-    return known[version]
-
-
 def versions_of(trajectory: Trajectory) -> list[int]:
     return sorted({version for turn in trajectory.turns for version in turn.versions})
 
 
 async def _draw_again(
     config: RunConfig,
+    policy: str,
     trajectories: Sequence[Trajectory],
     sources: AsyncIterator[tuple[int, Source]],
 ) -> tuple[dict[str, Replay], ChatFormat | None, int]:
@@ -330,7 +243,7 @@ async def _draw_again(
     section = config.sampling
     filters = SamplingParams(top_p=section.top_p, top_k=section.top_k, min_p=section.min_p)
     async for version, source in sources:
-        loaded = PolicyAt(config, {version: source}.__getitem__).load(version)
+        loaded = PolicyAt(config, {version: source}.__getitem__, policy).load(version)
         chat = (
             ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
             if chat is None
@@ -358,7 +271,7 @@ def _keep_first(result: Replay, *differences: Difference) -> None:
 def _player(config: RunConfig, agent: AgentFunction | None) -> Agent | None:
     """The agent of the run; None where it is a function that was not given again."""
     has_agent = config.agent.type != "function" and (
-        config.environment is not None or config.tasks.given
+        config.environment is not None or config.tasks.given or brings_tasks(config.agent.type)
     )
     return find_agent(config, agent) if agent is not None or has_agent else None
 
@@ -375,35 +288,41 @@ async def _play(
     """Plays the task again (the second half). What the agent raises ends it, and so does
     agent.timeout_s: the record ended so too, or that is a difference."""
     engine = RecordedEngine(trajectory, chat.end_ids)
+    conversation_seed = derive_seed(config.run.seed, trajectory.id)
     conversation = Conversation(
         engine,
         chat,
         _sampling(config, trajectory, chat),
         name=trajectory.id,
-        seed=derive_seed(config.run.seed, trajectory.id),
+        seed=conversation_seed,
         context_length=context,
         timeout_s=config.engine.timeout_s,
     )
     door = _NoDoor()
-    policy = Policy(conversation, door)
+    models, remote = RecordedModels(config.remote_models, trajectory.remote_turns), None
+    if models:
+        remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
+    policy = Policy(conversation, door, remote)
     attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
     with suppress(
         InfrastructureFailure
     ):  # the engine has answered no more: at a difference, or at the end of what was broken off
-        played = await attempt.run(
+        (played,) = await attempt.run(
             task_id=trajectory.task_id, group_id=trajectory.group_id, number=trajectory.attempt
         )
         scoring = Scoring(config.rewards)
-        if not scoring.compares(task):
-            (played,) = await scoring.score([played], [attempt.is_unrewarded], {}, task=task)
-        elif played.status == "completed":  # the others of its group are not played again
+        if not scoring.compares(task) and not scoring.asks_models(task):
+            (played,) = await scoring.score([played], [bool(attempt.unrewarded)], {}, task=task)
+        elif played.status == "completed":  # others, or a judge, are not asked again
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **recorded)
     if door.was_needed:
-        result.played = False
+        result.unplayed = (
+            "its agent asks through the gateway, whose requests come in no defined order"
+        )
     else:
-        _compare(trajectory, played, engine, result)
+        _compare(trajectory, played, engine, models, result)
 
 
 class _NoDoor:
@@ -411,7 +330,12 @@ class _NoDoor:
 
     was_needed = False
 
-    def open(self, conversation: Conversation) -> DoorSession:
+    def open(
+        self,
+        conversations: Mapping[str, Conversation],
+        remote: RemoteConversations | None,
+        remote_agents: Mapping[str, str],
+    ) -> DoorSession:
         self.was_needed = True
         raise EngineError("a replay has no gateway")
 
@@ -436,13 +360,18 @@ def _sampling(config: RunConfig, trajectory: Trajectory, chat: ChatFormat) -> Sa
 
 
 def _compare(
-    trajectory: Trajectory, played: Trajectory | None, engine: RecordedEngine, result: Replay
+    trajectory: Trajectory,
+    played: Trajectory | None,
+    engine: RecordedEngine,
+    models: RecordedModels,
+    result: Replay,
 ) -> None:
     """Notes in `result` where the attempt that was played again departs from the record first;
     `played` is None where it broke off."""
-    result.turns = engine.num_answered
-    if engine.difference is not None:
-        _keep_first(result, engine.difference)
+    result.turns, result.remote_turns = engine.num_answered, models.num_answered
+    for difference in (engine.difference, models.difference):
+        if difference is not None:
+            _keep_first(result, difference)
     if trajectory.status != "completed" or result.difference is not None or played is None:
         return
     last = len(trajectory.turns)
@@ -456,6 +385,10 @@ def _compare(
     if engine.num_answered < last:
         what = f"the agent ended after {engine.num_answered} turns, the record has {last}"
         _keep_first(result, Difference(kind="end", turn=engine.num_answered, position=0, what=what))
+    elif models.num_answered < len(trajectory.remote_turns):
+        num_asked, num_recorded = models.num_answered, len(trajectory.remote_turns)
+        what = f"the agent asked remote models {num_asked} times, the record has {num_recorded}"
+        _keep_first(result, Difference(kind="end", turn=last, position=0, what=what))
     else:
         _compare_rewards(trajectory, played, result)
 

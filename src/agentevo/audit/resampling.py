@@ -20,8 +20,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.inference.sampling import draw, filter_logits
+from agentevo.errors import GrammarError
+from agentevo.inference.sampling import draw, filter_logits, keep_allowed, penalise
+from agentevo.models.grammar import Grammars
 from agentevo.models.load import LoadedModel
+from agentevo.penalties import Changes, TokenPenalties
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
@@ -98,10 +101,24 @@ def resample(
         for turn in trajectory.turns
     }
     tolerance = tolerance_of(model)
+    grammars = Grammars.of(model, loaded.tokenizer)
+    try:
+        masks = {
+            turn.index: grammars.masks_of(turn.constraint, turn.completion_ids)
+            for turn in trajectory.turns
+            if turn.constraint is not None
+        }
+    except GrammarError as error:
+        return Resampled(0, 0, [Difference(kind="record", turn=0, position=0, what=str(error))])
     num_tokens = num_ties = 0
     differences: list[Difference] = []
     for piece in _pieces(trajectory, version):
         logits = _logits(trajectory, piece, model, device)  # [positions, V]
+        if piece.turn.index in masks:
+            of_turn = masks[piece.turn.index]
+            keep_allowed(logits, [of_turn.table[of_turn.rows[n]] for n in piece.positions])
+        if piece.turn.penalties is not None:
+            penalise(logits, _changes(trajectory, piece))
         changed = piece.turn.overrides.given() if piece.turn.overrides is not None else {}
         params = msgspec.structs.replace(
             sampling, **{"temperature": piece.turn.temperature, **changed}
@@ -140,6 +157,15 @@ def _pieces(trajectory: Trajectory, version: int) -> Iterator[_Piece]:
         ]
         for start in range(0, len(positions), PIECE_TOKENS):
             yield _Piece(turn, positions[start : start + PIECE_TOKENS])
+
+
+def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
+    """What the penalties of its turn change at each position."""
+    context, said = trajectory.context_ids(piece.turn.index), piece.turn.completion_ids
+    parts = [(len(context), None), (len(said), piece.turn.penalties)]
+    penalties, ids = TokenPenalties.joined(parts), np.array([*context, *said])
+    assert penalties is not None
+    return list(penalties.changes(ids, np.array(piece.positions) + len(context)).values())
 
 
 def _logits(

@@ -15,10 +15,12 @@ from typing import TypeAlias
 import torch
 
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import trained_policies, with_model_of
 from agentevo.errors import CheckpointError, EngineError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.linear import drop_packed
 from agentevo.models.load import LoadedModel
+from agentevo.orchestration.agent_policies import checkpoint_of
 from agentevo.orchestration.components import load_policy
 from agentevo.training.checkpoint import Checkpoints
 
@@ -30,24 +32,41 @@ WeightsOf: TypeAlias = Callable[[int], Source]
 
 
 class StoredVersions:
-    """Weights that the folder of a run still holds."""
+    """Weights that the folder of a run still holds, of one of its policies where it has several
+    (config/named_agents.py)."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, policy: str = "") -> None:
+        self._config, self._policy = config, policy
+        self._has: dict[int, bool] = {}
+        self._is_trained = not policy or policy in trained_policies(config)
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last)
         folder = config.run_dir / "weights"
         self._published = WeightsFolder(folder) if folder.is_dir() else None
 
     def at_hand(self) -> list[int]:
         """Versions, in order."""
+        if not self._is_trained:
+            return [0]
         untaught = [0] if not self._config.cold_start.episodes else []
         published = self._published.versions() if self._published is not None else []
         return sorted({*self._checkpoints.steps(), *published, *untaught})
 
+    def has(self, version: int) -> bool:
+        """Whether `weights_of` gives it."""
+        if version not in self._has:
+            try:
+                self.weights_of(version)
+            except CheckpointError:
+                self._has[version] = False
+            else:
+                self._has[version] = True
+        return self._has[version]
+
     def weights_of(self, version: int) -> Source:
         """See WeightsOf."""
-        if version in self._checkpoints.steps():
-            return self._checkpoints.path(version)
+        if self._is_trained and version in self._checkpoints.steps():
+            path = self._checkpoints.path(version)
+            return checkpoint_of(path, self._config, self._policy) or path
         if self._published is not None and version in self._published.versions():
             try:
                 weights: Mapping[str, torch.Tensor] = self._published.read(version)
@@ -68,8 +87,8 @@ class StoredVersions:
 class PolicyAt:
     """The policy at one version after the other; only one is in memory."""
 
-    def __init__(self, config: RunConfig, weights_of: WeightsOf) -> None:
-        self._config, self._weights_of = config, weights_of
+    def __init__(self, config: RunConfig, weights_of: WeightsOf, policy: str = "") -> None:
+        self._config, self._weights_of = with_model_of(config, policy), weights_of
 
     def load(self, version: int) -> LoadedModel:
         """Raises CheckpointError or ModelError if it can't be had."""

@@ -16,6 +16,13 @@ _GAMMA = Hyperparameter("gamma", 1.0, "discount per trained token", low=0.0, hig
 _LAM = Hyperparameter(
     "lam", 1.0, "lambda of GAE: 0 trusts the critic, 1 the rewards", low=0.0, high=1.0
 )
+_TURN_BASELINE = Hyperparameter(
+    "turn_baseline",
+    "all",
+    "what a turn is compared with: `all` turns of the group; `place`, those at the same place of "
+    "their attempts (along the tree: at the same depth); `none`",
+    choices=("all", "place", "none"),
+)
 _WHITEN = Hyperparameter(
     "whiten",
     True,
@@ -199,13 +206,14 @@ ADVANTAGES = by_name(
             within_group=True,
             meaning="return-to-go of each turn against all turns of the group",
             formula="R_k = r_k + gamma R_{k+1}; A_k = (R_k - mean) / (std + epsilon), mean and "
-            "std over the turns of the group; returns R",
+            "std over the turns of the group, or over its k-th turns; returns R",
             source="step rewards of GRPO with process supervision, DeepSeekMath, arXiv "
             "2402.03300, section 4.1.3, with a discount per turn",
             hyper=(
                 Hyperparameter("gamma", 1.0, "discount per turn", low=0.0, high=1.0),
                 _SCALE,
                 _EPSILON,
+                _TURN_BASELINE,
             ),
             needs=("turn_ids",),
         ),
@@ -216,14 +224,26 @@ ADVANTAGES = by_name(
             "group",
             formula="R_k = r_k + gamma sum of R over the turns that go on from k; A_k = (R_k - "
             "mean) / (std + epsilon), mean and std over "
-            "the turns of the group; returns R",
+            "the turns of the group, or over those as deep as k; returns R",
             source="as turn_returns, on trajectories that branch",
             hyper=(
                 Hyperparameter("gamma", 1.0, "discount per turn", low=0.0, high=1.0),
                 _SCALE,
                 _EPSILON,
+                _TURN_BASELINE,
             ),
             needs=("turn_ids", "turn_parents"),
+        ),
+        Entry(
+            name="credit",
+            meaning="what a function of the user's says that each turn has earned "
+            "(algorithm.credit)",
+            formula="R_k = credit(group)_k; A_k = (R_k - mean) / (std + epsilon), mean and std "
+            "over the turns of the group, or over its k-th turns; turn_baseline=none: A_k = R_k; "
+            "returns R",
+            source="the user's own; docs/credit.md",
+            hyper=(_SCALE, _EPSILON, _TURN_BASELINE),
+            needs=("turn_ids", "turn_credit"),
         ),
         Entry(
             name="prime",

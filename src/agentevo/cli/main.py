@@ -15,7 +15,6 @@ heavy (torch, transformers, SQLAlchemy, matplotlib) is imported inside the comma
 from __future__ import annotations
 
 import errno
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -24,14 +23,30 @@ from typing import Annotated, Any, cast
 import typer
 
 from agentevo import __version__
-from agentevo.cli import audit, doctor, names, processes, results, store, train, trajectories
+from agentevo.cli import (
+    audit,
+    data,
+    doctor,
+    mcp,
+    names,
+    processes,
+    results,
+    sandbox,
+    server,
+    store,
+    train,
+    trajectories,
+)
+from agentevo.cli.ending import end_soon
 from agentevo.cli.words import check_words
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.event_loop import has_hung_threads
+from agentevo.extras import training_packages
 
 _LONG = re.compile(r"(\S{300})\S{100,}")
 """What nobody reads to its end in a message: a number or a text that somebody gave."""
+LONGEST_LINE = 1200
+"""Characters of a message's line, for a text of many words."""
 _UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 """What typer raises for words that fit no command."""
 
@@ -50,6 +65,8 @@ app.command()(train.sft)
 app.command()(processes.learn)
 app.command()(processes.sample)
 app.command()(processes.serve)
+app.command()(processes.gateway)
+app.command()(server.server)
 app.command()(results.table)
 app.command("eval")(results.evaluate)
 app.command()(results.merge)
@@ -60,18 +77,19 @@ app.command()(doctor.doctor)
 app.command("list")(names.list_names)
 app.add_typer(names.models, name="models")
 app.add_typer(names.config_commands, name="config")
+app.add_typer(data.data, name="data")
 app.add_typer(trajectories.trajectories, name="trajectories")
 app.add_typer(store.stores, name="store")
+app.add_typer(sandbox.sandbox, name="sandbox")
+app.add_typer(mcp.mcp, name="mcp")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. As the process's own command (without `argv`) it
-    ends the process where a user's thread that hangs would keep it."""
+    ends the process soon, whatever of a user's code would keep it."""
     code = _run(sys.argv[1:] if argv is None else list(argv))
-    if argv is None and has_hung_threads():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    if argv is None:
+        end_soon(code)
     return code
 
 
@@ -79,7 +97,9 @@ def _run(words: list[str]) -> int:
     """The only place that turns an error into a message."""
     try:
         check_words(words)
-        code = typer.main.get_command(app)(args=words, prog_name="agentevo", standalone_mode=False)
+        with training_packages("this command"):
+            command = typer.main.get_command(app)
+            code = command(args=words, prog_name="agentevo", standalone_mode=False)
     except ConfigError as error:
         return _fail(str(error), 2)
     except AgentEvoError as error:
@@ -115,7 +135,8 @@ def _usage_problem(error: Any) -> int:
 
 def _fail(message: str, code: int) -> int:
     for line in _LONG.sub(r"\1...", without_passwords(message)).split("\n"):
-        print(f"error: {line}", file=sys.stderr)
+        shortened = line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
+        print(f"error: {shortened}", file=sys.stderr)
     return code
 
 

@@ -26,8 +26,8 @@ def list_names(
         str,
         typer.Argument(
             metavar="[KIND]",
-            help="environments, agents, rewards, algorithms, models, recipes, engines, transports "
-            "or stores. Without it, the kinds.",
+            help="environments, agents, tools, rewards, algorithms, models, recipes, engines, "
+            "transports, stores or sandboxes. Without it, the kinds.",
         ),
     ] = "",
 ) -> None:

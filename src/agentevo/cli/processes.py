@@ -3,11 +3,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentevo.cli.arguments import Overrides, Recipe
+from agentevo.errors import ConfigError
+
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Tls = Annotated[
+    bool | None,
+    typer.Option(
+        help="Encrypt, with the run's own certificate. Default: unless --host is this machine."
+    ),
+]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="An engine to use, as `serve` prints it; again for more. Default: RUN/engines/.",
+    ),
+]
+Parent = Annotated[
+    int, typer.Option(hidden=True, help="End when this process is no longer the parent.")
+]
 
 
 def learn(recipe: Recipe, overrides: Overrides = None) -> None:
@@ -27,16 +47,8 @@ def sample(
     name: Annotated[
         str, typer.Option(help="What to call it in the store. Default: of the machine and process.")
     ] = "",
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="An engine to use, as `serve` prints it; again for more. Default: RUN/engines/.",
-        ),
-    ] = None,
-    parent: Annotated[
-        int, typer.Option(hidden=True, help="End when this process is no longer the parent.")
-    ] = 0,
+    engine: Engines = None,
+    parent: Parent = 0,
 ) -> None:
     """A sampler alone: plays the tasks that `agentevo learn` of the same recipe trains on, with the
     engines of `agentevo serve`."""
@@ -48,33 +60,93 @@ def sample(
     run_sampler(config, name=name or None, engines=engine or (), parent=parent or None)
 
 
-def serve(
+def gateway(
     recipe: Recipe,
     overrides: Overrides = None,
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. 0.0.0.0: all, for samplers on other machines."),
+        typer.Option(help="Address to listen on. 0.0.0.0: all, for agents on other machines."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    tls: Annotated[
-        bool | None,
-        typer.Option(
-            help="Encrypt, with the run's own certificate. Default: unless --host is this machine."
-        ),
-    ] = None,
-    name: Annotated[
-        str,
-        typer.Option(help="What to call it in RUN/engines/. Default: of the machine and process."),
-    ] = "",
-    parent: Annotated[
-        int, typer.Option(hidden=True, help="End when this process is no longer the parent.")
-    ] = 0,
+    port: Port = 0,
+    tls: Tls = None,
+    engine: Engines = None,
 ) -> None:
-    """An engine alone: generates for `agentevo sample` of the same recipe, under the newest weights
-    of its trainer (`agentevo learn`)."""
+    """A door to the engines of `agentevo serve` of the same recipe, for agents that are started
+    elsewhere: they open sessions, reward and end them, and `agentevo learn` trains on them."""
     from agentevo.config import load_config
 
     config = load_config(recipe, overrides or [])
+    from agentevo.processes.gateway import run_gateway
+
+    run_gateway(config, host=host, port=port, tls=tls, engines=engine or ())
+
+
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|RUN_DIR", help="The recipe of a run; with --openai the folder of one."
+        ),
+    ],
+    overrides: Overrides = None,
+    openai: Annotated[
+        bool,
+        typer.Option(
+            "--openai",
+            help="Serve what a run has trained, for clients of OpenAI's and Anthropic's APIs.",
+        ),
+    ] = False,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="best|last|PATH", help="With --openai: which checkpoint. Default: best."
+        ),
+    ] = "",
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines."),
+    ] = "127.0.0.1",
+    port: Port = 0,
+    tls: Tls = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            help="What to call it in RUN/engines/, or the model with --openai. Default: of the "
+            "machine and process, or of the run's folder."
+        ),
+    ] = "",
+    parent: Parent = 0,
+) -> None:
+    """An engine alone: generates for `agentevo sample` of the same recipe, under the newest weights
+    of its trainer (`agentevo learn`). With --openai: a run's model behind a usual API."""
+    if openai:
+        _serve_trained(Path(target), overrides or [], checkpoint or "best", host, port, tls, name)
+        return
+    if checkpoint:
+        raise ConfigError(
+            f"--checkpoint {checkpoint}: an engine of a run has the weights of its trainer: add "
+            "--openai to serve a checkpoint"
+        )
+    from agentevo.config import load_config
+
+    config = load_config(target, overrides or [])
     from agentevo.processes.serve import serve as run_engine
 
     run_engine(config, host=host, port=port, tls=tls, name=name or None, parent=parent or None)
+
+
+def _serve_trained(
+    folder: Path,
+    overrides: list[str],
+    checkpoint: str,
+    host: str,
+    port: int,
+    tls: bool | None,
+    name: str,
+) -> None:
+    from agentevo.runs.folder import run_config
+
+    trained = run_config(folder, overrides)
+    from agentevo.processes.serve_model import serve_model
+
+    serve_model(trained, checkpoint=checkpoint, host=host, port=port, tls=tls, name=name or None)

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import RunDir, Wait, path_word
+from agentevo.cli.arguments import RunDir, Wait, path_word, seconds
+from agentevo.cli.row_account import tell_of_rows
 from agentevo.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
+    from agentevo.data import RowReport
     from agentevo.store import Store, TrajectorySummary
     from agentevo.types import Trajectory
 
 MAX_LISTED = 40
 """The most ids that a list of ids with the same beginning names."""
+
+SHORTEST_LOOK_S = 0.1
 
 trajectories = typer.Typer(no_args_is_help=True, help="What a run's agent did, turn by turn.")
 
@@ -33,14 +37,95 @@ def export(
             parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write, one trajectory a line."
         ),
     ],
+    sft: Annotated[
+        bool,
+        typer.Option(
+            "--sft",
+            help="Write what was said in the good attempts as conversations for `agentevo sft`.",
+        ),
+    ] = False,
+    split: Annotated[
+        str,
+        typer.Option(metavar="SPLIT", help="With --sft: attempts of training or of evaluations."),
+    ] = "train",
+    min_reward: Annotated[
+        float | None,
+        typer.Option(
+            metavar="REWARD", help="With --sft: the least reward. Default: attempts that succeeded."
+        ),
+    ] = None,
+    per_task: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="With --sft: most attempts at one task, the best first."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --sft: whose words, `policy` or a remote model. Default: those of remote "
+            "models in attempts that asked one, else the policy's.",
+        ),
+    ] = None,
     wait: Wait = None,
 ) -> None:
-    """Write every trajectory of a run to a file, token ids and log-probs included."""
+    """Write every trajectory of a run to a file, token ids and log-probs included; or, with --sft,
+    the conversations of its good attempts."""
     from agentevo.runs.folder import read_store
     from agentevo.store import export_jsonl
 
+    if sft:
+        _export_sft(run_dir, out, split, min_reward, per_task, model, wait)
+        return
+    if split != "train" or (min_reward, per_task, model) != (None, None, None):
+        raise ConfigError(
+            "trajectories export: --split, --min-reward, --per-task and --model choose "
+            "conversations: add --sft"
+        )
     count = read_store(run_dir, lambda store: export_jsonl(store, out), wait_s=wait)
     print(f"{count} trajectories written to {out}")
+
+
+def _export_sft(
+    run_dir: Path,
+    out: Path,
+    split: str,
+    min_reward: float | None,
+    per_task: int | None,
+    model: str | None,
+    wait: float | None,
+) -> None:
+    from agentevo.store.store import SPLITS
+
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: there are {', '.join(SPLITS)}")
+    from agentevo.runs.folder import read_store, remote_model_names, saved_tokenizer
+    from agentevo.runs.sft_export import POLICY, answer_reader, export_sft
+
+    known = [POLICY, *remote_model_names(run_dir)]
+    if model is not None and model not in known:
+        raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
+    tokenizer = saved_tokenizer(run_dir)
+    if tokenizer is None:
+        read = answer_reader(None)
+    else:
+        from agentevo.models.chat import ChatFormat
+
+        read = answer_reader(ChatFormat(tokenizer))
+
+    async def work(store: Store) -> RowReport:
+        return await export_sft(
+            store,
+            out,
+            read,
+            split=split,
+            min_reward=min_reward,
+            per_task=per_task,
+            model=model,
+        )
+
+    tell_of_rows(read_store(run_dir, work, wait_s=wait), out)
 
 
 @trajectories.command("show")
@@ -71,18 +156,26 @@ def show(
     from agentevo.observability import render_trajectory
     from agentevo.runs.folder import read_store, token_texts
 
-    async def work(store: Store) -> Trajectory:
+    async def work(store: Store) -> tuple[Trajectory, str]:
         summaries = await store.summaries()
-        return await store.trajectory(
-            _choose(
-                summaries, trajectory_id, "best" if best else "worst" if worst else "last", run_dir
-            )
-        )
+        which = "best" if best else "worst" if worst else "last"
+        name = _choose(summaries, trajectory_id, which, run_dir)
+        step = next(one.trained_step for one in summaries if one.id == name)
+        return await store.trajectory(name), await _credit_of(store, step)
 
-    trajectory = read_store(run_dir, work, wait_s=wait)
-    Console().print(
-        render_trajectory(trajectory, token_texts(run_dir) or (lambda token: f"<{token}>"))
-    )
+    trajectory, credit = read_store(run_dir, work, wait_s=wait)
+    decode = token_texts(run_dir) or (lambda token: f"<{token}>")
+    Console().print(render_trajectory(trajectory, decode, credit))
+
+
+async def _credit_of(store: Store, step: int | None) -> str:
+    """What decided how much its turns were worth when it was trained on, in words; empty if it was
+    not."""
+    from agentevo.training.batching.step_plan import KEY
+
+    records = await store.steps(after=step - 1) if step else []
+    rules = [one.record.get(KEY, {}).get("credit") for one in records if one.step == step]
+    return f"trained in step {step}, credit: {rules[0]}" if rules and rules[0] else ""
 
 
 def _choose(
@@ -139,7 +232,7 @@ def watch(
     every_s: Annotated[
         float,
         typer.Option(
-            "--every", metavar="SECONDS", min=0.1, max=86_400.0, help="How often to look."
+            "--every", metavar="SECONDS", parser=seconds, help="How often to look, 0.1 at least."
         ),
     ] = 1.0,
     wait: Wait = None,
@@ -162,7 +255,7 @@ def watch(
                 shown = lines
             if once or not goes_on:
                 return
-            time.sleep(every_s)
+            time.sleep(max(every_s, SHORTEST_LOOK_S))
 
 
 async def _running_picture(store: Store) -> tuple[list[str], bool]:

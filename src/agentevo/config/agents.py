@@ -3,9 +3,10 @@
 An agent is registered by name, as a function `run(task, policy)` or `run(task)`, async or not, or
 as a class with such a method. A class may have options of its own: its `Config` is a subclass of
 `AgentSection`, and an object is made of it for a run by `Class(config)`, or
-`Class(config, make_environment)` where the class says `plays_environment = True`. The sections of
-the built-in agents are here, because reading a recipe must not import the agents themselves (they
-import torch).
+`Class(config, make_environment)` where the class says `plays_environment = True`. One that says
+`brings_tasks = True` has a method `tasks()`, which returns those to train on and the held-out ones
+(rollout/agent_tasks.py). The sections of the built-in agents are here, because reading a recipe
+must not import the agents themselves (they import torch).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from agentevo.config.context import ContextSection
+from agentevo.config.sandbox import SandboxSection
 from agentevo.config.section import Section
+from agentevo.config.tool_entries import ToolEntry
 from agentevo.errors import ConfigError
 from agentevo.registry import Registry
 
@@ -96,14 +100,80 @@ class SingleTurnSection(AgentSection):
     """Calls of the policy per episode: one."""
 
 
+class ToolAgentSection(AgentSection):
+    """Asks a task's query, makes the tool calls of each reply and gives their results back, until a
+    reply is the final answer. The recipe's `rewards` judge it, or what its tools say of the state
+    that they are left in."""
+
+    type: Literal["tool_agent"] = "tool_agent"
+    tools: tuple[ToolEntry, ...] = Field(min_length=1)
+    """What it may call: names of registered tools (`agentevo list tools`), or entries with
+    options."""
+    format: Literal["native", "react", "search_tags"] = "native"
+    """How calls are written: `native` as the model's chat template has it, with the tools in the
+    prompt as the template writes them; `react` as text, Thought, Action and Action Input, for
+    models whose template knows no tools; `search_tags` as Search-R1's <search> and <information>,
+    for one tool that searches."""
+    system_prompt: str | None = None
+    """System message. None leaves the chat template's own default."""
+    instruction: str | None = None
+    """What follows the query in the user's message."""
+    final: Literal["reply", "answer_tag"] = "reply"
+    """What the final answer is: the first `reply` without a call, or the first with
+    <answer>...</answer>; a reply with neither is then told so, and the attempt goes on."""
+    max_tool_calls: int | None = Field(default=None, ge=1)
+    """Calls of tools per attempt. Default: no limit but that of the turns."""
+    max_calls_per_turn: int = Field(default=16, ge=1)
+    """Calls of one reply that are made, at the same time; further ones are refused."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the policy may draw in one attempt. Default: no limit but the context's."""
+    context: ContextSection = ContextSection()
+    """What the policy sees of a long history."""
+    max_repeats: int = Field(default=3, ge=1)
+    """How often one reply's calls may be those of the reply before, to the letter; then the attempt
+    ends."""
+    call_penalty: float = Field(default=0.0, ge=0)
+    """Subtracted from the reward of a turn with a malformed call, an unknown tool, or arguments
+    that the tool does not take."""
+
+
+class CodeAgentSection(AgentSection):
+    """Writes Python code that runs in a sandbox, reads what it prints, and goes on until a reply
+    without code is the final answer. Variables live for the whole attempt; its tools are functions
+    of the code."""
+
+    type: Literal["code_agent"] = "code_agent"
+    tools: tuple[ToolEntry, ...] = ()
+    """Functions of the code, as agent.tools of the tool agent."""
+    sandbox: SandboxSection = SandboxSection()
+    """Where the code runs, and what it may use."""
+    system_prompt: str | None = None
+    """System message; what functions there are is written behind it. Default: how to write code."""
+    instruction: str | None = None
+    """What follows the query in the user's message."""
+    final: Literal["reply", "answer_tag"] = "reply"
+    """What the final answer is: the first `reply` without code, or the first with
+    <answer>...</answer>; a reply with neither is then told so, and the attempt goes on."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the policy may draw in one attempt. Default: no limit but the context's."""
+    context: ContextSection = ContextSection()
+    """What the policy sees of a long history."""
+    max_output_chars: int = Field(default=4000, ge=100)
+    """What the policy reads of a block's output, in characters: head and tail."""
+    code_penalty: float = Field(default=0.0, ge=0)
+    """Subtracted from the reward of a turn whose code failed or was not closed."""
+
+
 agents: Registry[Any] = Registry("agents")
 """Name -> function or class. The built-in ones are filed when `agentevo.agents` is imported;
 their sections are in SECTIONS."""
 SECTIONS: dict[str, type[AgentSection]] = {
+    "code_agent": CodeAgentSection,
     "command": CommandAgentSection,
     "environment": EnvironmentAgentSection,
     "function": FunctionAgentSection,
     "single_turn": SingleTurnSection,
+    "tool_agent": ToolAgentSection,
 }
 
 
@@ -136,6 +206,13 @@ def agent_section(name: str) -> type[AgentSection]:
     item = agents.get(name)
     _check(name, item)
     return getattr(item, "Config", AgentSection)
+
+
+def brings_tasks(name: str) -> bool:
+    """Whether an agent of that name gives its own tasks: a registered class with `brings_tasks =
+    True` and a method `tasks()`."""
+    known = name not in SECTIONS and name in agents.names()
+    return known and bool(getattr(agents.get(name), "brings_tasks", False))
 
 
 def is_async(function: Any) -> bool:
@@ -183,6 +260,11 @@ def _check(name: str, item: Any) -> None:
         raise ConfigError(
             f"the agent {name!r} needs a method `async def run(self, task, policy)` in "
             f"{item.__name__}"
+        )
+    if getattr(item, "brings_tasks", False) and not callable(getattr(item, "tasks", None)):
+        raise ConfigError(
+            f"the agent {name!r} has brings_tasks = True, and {item.__name__} has no method "
+            "`tasks()`: give it one that returns the tasks to train on and the held-out ones"
         )
     is_plain = inspect.isfunction(inspect.getattr_static(item, "run"))
     takes_policy(partial(run, None) if is_plain else run, name)

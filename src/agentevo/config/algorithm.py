@@ -86,6 +86,9 @@ class AlgorithmKeys(Section):
     """Largest such weight."""
     importance_floor: float = Field(default=0.0, ge=0)
     """Smallest such weight that mis keeps."""
+    credit: str | None = None
+    """A function of your own that says what each turn has earned (@agentevo.credit(NAME), key
+    import); the advantage is then `credit`, which compares the turns of a group by it."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each named part of the reward with advantage gdpo; 1 for parts that are not
     named."""
@@ -145,7 +148,7 @@ class AlgorithmKeys(Section):
         return resolve_preset(
             self.name,
             self._hyper(),
-            advantage=self.advantage,
+            advantage=self.advantage if self.credit is None else "credit",
             policy_loss=self.policy_loss,
             aggregation=self.aggregation,
         )
@@ -158,6 +161,16 @@ class AlgorithmKeys(Section):
         return resolve_preference(
             self.name, self._hyper(), preference_loss=self.preference_loss, pairs=self.pairs
         )
+
+    @property
+    def credit_rule(self) -> str:
+        """What decides how much each turn is worth, in words for logs and records."""
+        if self.preference() is not None:
+            return self.name
+        algorithm = self.resolved()
+        hyper = ", ".join(f"{key}={value}" for key, value in algorithm.advantage_hyper.items())
+        own = f" by {self.credit}" if self.credit is not None else ""
+        return f"{algorithm.advantage}{own}" + (f" ({hyper})" if hyper else "")
 
     @property
     def within_group(self) -> bool:
@@ -207,6 +220,15 @@ else:
 def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
     """Values of the section that are each right but can't hold together, as 'what: remedy'."""
     problems = []
+    if section.credit is not None and section.advantage not in (None, "credit"):
+        problems.append(
+            f"algorithm.credit={section.credit} has the advantage credit, but algorithm.advantage "
+            f"is {section.advantage}: leave one of them out"
+        )
+    if section.credit is None and section.advantage == "credit":
+        problems.append(
+            "algorithm.advantage=credit needs a function: name it with algorithm.credit"
+        )
     if section.kl_target is not None and section.kl_coef == 0:
         problems.append(
             "algorithm.kl_target steers a KL whose weight algorithm.kl_coef is 0: set it (0.001, "

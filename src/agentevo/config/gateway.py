@@ -23,3 +23,6 @@ class GatewaySection(Section):
     recipe's."""
     max_body_mb: float = Field(default=16.0, gt=0, le=1024)
     """Longest body of a request, in MiB."""
+    requests_per_s: float = Field(default=0.0, ge=0, le=1e6)
+    """Requests a second that each session's key may make, and each address that shows wrong keys;
+    what is beyond gets 429 and `Retry-After`. A second's worth may come at once. 0 is no limit."""

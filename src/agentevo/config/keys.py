@@ -16,7 +16,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -40,6 +40,8 @@ Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 a polymorphic list by their `name`."""
 LISTS = ("rewards",)
 """Polymorphic lists."""
+NAME = "NAME"
+"""Stands in a key for the name of a section that a recipe gives names to (`remote_models`)."""
 SHOWN_TRANSLATIONS = 5
 """Keys of another system that are translated where a whole section of it was given."""
 
@@ -157,6 +159,10 @@ class ConfigKeys:
         """One pydantic error as `key: what is wrong; what is allowed`, without the place where the
         value was written."""
         parts = [str(part) for part in error["loc"]]
+        if len(parts) > 1 and f"{parts[0]}.{NAME}" in self._explanations:
+            named, anyone = f"{parts[0]}.{parts[1]}", f"{parts[0]}.{NAME}"
+            located = cast(ErrorDetails, {**error, "loc": (anyone, *parts[2:])})
+            return self.problem(located, chosen=chosen).replace(anyone, named)
         kind, value = error["type"], error["input"]
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), value, chosen)
@@ -249,6 +255,13 @@ def _walk(
     for name, info in model.model_fields.items():
         key = f"{prefix}{info.alias or name}"
         section = _section_model(info.annotation)
+        if (named := _named_section(info.annotation)) is not None:
+            meaning = on_one_line(info.description or "")
+            yield Explanation(key, meaning, "section", "", ""), info.annotation
+            each = on_one_line(named.__doc__ or "")
+            yield Explanation(f"{key}.{NAME}", each, "section", "", ""), named
+            yield from _walk(named, variants, f"{key}.{NAME}.")
+            continue
         if key in LISTS:
             words = "list of names, or of mappings with the keys below it"
             yield replace(_explain_field(key, info), type=words), info.annotation
@@ -313,6 +326,13 @@ def _section_model(annotation: Any) -> type[pydantic.BaseModel] | None:
         ),
         None,
     )
+
+
+def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """Of a mapping from names to sections, their model."""
+    if get_origin(annotation) is not dict:
+        return None
+    return _section_model(get_args(annotation)[1])
 
 
 def _closeness(key: str, name: str) -> float:

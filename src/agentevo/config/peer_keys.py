@@ -54,6 +54,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
     },
     "verl": {
         "uid": "tasks.train",
+        "data.train_files": "tasks.train",
         "actor_rollout_ref.model.path": "model.name",
         "actor_rollout_ref.model.lora_rank": "model.lora.rank",
         "data.train_batch_size": "trainer.groups_per_step",
@@ -102,7 +103,6 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "max_off_policy_strategy": "rollout.policy=cancel, rollout.policy=wait",
     },
     "ART": {
-        "gather_trajectory_groups": "trainer.group_size",
         "learning_rate": "trainer.learning_rate",
         "loss_fn": "algorithm.name=cispo",
         "kl_penalty_coef": "algorithm.kl_coef",
@@ -138,6 +138,21 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "lora.rank": "model.lora.rank",
         "trainer.total_training_steps": "trainer.steps",
         "seed.train": "run.seed",
+    },
+    "AgentRL": {
+        "train_file": "tasks.train",
+        "model_name_or_path": "model.name",
+        "loss_calculater": "algorithm.name=minirl",
+        "token_level_loss": "algorithm.token_level_loss",
+        "strict_in_bound": "algorithm.strict_in_bound",
+        "skip_length_normalization": "algorithm.skip_length_normalization",
+        "epsilon": "algorithm.clip_low",
+        "epsilon_higher": "algorithm.clip_high",
+        "importance_weight_cap_ratio": "algorithm.cap_ratio",
+        "num_generations": "trainer.group_size",
+        "max_new_tokens": "sampling.max_new_tokens",
+        "max_turns": "agent.max_turns",
+        "learning_rate": "trainer.learning_rate",
     },
 }
 """System -> its key -> ours, or what ours are set to for it."""

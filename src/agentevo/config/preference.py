@@ -25,6 +25,7 @@ OF_RL = (
     "importance_cap",
     "importance_floor",
     "reward_weights",
+    "credit",
 )
 """Keys of the algorithm section that only advantages and policy losses have a use for."""
 OF_PREFERENCE = ("preference_loss", "pairs", "pairs_per_group", "pair_margin")

@@ -21,7 +21,7 @@ from typing import Any, Self, cast
 
 import pydantic
 import yaml
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
 from agentevo.catalogue.advantages import ADVANTAGES
@@ -42,8 +42,10 @@ from agentevo.config.imports import OF_YOUR_OWN, import_all
 from agentevo.config.interpolation import escaped
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection, memory_contradictions
+from agentevo.config.named_agents import NamedAgentSection, named_agent_contradictions
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
+from agentevo.config.remote_models import RemoteModelSection, name_problems
 from agentevo.config.rewards import read_rewards
 from agentevo.config.rollout import RolloutSection, rollout_contradictions
 from agentevo.config.section import Section
@@ -66,6 +68,7 @@ from agentevo.config.sections import (
 )
 from agentevo.config.sft import SFTSection
 from agentevo.config.tasks import TasksSection, play_problems, with_absolute_paths
+from agentevo.config.tool_list import read_tools
 from agentevo.config.values import refused_values
 from agentevo.credentials import credential_problems
 from agentevo.environments import EnvironmentConfig, environments
@@ -94,6 +97,10 @@ class RunConfig(Section):
     agent: SerializeAsAny[AgentSection] = EnvironmentAgentSection()
     """Who plays, chosen by `type` (`agentevo list agents`), with its options. Default:
     `environment`, or `single_turn` where there are tasks."""
+    agents: dict[str, NamedAgentSection] = Field(default_factory=dict)
+    """Several agents in one rollout, by name, such as {solver: {}, critic: {train: false}}: what
+    the recipe's agent asks as `policy["solver"]`, and a client by `model: solver`. Each has train,
+    model, weights_of, version and lag (docs/multi_agent.md). Empty: one policy."""
     rewards: tuple[SerializeAsAny[RewardConfig], ...] = ()
     """What an attempt is worth, as a list of rewards (`agentevo list rewards`), each a name or a
     mapping such as {name: format, pattern: ..., weight: 0.1}: their weighted sum replaces what the
@@ -102,6 +109,9 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     gateway: GatewaySection = GatewaySection()
+    remote_models: dict[str, RemoteModelSection] = Field(default_factory=dict)
+    """Models behind HTTP APIs, each under the name that agents and clients ask for: teachers,
+    judges, frozen agents. They answer, and are never trained."""
     trainer: TrainerSection = TrainerSection()
     memory: MemorySection = MemorySection()
     critic: CriticSection = CriticSection()
@@ -117,6 +127,8 @@ class RunConfig(Section):
     tracking: TrackingSection = TrackingSection()
     profile: ProfileSection = ProfileSection()
 
+    _started_in: Path = PrivateAttr(default_factory=lambda: Path().absolute())
+
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         for problem in _contradictions(self):
@@ -125,11 +137,14 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        return self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+        """Absolute: an agent may change the folder that the whole process is in."""
+        named = self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
+        return self._started_in / named
 
     @property
     def store_url(self) -> str:
-        return self.store.url or f"sqlite:///{self.run_dir / 'store.sqlite'}"
+        url = self.store.url or f"sqlite:///{self.run_dir / 'store.sqlite'}"
+        return _absolute_url(url, self._started_in)
 
     @property
     def max_actions(self) -> int:
@@ -157,6 +172,12 @@ class RunConfig(Section):
         return self.algorithm.length_max or self.sampling.max_new_tokens * self.agent.max_turns
 
 
+def _absolute_url(url: str, folder: Path) -> str:
+    path = url.removeprefix("sqlite:///")
+    is_relative = path != url and not path.startswith(("/", "~", "${"))
+    return f"sqlite:///{folder / path}" if is_relative else url
+
+
 def _contradictions(config: RunConfig) -> list[str]:
     """Values that are each right but can't hold together, as 'what: remedy'."""
     problems = preference_contradictions(config)
@@ -167,6 +188,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     problems += memory_contradictions(config)
     problems += rollout_contradictions(config)
     problems += _of_the_advantage(config)
+    problems += named_agent_contradictions(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         problems.append(
             f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
@@ -180,6 +202,7 @@ def _contradictions(config: RunConfig) -> list[str]:
             "trainer.groups_per_step"
         )
     problems += _of_the_model(config)
+    problems += name_problems(list(config.remote_models), config.model.name)
     return problems
 
 
@@ -369,7 +392,7 @@ def _refuse(problems: Sequence[str], overrides: Sequence[str], where: str) -> No
 
 def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
     """Writes out the short forms of rewards and tasks, and the defaults that follow from the other
-    keys. Returns the problems of the rewards."""
+    keys. Returns the problems of the rewards and tools."""
     run = plain.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", name)
@@ -385,6 +408,9 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         if agent["type"] == "command":
             agent["cwd"] = agent.get("cwd") or str(folder.resolve())
             plain["agent"] = with_absolute_paths(agent, ("cwd",), folder)
+        else:
+            plain["agent"], wrong = read_tools(agent, folder)
+            lines += wrong
     return lines
 
 

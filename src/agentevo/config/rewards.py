@@ -3,15 +3,37 @@ names."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import pydantic
-from pydantic_core import ErrorDetails
 
+from agentevo.config.entry_problems import entry_problem
 from agentevo.config.imports import OF_YOUR_OWN
+from agentevo.config.sources import plain_option
+from agentevo.errors import ConfigError
 from agentevo.registry import nearest
-from agentevo.rewards import RewardConfig, rewards
+from agentevo.rewards import RewardConfig, reward, rewards
 from agentevo.rewards.reward import reward_config
+
+Reward: TypeAlias = str | Mapping[str, Any] | pydantic.BaseModel | Callable[..., Any] | type
+"""A reward by name, with options, or as a function or class."""
+
+
+def named_reward(given: Reward) -> Any:
+    """A reward as the recipe's list would hold it. A function or class is registered under its own
+    name. Raises ConfigError."""
+    if isinstance(given, (str, Mapping, pydantic.BaseModel)):
+        return plain_option(given, named=False)
+    name = str(getattr(given, "__name__", type(given).__name__))
+    if not callable(given) or not name.isidentifier():
+        raise ConfigError(
+            f"rewards: {given!r} has no name: give a function, a class, or the name of a "
+            "registered reward"
+        )
+    if rewards.name_of(given) is None:
+        reward(name)(given)
+    return {"name": rewards.name_of(given)}
 
 
 def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
@@ -41,22 +63,20 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
         try:
             configs.append(model.model_validate(options))
         except pydantic.ValidationError as error:
-            lines += [_problem(place, model, wrong) for wrong in error.errors()]
-    names = [config.name for config in configs]
+            lines += [entry_problem(place, model, wrong) for wrong in error.errors()]
+    names = [config.title for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        lines.append(f"rewards: {twice} is listed twice: give one entry with a larger weight")
+        lines.append(
+            f"rewards: {twice} is listed twice: give one entry with a larger "
+            "weight, or each a label of its own"
+        )
+    for index, config in enumerate(configs if not lines else ()):
+        for name in config.requires:
+            if name == config.title or name not in names:
+                others = ", ".join(other for other in names if other != config.title) or "none"
+                lines.append(
+                    f"rewards[{index}].requires: got {name!r}; needs another reward of the list: "
+                    f"{others}"
+                )
     return tuple(configs), lines
-
-
-def _problem(place: str, model: type[RewardConfig], error: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        guess = nearest(key, list(model.model_fields))
-        hint = f"; did you mean {guess}?" if guess else f"; it has {', '.join(model.model_fields)}"
-        return f"{place}.{key}: unknown key{hint}"
-    if error["type"] == "missing":
-        meaning = " ".join((model.model_fields[key].description or "").split())
-        return f"{place}.{key}: missing; {meaning}"
-    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    return f"{place}.{key}: got {error['input']!r}; {reason}"

@@ -3,6 +3,7 @@ documented under its field."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -13,6 +14,7 @@ from agentevo.config.lora import LoraSection
 from agentevo.config.section import Section
 from agentevo.config.sft import ConversationKeys
 from agentevo.credentials import without_password
+from agentevo.errors import shown
 from agentevo.types import (
     LARGEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
@@ -61,6 +63,10 @@ class RunSection(Section):
         return Path(value).expanduser() if isinstance(value, (str, Path)) else value
 
 
+MAX_TINY_PARAMETERS = 1_000_000_000
+"""A policy with random weights that is larger is a slip of the keyboard."""
+
+
 class TinyModel(Section):
     """Shape of the tiny policy, a Llama made on the spot with random weights
     (`model.name=tiny`)."""
@@ -85,7 +91,30 @@ class TinyModel(Section):
                 f"{self.num_heads}: "
                 f"choose for example hidden_size={64 * self.num_heads}"
             )
+        if self.num_parameters > MAX_TINY_PARAMETERS:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} and num_layers={self.num_layers} make "
+                f"{self.num_parameters:,} parameters, and a tiny policy has at most "
+                f"{MAX_TINY_PARAMETERS:,}: choose smaller ones, or a pretrained model"
+            )
         return self
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the blocks' inner layers, in units."""
+        return -(-self.hidden_size // 12) * 32
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the blocks; those of the vocabulary's tokens come on top."""
+        per_unit = 4 * self.hidden_size + 3 * self.intermediate_size + 2
+        return self.num_layers * self.hidden_size * per_unit
+
+
+CHAT_TEMPLATES = ("hermes",)
+"""Chat templates that AgentEvo ships, by name (models/chat_templates)."""
+MAX_TEMPLATE = 2**20
+"""Bytes of a chat template's file."""
 
 
 class ModelSection(Section):
@@ -96,12 +125,27 @@ class ModelSection(Section):
     `tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and computation. float32 is right, and fastest, on a CPU."""
+    chat_template: str | None = None
+    """In place of the tokenizer's own: `hermes` (ChatML with tools, for models whose template has
+    no place for tools), a Jinja file, which is read into the run's config.yaml, or the template
+    itself. It is saved with the checkpoints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA GPU if there is one."""
     tiny: TinyModel = TinyModel()
     """Shape of the tiny policy, used when name is `tiny`."""
     lora: LoraSection = LoraSection()
     """Adapters in place of full fine-tuning."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_read(cls, given: str | None) -> str | None:
+        if given is None or given in CHAT_TEMPLATES:
+            return given
+        is_text = "{%" in given or "{{" in given
+        template = given if is_text else _template_of(os.path.expanduser(given))
+        if "${" in template:
+            raise ValueError("the template has ${ in it, which a recipe would fill in: write $ {")
+        return template
 
     @model_validator(mode="after")
     def _lora_fits(self) -> Self:
@@ -140,14 +184,18 @@ class SamplingSection(Section):
         return value
 
 
+MAX_ATTEMPTS_PER_STEP = 2**20
+"""A step's attempts are all in memory at its end."""
+
+
 class TrainerSection(Section):
     """How trajectories become updates: steps, batches, AdamW."""
 
     steps: int = Field(default=40, ge=0)
     """RL steps: each samples groups and updates the policy."""
-    groups_per_step: int = Field(default=4, ge=1)
+    groups_per_step: int = Field(default=4, ge=1, le=MAX_ATTEMPTS_PER_STEP)
     """Tasks sampled per step."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=MAX_ATTEMPTS_PER_STEP)
     """Attempts per task: the group whose members are compared."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
@@ -172,6 +220,17 @@ class TrainerSection(Section):
     prefix_merging: bool = True
     """Compute what several samples begin with once for all of them; the result does not depend on
     it. Off, every sample is computed whole, as most trainers do: slower, for comparison."""
+
+    @model_validator(mode="after")
+    def _fits_in_memory(self) -> Self:
+        attempts = self.groups_per_step * self.group_size
+        if attempts > MAX_ATTEMPTS_PER_STEP:
+            raise ValueError(
+                f"groups_per_step={self.groups_per_step} and group_size={self.group_size} make "
+                f"{attempts:,} attempts a step, which are all in memory at its end: choose smaller "
+                f"ones, {MAX_ATTEMPTS_PER_STEP:,} attempts at most"
+            )
+        return self
 
 
 class CriticSection(Section):
@@ -343,3 +402,20 @@ class TrackingSection(Section):
     """Write TensorBoard event files to tensorboard/ in the run's folder."""
     report: bool = True
     """Write report.html and plots/ at the end."""
+
+
+def _template_of(path: str) -> str:
+    """Raises ValueError for a file that can't be a chat template."""
+    known = ", ".join(CHAT_TEMPLATES)
+    if not os.path.isfile(path):  # pathlib's raises for what can be no path
+        raise ValueError(
+            f"{shown(path)} is no file: give a Jinja file, or a template's name ({known})"
+        )
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_TEMPLATE + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{shown(path)} can't be read: {error}") from error
+    if len(text) > MAX_TEMPLATE or ("{%" not in text and "{{" not in text):
+        raise ValueError(f"{shown(path)} is no Jinja template: give one that writes the messages")
+    return text

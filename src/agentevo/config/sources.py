@@ -15,9 +15,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 from agentevo.config.interpolation import InterpolationError, Resolver, is_interpolation, resolved
 from agentevo.credentials import without_passwords
-from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
@@ -174,9 +176,13 @@ def _plain(value: Any, key: str = "", depth: int = MAX_DEPTH) -> Any:
     for kind in (int, float, str):
         if isinstance(value, kind):
             return kind(value)
+    remedy = "give a text, a number, true, false, null, a list or a mapping of these"
+    if callable(value):
+        by = next((word for word in ("credit", "reward", "environment") if word in key), "agent")
+        remedy = f"put `@agentevo.{by}(NAME)` above it, and give that name here"
     raise _MergeError(
-        f"{key}: {type(value).__name__} is no kind of value for a configuration: give a text, a "
-        "number, true, false, null, a list or a mapping of these"
+        f"{key}: {shown(value) if callable(value) else type(value).__name__} is no kind of value "
+        f"for a configuration: {remedy}"
     )
 
 
@@ -231,3 +237,13 @@ def _override_value(override: str, key: str, value: str, text: bool) -> Any:
             f"override {shortened(override)}: {re.sub('^line [0-9]+: ', '', str(error))} (after "
             "`=` stands YAML; put quotes around a text)"
         ) from error
+
+
+def plain_option(value: Any, *, named: bool) -> Any:
+    """An option of a Python call as the YAML would hold it. A `named` one may be only a name."""
+    if isinstance(value, pydantic.BaseModel):
+        chosen = value.model_dump(mode="json", exclude_unset=True)
+        return {"type": value.type, **chosen} if hasattr(value, "type") else chosen
+    if isinstance(value, Mapping):
+        return {str(key): plain_option(item, named=False) for key, item in value.items()}
+    return {"name": str(value)} if named and isinstance(value, (str, Path)) else value

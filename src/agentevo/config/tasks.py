@@ -3,12 +3,14 @@ environment."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import PositiveFloat, field_validator, model_validator
 
+from agentevo.config.agents import brings_tasks
 from agentevo.config.section import Section
 
 
@@ -40,6 +42,10 @@ class TasksSection(Section):
     eval: tuple[str, ...] = ()
     """Held-out tasks, of which the first evaluation.tasks are used. Default: the last ones of
     `train`, as many as evaluation.tasks, at most a fifth."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """A mixture: for each source of `train` how many of its tasks are played, as a share of the
+    others' (2 and 1: twice as many of the first). Such a run needs `eval`. Default: every task as
+    often as any other."""
     fields: TaskFields = TaskFields()
     """The keys of a row that hold a task's fields."""
     allow_bad_rows: bool = True
@@ -63,6 +69,16 @@ class TasksSection(Section):
     def _held_out_of_something(self) -> TasksSection:
         if self.eval and not self.train:
             raise ValueError("eval is given without train: give tasks to train on")
+        if self.weights and len(self.weights) != len(self.train):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for {len(self.train)} sources of train: "
+                "give one for each"
+            )
+        if self.weights and not self.eval:
+            raise ValueError(
+                "weights mixes sources, and nothing says which of their tasks are held out: give "
+                "eval"
+            )
         return self
 
 
@@ -77,9 +93,9 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
         if not isinstance(source, (str, Path)) or not str(source):
             return source
         for base in (folder, Path.cwd()):
-            path = base / Path(source).expanduser()
-            if path.exists():
-                return str(path.resolve())
+            path = os.path.join(base, os.path.expanduser(source))
+            if os.path.exists(path):  # pathlib's raises for what can be no path
+                return os.path.realpath(path)
         return str(source)
 
     changed = dict(section)
@@ -101,6 +117,10 @@ def play_problems(
     has_tasks = bool(isinstance(section, dict) and section.get("train"))
     has_environment = tree.get("environment") is not None
     kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)
+    if isinstance(kind, str) and brings_tasks(kind):
+        given = "tasks" if has_tasks else "environment" if has_environment else ""
+        lines = f"{given}: agent.type={kind} brings tasks of its own: leave out `{given}`"
+        return [lines] if given else []
     if has_tasks and has_environment:
         return [
             "tasks: the environment makes its own tasks: leave out either `tasks` or `environment`"

@@ -68,9 +68,14 @@ def read_conversations(source: str, form: str, report: RowReport) -> Iterator[Ch
             check_text(row.value)
             if form == "auto":
                 form = _detect(row.value)
-            yield _CONVERT[form](row.where, row.value)
+            yield conversation_of(row.where, row.value, form)
         except RowError as error:
             report.add(row.where, error)
+
+
+def conversation_of(where: str, value: Mapping[str, Any], form: str = "messages") -> ChatRow:
+    """One row, whose texts have been checked, as a conversation. Raises RowError."""
+    return _CONVERT[form](where, value)
 
 
 def _detect(value: Mapping[str, Any]) -> str:
@@ -195,10 +200,19 @@ def _check_message(message: dict[str, Any], number: int) -> None:
         message.pop("tool_calls", None)
     if not message["content"].strip() and role != "tool" and not calls:
         raise RowError("empty", f"message {number} (of role {role}) says nothing")
+    _check_id(message.get("tool_call_id"), number)
     if message.get("weight", 1) not in (0, 1):
         raise RowError(
             "unknown_form",
             f"message {number} has weight {message['weight']!r}: 0 leaves it untrained, 1 does not",
+        )
+
+
+def _check_id(name: Any, number: int) -> None:
+    if name is not None and not isinstance(name, str | int):
+        raise RowError(
+            "bad_tool_call",
+            f"message {number}: the id of a tool call is a {type(name).__name__}, not a text",
         )
 
 
@@ -275,6 +289,7 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
             f"message {number}: a tool call has no name: write {{'name': ..., 'arguments': "
             f"{{...}}}}",
         )
+    _check_id(call.get("id"), number)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = (

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from agentevo.errors import BadRequestError
+from agentevo.errors import BadRequestError, shown
 from agentevo.types import ImagePart, Message, Role, TextPart, ToolCall
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -38,6 +38,19 @@ def messages_of(values: Sequence[Any]) -> list[Message]:
     return [_message(value, f"message {number}") for number, value in enumerate(values, start=1)]
 
 
+def with_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the tool's name in results that lack it, from the call that they answer:
+    clients leave it out, and some templates write it."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        names |= {call.id: call.name for call in message.tool_calls if call.id}
+        if message.role == "tool" and message.name is None and message.tool_call_id in names:
+            message = msgspec.structs.replace(message, name=names[message.tool_call_id])
+        named.append(message)
+    return named
+
+
 def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
     """Tools, each the JSON schema of a function: `{"type": "function", "function": {"name": ...,
     "description": ..., "parameters": {...}}}`."""
@@ -47,10 +60,14 @@ def tools_of(values: Sequence[Any]) -> list[dict[str, Any]]:
     for number, tool in enumerate(values, start=1):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise BadRequestError(
                 f"tool {number} has no function with a name: write "
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            )
+        if not isinstance(function.get("strict"), bool | None):
+            raise BadRequestError(
+                f"tool {number}: strict is {shown(function['strict'])}: give true or false"
             )
         tools.append(dict(tool))
     try:

@@ -23,9 +23,14 @@ REASONS = {
     "special_token": "a special token in a text",
     "unknown_characters": "characters that the tokenizer has no token for",
     "too_long": "too long",
-    "low_reward": "attempt without success, or below data.min_reward",
-    "beyond_per_task": "attempt beyond data.per_task",
-    "duplicate": "the same tokens as a better attempt",
+    "low_reward": "attempt without success, or below the least reward",
+    "beyond_per_task": "attempt beyond those that are taken of a task",
+    "attempt_failed": "attempt that failed or was broken off",
+    "cut_off": "no answer that is whole",
+    "failed_call": "call that failed",
+    "no_content": "call whose messages were not recorded",
+    "continued": "part of a longer one",
+    "duplicate": "the same as one that is taken already",
     "duplicate_task": "a task that an earlier row has",
 }
 """Why a row is left out, in metrics and in words."""

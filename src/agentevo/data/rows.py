@@ -29,6 +29,7 @@ from agentevo.errors import ConfigError
 from agentevo.extras import load_extra
 from agentevo.parsing import ParseError, check_depth, parse_json
 
+_DECODER = json.JSONDecoder()
 _KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _HUB_NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<split>\w[\w.\[\]:%-]*))?"
@@ -47,6 +48,10 @@ class Row:
 def check_source(source: str, key: str) -> None:
     """Raises ConfigError, before anything is read, for a source that can't be one."""
     path = Path(source).expanduser()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(
+            f"{key}: {source} is a device, pipe or socket: give a file, which can be read again"
+        )
     if path.is_file() and _kind(path) is None:
         raise ConfigError(f"{key}: {source} is none of {', '.join(_KINDS)}: rename or convert it")
     if path.is_dir() and not _is_saved_dataset(path) and not _files(path):
@@ -63,6 +68,14 @@ def check_source(source: str, key: str) -> None:
         _package("datasets", source)
     elif any(_kind(file) == ".parquet" for file in ([path] if path.is_file() else _files(path))):
         _package("pyarrow", source)
+
+
+def check_not_a_source(out: Path, source: str, key: str) -> None:
+    """Raises ConfigError for a file to write that is one of those to read, by whatever path."""
+    path = Path(source).expanduser()
+    read = [path] if path.is_file() else _files(path) if path.is_dir() else []
+    if out.exists() and any(out.samefile(file) for file in read):
+        raise ConfigError(f"{key}: {out} is what is read: give another file to write")
 
 
 def read_rows(source: str) -> Iterator[Row]:
@@ -129,34 +142,39 @@ def _read_array(path: Path) -> Iterator[Row]:
             f"{path}:{line}: byte {error.start} is not UTF-8: convert the file to UTF-8, or "
             "write JSONL"
         ) from error
-    decoder, place, line, counted = json.JSONDecoder(), _blank(text, 0), 1, 0
+    place, line, counted = skip_blank(text, 0), 1, 0
     if not text.startswith("[", place):
         raise ConfigError(
             f"{path}: is no JSON array: write [{{...}}, ...], or one object a line into a file "
             "named .jsonl"
         )
-    place = _blank(text, place + 1)
+    place = skip_blank(text, place + 1)
     while not text.startswith("]", place):
         line, counted = line + text.count("\n", counted, place), place
-        try:
-            value, place = decoder.raw_decode(text, place)
-            check_depth(value)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{path}:{line}: is not JSON ({error}): mend it, or write JSONL, of which a bad "
-                "line costs only itself"
-            ) from error
+        value, place = json_value(
+            text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"
+        )
         yield Row(f"{path}:{line}", value)
-        place = _blank(text, place)
         if text.startswith(",", place):
-            place = _blank(text, place + 1)
+            place = skip_blank(text, place + 1)
         elif not text.startswith("]", place):
             raise ConfigError(
                 f"{path}:{line}: neither `,` nor `]` follows the element: the file is not whole"
             )
 
 
-def _blank(text: str, place: int) -> int:
+def json_value(text: str, place: int, where: str, remedy: str) -> tuple[Any, int]:
+    """The JSON value that begins at a place, and the place of what follows it. Raises ConfigError,
+    which says `where` it is and what else can be done than to mend it."""
+    try:
+        value, end = _DECODER.raw_decode(text, place)
+        check_depth(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not JSON ({error}): mend it, or {remedy}") from error
+    return value, skip_blank(text, end)
+
+
+def skip_blank(text: str, place: int) -> int:
     """The position of the next character that is not white space."""
     while place < len(text) and text[place] in " \t\r\n":
         place += 1

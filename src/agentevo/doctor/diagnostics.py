@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config.named_agents import trained_agents
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
+from agentevo.inference.engine import Engine
 from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.models.positions import context_length
-from agentevo.orchestration.components import (
-    Components,
-    check_memory,
-    find_agent,
-    open_components,
-)
+from agentevo.orchestration.agent_policies import players
+from agentevo.orchestration.components import Components, check_memory, open_components
+from agentevo.orchestration.players import find_agent
 from agentevo.rollout.group import Group
-from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.sampler import Player, Sampler
 from agentevo.training.tree import build_tree
 from agentevo.types import Task, Trajectory
 
@@ -46,23 +45,16 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
         ) as parts:
             engine = measure.WatchedEngine(parts.engine)
             sampler = _WatchedSampler(
-                config,
+                _in(Path(folder), config),
                 engine,
                 parts.chat,
                 find_agent(config, None),
                 parts.store,
                 _context_length(parts),
                 note=parts.note,
+                players=_watched(parts, engine),
             )
-            with closing(sampler):
-                group = await sampler.sample(
-                    parts.tasks.train(1)[:1],
-                    attempts=config.trainer.group_size,
-                    temperature=config.sampling.temperature,
-                    split="doctor",
-                    step=0,
-                    label="doctor",
-                )
+            group = await _first_group(config, parts, sampler)
             sampling = sampler.sampling(config.sampling.temperature)
             results = [
                 checks.judge_attempts(
@@ -97,6 +89,37 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                 *_judge_play(config, group, before_cold_start),
                 *_judge_sizes(parts, spoken),
             ]
+
+
+async def _first_group(
+    config: RunConfig, parts: Components, sampler: _WatchedSampler
+) -> list[Trajectory]:
+    """The first training task's attempts; of several agents, those of the main one."""
+    with closing(sampler):
+        group = await sampler.sample(
+            parts.tasks.train(1)[:1],
+            attempts=config.trainer.group_size,
+            temperature=config.sampling.temperature,
+            split="doctor",
+            step=0,
+            label="doctor",
+        )
+    if config.agents:
+        return [one for one in group if one.agent == trained_agents(config)[0]]
+    return group
+
+
+def _watched(parts: Components, engine: Engine) -> dict[str, Player]:
+    """What several agents draw with, where `engine` stands for the main policy's."""
+    return {
+        name: one._replace(engine=engine) if one.engine is parts.engine else one
+        for name, one in players(parts.config, parts.policies).items()
+    }
+
+
+def _in(folder: Path, config: RunConfig) -> RunConfig:
+    """The recipe of a run there, which leaves nothing in the run's own folder."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
 
 
 class _WatchedSampler(Sampler):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
+import re
 import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
 
+from agentevo.config.sandbox import SandboxSection
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
 from agentevo.models.known import known_models
+from agentevo.sandbox.opening import ORDER, problem_of
 
 
 def check_installation() -> list[Check]:
@@ -49,6 +54,7 @@ def check_installation() -> list[Check]:
         Check("memory", "warning" if short else "good", memory, short),
         checks.judge_disk(shutil.disk_usage(Path.cwd()).free, str(Path.cwd())),
         _gpu(),
+        *_sandboxes(),
         *(_model(name) for name in known_models.names()),
     ]
     return results
@@ -63,8 +69,8 @@ def num_cores() -> int:
 
 
 def _needed() -> dict[str, str]:
-    """Package -> version that AgentEvo asks for, from its own metadata; the essential ones where it
-    is not installed as a package."""
+    """Package -> version that AgentEvo asks for where it trains, from its own metadata; the
+    essential ones where it is not installed as a package."""
     try:
         requirements = metadata.requires("agentevo") or []
     except metadata.PackageNotFoundError:
@@ -72,7 +78,7 @@ def _needed() -> dict[str, str]:
     plain = [
         requirement.split(";")[0].strip()
         for requirement in requirements
-        if "extra ==" not in requirement
+        if "extra ==" not in requirement or re.search("extra == ['\"]train['\"]", requirement)
     ]
     names = {
         requirement: next(
@@ -99,6 +105,21 @@ def _gpu() -> Check:
         "good",
         f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free",
     )
+
+
+def _sandboxes() -> list[Check]:
+    """Each kind that protects, tried."""
+    section = SandboxSection()
+    problems = {kind: asyncio.run(problem_of(kind, section)) for kind in ORDER}
+    works = [kind for kind, problem in problems.items() if not problem]
+    advice = "" if works else "code of models can't be run protected here: see docs/sandbox.md"
+    results = []
+    for kind, problem in problems.items():
+        chosen = ", and is what `auto` takes" if works[:1] == [kind] else ""
+        finding = f"can't be used: {problem}" if problem else f"works{chosen}"
+        status: Literal["good", "warning"] = "good" if works else "warning"
+        results.append(Check(f"sandbox {kind}", status, finding, advice))
+    return results
 
 
 def _model(name: str) -> Check:

@@ -15,6 +15,7 @@ from agentevo.environments import (  # noqa: F401 (importing one registers it)
     countdown,
     frozen_lake,
     gymnasium_adapter,
+    openenv_adapter,
     reasoning_gym_adapter,
     sokoban,
     textarena_adapter,

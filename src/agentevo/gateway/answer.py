@@ -1,59 +1,114 @@
 """One completion on its way to a client: token ids in, pieces of content, reasoning and tool calls
 out, whether they come one by one or all at once.
 
-Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back. A
-tool call is passed on when it is whole. What begins as a call and is none is content, in the
-model's own words: the agent sees it, and so does the policy when it comes back.
+Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back.
+The pieces of a call's arguments are the arguments, byte for byte. What begins as a call and is none
+is content, in the model's own words: the agent sees it, and so does the policy when it comes back.
+A listener may have been told its beginning by then, as a call that never becomes whole: the brace
+that may end the arguments is told when the call is whole, so what was told of another is no JSON
+that anybody could act on.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from agentevo.gateway.request import ModelReply, ModelRequest
+from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.chat import ChatFormat
 from agentevo.models.tool_calls import (
+    ArgumentsDelta,
     CallFailed,
     CallFinished,
+    CallStarted,
     ContentDelta,
     Delta,
     ReasoningDelta,
 )
-from agentevo.types import Message, ToolCall, Turn
+from agentevo.types import Alternatives, Message, ToolCall, Turn
 
-Piece = ContentDelta | ReasoningDelta | CallFinished
-"""What a client is told; calls have ids."""
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The next call of a tool: its name and id, before its arguments."""
+
+    index: int
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class CallBroken:
+    """What was told of this call is none; its text follows as content."""
+
+    index: int
+
+
+Piece = ContentDelta | ReasoningDelta | CallBegun | ArgumentsDelta | CallFinished | CallBroken
+"""What a client is told; calls have ids, and are counted as they begin."""
+
+
+def whole_call(index: int, call: ToolCall) -> list[Piece]:
+    """The pieces of a call that is told at once."""
+    begun = CallBegun(index, ToolCall(call.name, "", call.id))
+    return [begun, ArgumentsDelta(index, call.arguments), CallFinished(index, call)]
+
+
+Hear = Callable[[int, list[Piece]], None]
+"""Is told the number of a completion, from 0, and what it says next."""
 
 
 class Answer:
-    """See the module. `opening`: what the prompt said in the assistant's place."""
+    """See the module. `opening`: what the prompt said in the assistant's place; `echo`: what its
+    content begins with."""
 
-    def __init__(self, request: ModelRequest, chat: ChatFormat, opening: str) -> None:
+    def __init__(
+        self, request: ModelRequest, chat: ChatFormat, opening: str, *, echo: str = ""
+    ) -> None:
         given = request.overrides
         self._stops = (given and given.stop_strings) or ()
         self._text = chat.text_stream(self._stops)
-        self._parse = chat.parser.stream(
-            opening=opening, tools=request.tools, calls=bool(request.tools)
+        self._parse = (
+            None
+            if request.is_plain
+            else chat.parser.stream(opening=opening, tools=request.tools, calls=bool(request.tools))
         )
+        self._echo = echo
         self._request, self._chat = request, chat
-        self._num_ids = 0
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
+        self._begun: list[ToolCall] = []
+        """Every call that a listener was told of."""
+        self._arguments: list[list[str]] = []
+        """What it was told of their arguments."""
+        self._held = ""
+        """The brace that may end the arguments."""
+        self.num_malformed = 0
+        """What began as a call and is none."""
 
     def add(self, ids: Sequence[int]) -> list[Piece]:
         """What the next ids make certain."""
-        self._num_ids += len(ids)
-        return self._taken(self._parse.feed(self._text.add(ids)))
+        return self._taken(self._read(self._text.add(ids)))
 
     def finish(self, turn: Turn) -> list[Piece]:
         """What was held back until the completion was whole, and what nobody has added."""
-        pieces = self.add(turn.completion_ids[self._num_ids :])
-        rest = self._parse.feed(self._text.finish())
-        return pieces + self._taken([*rest, *self._parse.finish()])
+        rest = self._read(self._text.finish(turn.messages[-1].text))
+        return self._taken([*rest, *(self._parse.finish() if self._parse else ())])
 
-    def reply(self, turn: Turn, prompt_ids: list[int]) -> ModelReply:
+    def _read(self, text: str) -> Iterable[Delta]:
+        text, self._echo = self._echo + text, ""
+        if self._parse is not None:
+            return self._parse.feed(text)
+        return [ContentDelta(text)] if text else []
+
+    def reply(
+        self,
+        turn: Turn,
+        prompt: PromptSize,
+        prompt_ids: list[int],
+        top_logprobs: Sequence[Alternatives] = (),
+    ) -> ModelReply:
         """The whole, once it is finished."""
         return ModelReply(
             turn=turn,
@@ -61,27 +116,45 @@ class Answer:
             reasoning="".join(self._reasoning) or None,
             tool_calls=tuple(self._calls),
             prompt_ids=prompt_ids,
-            num_cached=len(prompt_ids) - len(turn.prompt_ids),
+            prompt=prompt,
+            num_completion_tokens=len(turn.completion_ids),
             stop_string=self._stop_string(turn),
-            tokens=self._chat.token_texts(turn.completion_ids) if self._request.logprobs else [],
+            tokens=self._tokens(turn, top_logprobs) if self._request.logprobs else [],
         )
+
+    def _tokens(self, turn: Turn, top_logprobs: Sequence[Alternatives]) -> list[TokenLogprob]:
+        texts = self._chat.token_texts
+        alternatives = [
+            [
+                TokenLogprob(text, logprob, [])
+                for text, (_, logprob) in zip(texts([t for t, _ in top]), top, strict=True)
+            ]
+            for top in top_logprobs
+        ] or [[]] * len(turn.logprobs)
+        drawn = texts(turn.completion_ids)
+        return list(map(TokenLogprob, drawn, turn.logprobs, alternatives))
 
     @property
     def message(self) -> Message:
         """As a client will send it back."""
-        return Message(
-            "assistant",
-            "".join(self._content),
-            tuple(self._calls),
-            reasoning="".join(self._reasoning) or None,
-        )
+        return self._message(self._calls)
+
+    @property
+    def told_message(self) -> Message:
+        """As a listener will, which was told of the beginnings of broken calls as well."""
+        calls = zip(self._begun, self._arguments, strict=True)
+        return self._message([ToolCall(c.name, "".join(texts), c.id) for c, texts in calls])
+
+    def _message(self, calls: Sequence[ToolCall]) -> Message:
+        reasoning = "".join(self._reasoning) or None
+        return Message("assistant", "".join(self._content), tuple(calls), reasoning=reasoning)
 
     def _stop_string(self, turn: Turn) -> str | None:
         """The first of the request's that the text has; of two in one place the shorter one, which
         was whole first."""
         if not self._stops or turn.finish_reason != "stop":
             return None
-        text = self._chat.text(turn.completion_ids)
+        text = turn.messages[-1].text
         places = [
             (start, len(stop), stop) for stop in self._stops if (start := text.find(stop)) >= 0
         ]
@@ -97,11 +170,32 @@ class Answer:
                 case ReasoningDelta(text):
                     self._reasoning.append(text)
                     pieces.append(delta)
-                case CallFinished(_, call):
-                    named = ToolCall(call.name, call.arguments, f"call_{secrets.token_hex(12)}")
-                    pieces.append(CallFinished(len(self._calls), named))
+                case CallStarted(index, name):
+                    self._begun.append(ToolCall(name, "", f"call_{secrets.token_hex(12)}"))
+                    self._arguments.append([])
+                    pieces.append(CallBegun(index, self._begun[-1]))
+                case ArgumentsDelta(index, text):
+                    pieces += self._argued(index, text)
+                case CallFinished(index, call):
+                    named = ToolCall(call.name, call.arguments, self._begun[index].id)
+                    pieces += self._argued(index, "", whole=True)
+                    pieces.append(CallFinished(index, named))
                     self._calls.append(named)
-                case CallFailed(_, malformed):
+                case CallFailed(index, malformed):
+                    if index is not None:
+                        self._held = ""
+                        pieces.append(CallBroken(index))
+                    self.num_malformed += 1
                     self._content.append(malformed.text)
                     pieces.append(ContentDelta(malformed.text))
         return pieces
+
+    def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
+        """More of the arguments that a listener may be told."""
+        text, self._held = self._held + text, ""
+        if text.endswith("}") and not whole:
+            text, self._held = text[:-1], "}"
+        if not text:
+            return []
+        self._arguments[index].append(text)
+        return [ArgumentsDelta(index, text)]

@@ -23,13 +23,25 @@ import msgspec
 
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.gateway.answer import Piece
+from agentevo.gateway.answer import CallBegun, CallBroken, Piece
 from agentevo.gateway.api import Api, Event, named_event
-from agentevo.gateway.fields import boolean, sampling_of, text_only, whole_number
+from agentevo.gateway.fields import (
+    Choice,
+    boolean,
+    sampling_of,
+    schema_of,
+    tools_in,
+    whole_number,
+)
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
-from agentevo.models.tool_calls import CallFinished, ContentDelta, ReasoningDelta
+from agentevo.models.tool_calls import (
+    ArgumentsDelta,
+    CallFinished,
+    ContentDelta,
+    ReasoningDelta,
+)
 from agentevo.types import Message, ToolCall
 
 SIGNATURE = "agentevo"
@@ -86,13 +98,19 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a message that this gateway knows")
     _check_configuration(body)
-    model = str(body.get("model") or "policy")
-    return ModelRequest(prompt=prompt_of(body), tools=_tools(body), model=model, **more)
+    schema = schema_of(_fields(body, "output_config").get("format"), "output_config.format")
+    choice, tools = _choice(body), _tools(body)
+    return ModelRequest(
+        prompt=prompt_of(body),
+        tools=tools if tools and choice.may_call else None,
+        form=choice.form(schema),
+        model=str(body.get("model") or "policy"),
+        **more,
+    )
 
 
 def _check_configuration(body: Mapping[str, Any]) -> None:
     """Raises Refusal for what would have to change how the policy answers."""
-    text_only(_fields(body, "output_config").get("format"), "output_config.format")
     edits = _fields(body, "context_management").get("edits") or []
     for edit in edits if isinstance(edits, list) else [edits]:
         kind = edit.get("type") if isinstance(edit, Mapping) else edit
@@ -112,20 +130,26 @@ def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """In OpenAI's form; None where the policy is not to call any."""
+def _choice(body: Mapping[str, Any]) -> Choice:
+    """What this API's tool_choice says."""
     choice = _fields(body, "tool_choice")
-    kind = choice.get("type", "auto")
-    if kind not in ("auto", "none"):
-        raise Refusal(
-            f"tool_choice {shown(dict(choice))} is not supported: nothing forces the policy to "
-            'call a tool; use {"type": "auto"} or {"type": "none"}'
-        )
-    tools = body.get("tools") or []
-    if not isinstance(tools, list):
-        raise BadRequestError(f"tools is {shown(tools)}: give a list")
-    plain = tools_of([_tool(tool, f"tools.{number}") for number, tool in enumerate(tools)])
-    return plain if plain and kind == "auto" else None
+    kind, name = choice.get("type", "auto"), choice.get("name")
+    parallel = not boolean(choice, "disable_parallel_tool_use")
+    if kind in ("auto", "none"):
+        return Choice(kind=kind, parallel=parallel)
+    if kind == "any":
+        return Choice(kind="required", parallel=parallel)
+    if kind == "tool" and isinstance(name, str) and name:
+        return Choice(kind="required", tool=name, parallel=False)
+    raise Refusal(
+        f"tool_choice {shown(dict(choice))} is not supported: its type is auto, none, any, or tool "
+        "with a name"
+    )
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """In OpenAI's form."""
+    return tools_of([_tool(tool, f"tools.{n}") for n, tool in enumerate(tools_in(body))])
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -144,9 +168,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise BadRequestError(f"{where}: input_schema is {shown(schema)}: give a JSON schema")
     described = {"description": tool["description"]} if tool.get("description") else {}
+    strict = {} if tool.get("strict") is None else {"strict": tool["strict"]}
     return {
         "type": "function",
-        "function": {"name": tool["name"], **described, "parameters": schema},
+        "function": {"name": tool["name"], **described, "parameters": schema, **strict},
     }
 
 
@@ -278,13 +303,13 @@ def _answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, A
     return {
         **_message(request, content),
         **_ending(reply),
-        "usage": _usage(reply.prompt_size, len(reply.turn.completion_ids)),
+        "usage": _usage(reply.prompt, reply.num_completion_tokens),
     }
 
 
 class Stream:
-    """See api.Stream. Blocks come one after the other, in the order in which the policy says them;
-    a call of a tool comes whole."""
+    """See api.Stream. Blocks come one after the other, in the order in which the policy says
+    them."""
 
     def __init__(self, request: ModelRequest) -> None:
         self._request = request
@@ -308,15 +333,17 @@ class Stream:
                     thought = {"type": "thinking", "thinking": "", "signature": ""}
                     events += self._goes_on(thought)
                     events.append(self._delta("thinking_delta", thinking=text))
-                case CallFinished(_, call):
+                case CallBegun(_, call):
                     events += [*self._close(), *self._goes_on({**_tool_use(call), "input": {}})]
-                    events.append(self._delta("input_json_delta", partial_json=call.arguments))
+                case ArgumentsDelta(_, text):
+                    events.append(self._delta("input_json_delta", partial_json=text))
+                case CallFinished() | CallBroken():
                     events += self._close()
         return events
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         (reply,) = replies
-        usage = _usage(reply.prompt_size, len(reply.turn.completion_ids))
+        usage = _usage(reply.prompt, reply.num_completion_tokens)
         return [
             *self._close(),
             {"type": "message_delta", "delta": _ending(reply), "usage": usage},

@@ -1,10 +1,15 @@
 """The gateway's routes, on the gateway's own event loop.
 
     POST /v1/chat/completions        chat_completions.py, and so on: every API is a file (api.py)
+    POST /v1/completions             completions.py
+    GET  /v1/responses/ID            an answer that is kept; DELETE forgets it
+    GET  /v1/responses/ID/input_items    what it was asked (kept_responses.py)
     POST /v1/messages/count_tokens   tokens of a prompt, in the form of anthropic_messages.py
     GET  /v1/models                  the policy's name
     POST /s/KEY/reward               {"reward": 1.0}, {"rewards": {"name": 1.0}} or with "turn": 0
-    GET  /health                     for anybody
+    GET  /health                     for anybody, as are:
+    GET  /metrics                    Prometheus's (door_metrics.py)
+    GET  /openapi.json               the page of these routes (openapi.py)
 
 A session's key comes in the path (/s/KEY/v1/...), as `X-AgentEvo-Session: KEY`, as `x-api-key: KEY`
 or as `Authorization: Bearer KEY`; the first of them counts. An answer that is none has the form of
@@ -15,54 +20,112 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+import agentevo
 from agentevo.agents.capture import HEADER
 from agentevo.agents.posted_rewards import PostedReward
-from agentevo.gateway import anthropic_messages, chat_completions, responses
-from agentevo.gateway.answer import Piece
+from agentevo.gateway import (
+    anthropic_messages,
+    chat_completions,
+    completions,
+    door_metrics,
+    openapi,
+    responses,
+)
 from agentevo.gateway.api import Api
+from agentevo.gateway.body import json_body, record_of
+from agentevo.gateway.delivery import Awaited, EventStream, Heard, WholeAnswer
+from agentevo.gateway.door_metrics import DoorMetrics
+from agentevo.gateway.kept_responses import forget, found, input_items
+from agentevo.gateway.memory import Memory
+from agentevo.gateway.rate_limit import RateLimit, address_of, retry_headers
 from agentevo.gateway.refusals import Refusal, refusal_of
-from agentevo.gateway.session import Delivery, Session, over
+from agentevo.gateway.request import Delivery
+from agentevo.gateway.session import Session, over
 from agentevo.inference.admission import Connection
 
-BODY_S = 30.0
-"""How long the body of a request may take to come, in seconds."""
-READER_S = 60.0
-"""How long a client may take to read what was sent."""
 MARGIN_S = 30.0
 """What is waited beyond the engine's own deadline before a request is given up."""
 CLIENT_GONE = 499
-APIS: tuple[Api[Any], ...] = (chat_completions.API, responses.API, anthropic_messages.API)
+APIS: tuple[Api[Any], ...] = (
+    chat_completions.API,
+    completions.API,
+    responses.API,
+    anthropic_messages.API,
+)
 """The first is the one whose form everything else has."""
 
+KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
+    ("GET", "", "An answer that is kept", lambda memory, name, _: found(memory, name).body),
+    ("DELETE", "", "Forgets an answer", lambda memory, name, _: forget(memory, name)),
+    ("GET", "/input_items", "What an answer was asked", input_items),
+)
+"""Method, path below an answer's, summary, and the answer's answer."""
+
 T = TypeVar("T")
-FindSession = Callable[[str], Session | None]
+Endpoint = Callable[[Request], Awaitable[Response]]
+_HEADER = HEADER.lower().encode()
+_KEY_HEADERS = (_HEADER, b"x-api-key", b"authorization")
 
 
 class Routes:
-    """The application. `find` gives the open session of a key."""
+    """The application. `sessions`: the open session of each key; `more_page`: what the page has of
+    other routes at this port."""
 
-    def __init__(self, find: FindSession, *, model: str, timeout_s: float, max_body: int) -> None:
-        self._find, self._model = find, model
+    def __init__(
+        self,
+        sessions: Mapping[str, Session],
+        *,
+        model: str,
+        timeout_s: float,
+        max_body: int,
+        requests_per_s: float = 0.0,
+        more_page: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self._sessions, self._model = sessions, model
         self._timeout_s, self._max_body = timeout_s, max_body
+        self._rate, self._more_page = RateLimit(requests_per_s), more_page
         self._started_at = int(time.time())
-        self.app = FastAPI(title="AgentEvo gateway", openapi_url=None)
+        self._metrics = DoorMetrics()
+        self._hot = {api.path: self._route(api) for api in APIS}
+        self.app = FastAPI(title="AgentEvo gateway", version=agentevo.__version__, openapi_url=None)
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
-            for api in APIS:
-                self.app.post(prefix + api.path)(self._route(api))
-            self.app.post(prefix + anthropic_messages.COUNT_PATH)(self._count_tokens)
-            self.app.get(prefix + "/models")(self._models)
-        self.app.post("/s/{key}/reward")(self._reward)
+            self._add_apis(prefix, on_page=prefix == "/v1")
+        told = openapi.describe("/reward", "A reward of the attempt")
+        self.app.post("/s/{key}/reward", **told)(self._reward)
         self.app.get("/health")(self._health)
+        self.app.get("/metrics", response_class=PlainTextResponse)(self._prometheus)
+        self.app.get("/openapi.json", include_in_schema=False)(self._page)
+
+    def _add_apis(self, prefix: str, *, on_page: bool) -> None:
+        for path, endpoint in self._hot.items():
+            told = openapi.describe(path, f"A completion: {path}", events=True)
+            self.app.post(prefix + path, include_in_schema=on_page, **told)(endpoint)
+        count = anthropic_messages.COUNT_PATH
+        told = openapi.describe(count, "Tokens of a prompt")
+        self.app.post(prefix + count, include_in_schema=on_page, **told)(self._count_tokens)
+        kept = f"{prefix}{responses.API.path}/{{response_id}}"
+        for method, path, summary, about in KEPT:
+            self.app.add_api_route(
+                kept + path,
+                self._kept(about),
+                methods=[method],
+                include_in_schema=on_page,
+                **openapi.of_kept(summary),
+            )
+        models = self.app.get(
+            prefix + "/models", include_in_schema=on_page, **openapi.keyed("The models")
+        )
+        models(self._models)
 
     async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py): whoever has
@@ -70,7 +133,7 @@ class Routes:
         if scope["type"] != "http":
             return
         connection: Connection = scope["state"]["connection"]
-        session = self._find_in(Headers(scope=scope), scope["path"])
+        session = self._find_in(scope)
         scope["state"]["session"] = session
         if session is not None and not connection.admit():
             refusal = Refusal("too many connections: try again", status=503, kind="server_error")
@@ -78,248 +141,187 @@ class Routes:
             await response(scope, receive, send)
             return
         try:
-            await self.app(scope, receive, send)
+            path = self._hot_path(scope)
+            if path is None:
+                await self.app(scope, receive, send)
+            else:
+                await self._answer(path, scope, receive, send)
         finally:
             if session is not None:
                 connection.leave()
 
-    def _route(self, api: Api[Any]) -> Callable[[Request], Awaitable[Response]]:
+    def _hot_path(self, scope: Scope) -> str | None:
+        """Of an API's requests, which are many: the application's layers cost more than all else
+        that the door does for them."""
+        if scope["method"] != "POST":
+            return None
+        path: str = scope["path"]
+        if path.startswith("/s/"):
+            path = "/" + path[3:].partition("/")[2]
+        path = path.removeprefix("/v1")
+        return path if path in self._hot else None
+
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics, begun = self._metrics, time.perf_counter()
+        metrics.num_under_way += 1
+        try:
+            response = await self._hot[path](Request(scope, receive))
+            waited = time.perf_counter()
+            await response(scope, receive, send)
+            ended = time.perf_counter()
+            metrics.answered(path, response.status_code, waited - begun, ended - begun)
+        finally:
+            metrics.num_under_way -= 1
+
+    def _route(self, api: Api[Any]) -> Endpoint:
         async def completed(request: Request) -> Response:
             return await self._answered(request, partial(self._completed, api), api)
 
         return completed
 
     async def _completed(
-        self, api: Api[Any], session: Session, body: dict[str, Any], client: Request
+        self, api: Api[Any], session: Session, body: dict[str, Any], client: Connection
     ) -> Response:
         asked = api.request_of(body, session.memory)
-        if asked.stream:
-            return await self._streamed(api, session, asked, client)
         delivery = Delivery()
-        gone = asyncio.ensure_future(_hung_up(client))
+        if asked.stream:
+            return await self._streamed(api, session, asked, delivery, client)
         try:
-            replies = await self._while_wanted(gone, session, session.complete(asked, delivery))
-            if gone.done():
-                raise ClientDisconnect
-        except ClientDisconnect:
+            with self._awaited(
+                session.submit(session.complete(asked, delivery)),
+                client,
+                *session.wait_of(asked.model, self._timeout_s),
+            ) as awaited:
+                replies = await awaited.result()
+            self._metrics.count_tokens(replies)
+            content = msgspec.json.encode(api.answer(asked, replies))
+        except BaseException:
             session.lose(delivery)
             raise
-        finally:
-            gone.cancel()
-        return _json(api.answer(asked, replies))
+        return WholeAnswer(content, delivery, session)
 
     async def _streamed(
-        self, api: Api[Any], session: Session, asked: Any, client: Request
-    ) -> EventStream:
+        self, api: Api[Any], session: Session, asked: Any, delivery: Delivery, client: Connection
+    ) -> Response:
         """The answer as it comes. What fails before the first token is an answer of its own."""
-        loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, list[Piece]]]()
-        gone, delivery = asyncio.ensure_future(_hung_up(client)), Delivery()
-
-        def hear(number: int, pieces: list[Piece]) -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, (number, pieces))
-
-        completing = asyncio.ensure_future(
-            self._while_wanted(gone, session, session.complete(asked, delivery, hear))
-        )
-        first = asyncio.ensure_future(heard.get())
+        heard = Heard()
+        hear = session.told_over_there(heard.add)
+        work = session.submit(session.complete(asked, delivery, hear))
+        waited = session.wait_of(asked.model, self._timeout_s)
+        awaited = self._awaited(work, client, *waited).__enter__()
+        awaited.when_done(heard.wake)
         try:
-            await _either(completing, first)
-            if not first.done():
-                completing.result()
+            await heard.wait()
+            if not heard.has_news:
+                await awaited.result()
+            return EventStream(
+                api, asked, heard, awaited, delivery, session, self._metrics.count_tokens
+            )
         except BaseException:
-            for task in (first, completing, gone):
-                task.cancel()
+            awaited.__exit__(None, None, None)
             session.lose(delivery)
             raise
 
-        async def events() -> AsyncGenerator[bytes]:
-            stream, coming, delivered = api.stream(asked), first, False
-
-            try:
-                for event in stream.begin(delivery.prompt):
-                    yield api.encode(event)
-                while True:
-                    await _either(completing, coming)
-                    if not coming.done():
-                        break
-                    for event in stream.pieces(*coming.result()):
-                        yield api.encode(event)
-                    coming = asyncio.ensure_future(heard.get())
-                try:
-                    last = stream.end(completing.result())
-                except ClientDisconnect:
-                    return
-                except Exception as error:  # noqa: BLE001 (whatever it is, the client is told)
-                    last = stream.failed(refusal_of(error))
-                for event in last:
-                    yield api.encode(event)
-                delivered = not gone.done()
-            finally:
-                for task in (coming, completing, gone):
-                    task.cancel()
-                if not delivered:
-                    session.lose(delivery)
-
-        return EventStream(events())
+    def _awaited(
+        self, work: asyncio.Future[T], client: Connection, who: str, within_s: float
+    ) -> Awaited[T]:
+        return Awaited(work, client, within_s + MARGIN_S, who)
 
     async def _count_tokens(self, request: Request) -> Response:
-        async def count(session: Session, body: dict[str, Any], client: Request) -> Response:
+        async def count(session: Session, body: dict[str, Any], client: Connection) -> Response:
             counted = anthropic_messages.counted_of(body)
-            gone = asyncio.ensure_future(_hung_up(client))
-            try:
-                counting = session.count_tokens(counted)
-                tokens = await self._while_wanted(gone, session, counting)
-            finally:
-                gone.cancel()
-            return _json({"input_tokens": tokens})
+            work = session.submit(session.count_tokens(counted))
+            with self._awaited(work, client, "the policy", self._timeout_s) as awaited:
+                return _json({"input_tokens": await awaited.result()})
 
         return await self._answered(request, count, anthropic_messages.API)
 
     async def _reward(self, request: Request) -> Response:
-        async def post(session: Session, body: dict[str, Any], client: Request) -> Response:
-            try:
-                reward = msgspec.convert(body, PostedReward)
-            except msgspec.ValidationError as error:
-                raise Refusal(f"the reward: {error}") from error
+        async def post(session: Session, body: dict[str, Any], client: Connection) -> Response:
+            reward = record_of(body, PostedReward, "the reward")
 
             async def posted() -> None:
                 session.post(reward)
 
             async with asyncio.timeout(MARGIN_S):
-                await asyncio.wrap_future(session.submit(posted()))
+                await session.submit(posted())
             return _json({"posted": len(session.posted)})
 
         return await self._answered(request, post)
 
+    def _kept(self, about: Callable[[Memory, str, Mapping[str, str]], Any]) -> Endpoint:
+        async def told(request: Request) -> Response:
+            try:
+                memory = self._session(request).memory
+                name = request.path_params["response_id"]
+                return _json(about(memory, name, request.query_params))
+            except Refusal as refusal:
+                return _refused(refusal, responses.API)
+
+        return told
+
     async def _models(self, request: Request) -> Response:
         try:
-            self._session(request)
+            session = self._session(request)
         except Refusal as refusal:
             return _refused(refusal, APIS[0])
-        model = {
-            "id": self._model,
-            "object": "model",
-            "created": self._started_at,
-            "owned_by": "agentevo",
-        }
-        return _json({"object": "list", "data": [model]})
+        about = {"object": "model", "created": self._started_at, "owned_by": "agentevo"}
+        names = [
+            *(list(filter(None, session.conversations)) or [self._model]),
+            *session.remote_agents,
+            *(session.remote.models if session.remote else ()),
+        ]
+        return _json({"object": "list", "data": [{"id": name, **about} for name in names]})
 
     async def _health(self) -> Response:
         return _json({"status": "ok"})
 
+    async def _prometheus(self) -> Response:
+        text = self._metrics.text(len(self._sessions))
+        return Response(text, headers={"content-type": door_metrics.CONTENT_TYPE})
+
+    async def _page(self) -> Response:
+        return _json(openapi.page(self.app, self._more_page() if self._more_page else {}))
+
     async def _answered(
         self,
         request: Request,
-        answer: Callable[[Session, dict[str, Any], Request], Awaitable[Response]],
+        answer: Callable[[Session, dict[str, Any], Connection], Awaitable[Response]],
         api: Api[Any] = APIS[0],
     ) -> Response:
         """The one place where a failure becomes an answer, in the API's form."""
         try:
             session = self._session(request)
-            return await answer(session, await self._body(request), request)
+            body = await json_body(request, self._max_body, of="gateway.max_body_mb")
+            return await answer(session, body, request.scope["state"]["connection"])
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # noqa: BLE001 (whatever it is, the client gets an answer)
             return _refused(refusal_of(error), api)
 
     def _session(self, request: Request) -> Session:
-        """Whose request it is. Raises Refusal for nobody's."""
+        """Whose request it is. Raises Refusal for nobody's, and for one too many."""
         session: Session | None = request.scope["state"]["session"]
         if session is None:
+            self._rate.take_wrong_key(address_of(request))
             raise over()
+        self._rate.take(session.allowance)
         return session
 
-    def _find_in(self, headers: Headers, path: str) -> Session | None:
+    def _find_in(self, scope: Scope) -> Session | None:
         """The open session of the first key that the request has: one that is wrong is not made
         good by another."""
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        keys = (
-            path.split("/")[2] if path.startswith("/s/") else None,
-            headers.get(HEADER),
-            headers.get("x-api-key"),
-            bearer.strip() if scheme.lower() == "bearer" else None,
-        )
-        key = next((key for key in keys if key), None)
-        return None if key is None else self._find(key)
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The request's body as an object. Raises Refusal for one that is too long, late or
-        none."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._max_body:
-                        raise Refusal(
-                            f"the body is longer than {self._max_body} bytes "
-                            "(gateway.max_body_mb): send less",
-                            status=413,
-                        )
-        except TimeoutError:
-            raise Refusal(f"the body has not come within {BODY_S:g} s", status=408) from None
-        try:
-            value = msgspec.json.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise Refusal(f"the body is no JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise Refusal("the body is no JSON object")
-        return value
-
-    async def _while_wanted(
-        self, gone: asyncio.Future[None], session: Session, work: Coroutine[Any, Any, T]
-    ) -> T:
-        """What the sampler's loop makes of the work, which is cancelled when the client has hung
-        up."""
-        answer = asyncio.wrap_future(session.submit(work))
-        try:
-            await _either(answer, gone, within_s=self._timeout_s + MARGIN_S)
-            if answer.done():
-                return answer.result()
-            if gone.done():
-                raise ClientDisconnect
-            raise Refusal("the policy has not answered in time", status=504, kind="timeout_error")
-        finally:
-            answer.cancel()
-
-
-class EventStream(Response):
-    """Server-sent events as they are sent. A client that does not read is given up after
-    READER_S."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def told(message: dict[str, Any]) -> None:
-            async with asyncio.timeout(READER_S):
-                await send(message)
-
-        try:
-            await told({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events:
-                await told({"type": "http.response.body", "body": event, "more_body": True})
-            await told({"type": "http.response.body", "body": b""})
-        except TimeoutError:
-            return  # uvicorn closes a connection whose answer has not ended
-        finally:
-            await self._events.aclose()
-
-
-async def _either(*waited: asyncio.Future[Any], within_s: float | None = None) -> None:
-    """Returns when one of them is done, or the time is over."""
-    await asyncio.wait(waited, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _hung_up(request: Request) -> None:
-    """Returns when the client closes the connection; the body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        path: str = scope["path"]
+        key = path.split("/", 3)[2] if path.startswith("/s/") else ""
+        if not key:
+            headers = {name: value for name, value in scope["headers"] if name in _KEY_HEADERS}
+            scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+            key = (
+                headers.get(_HEADER)
+                or headers.get(b"x-api-key")
+                or (bearer.strip() if scheme.lower() == b"bearer" else b"")
+            ).decode("latin-1")
+        return self._sessions.get(key) if key else None
 
 
 def _api_at(path: str) -> Api[Any]:
@@ -327,7 +329,9 @@ def _api_at(path: str) -> Api[Any]:
 
 
 def _refused(refusal: Refusal, api: Api[Any]) -> Response:
-    return _json(api.error(refusal), api.statuses.get(refusal.status, refusal.status))
+    answer = _json(api.error(refusal), api.statuses.get(refusal.status, refusal.status))
+    answer.headers.update(retry_headers(refusal))
+    return answer
 
 
 def _json(content: object, status: int = 200) -> Response:

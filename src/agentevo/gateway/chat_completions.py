@@ -10,23 +10,31 @@ from typing import Any
 
 from agentevo.data.messages import MESSAGE_KEYS, messages_of, tools_of
 from agentevo.errors import BadRequestError
-from agentevo.gateway.answer import Piece
+from agentevo.gateway.answer import CallBegun, CallBroken, Piece
 from agentevo.gateway.api import Api, Event, data_event
 from agentevo.gateway.fields import (
     boolean,
-    may_call,
-    no_constraint,
+    choice_of,
+    is_strict,
+    no_other_service,
     sampling_of,
-    text_only,
+    schema_of,
+    tools_in,
+    top_logprobs_of,
     whole_number,
 )
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
-from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
-from agentevo.models.tool_calls import CallFinished, ContentDelta, ReasoningDelta
+from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
+from agentevo.models.tool_calls import (
+    ArgumentsDelta,
+    CallFinished,
+    ContentDelta,
+    ReasoningDelta,
+)
 from agentevo.types import Message, ToolCall
 
-_DONE: Event = {}
+DONE: Event = {}
 """The last event of a stream, which says nothing but that."""
 _IGNORED_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
 """What OpenAI's answers have and clients send back; they must say nothing."""
@@ -52,21 +60,20 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
-    no_constraint(body)
-    text_only(body.get("response_format"), "response_format")
-    tools = body.get("tools")
-    calls = may_call(body)
+    no_other_service(body)
+    wanted, choice = body.get("response_format"), choice_of(body)
+    schema = schema_of(wanted, "response_format")
+    tools = tools_of(tools_in(body))
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options is an object")
-    if body.get("top_logprobs"):
-        raise Refusal(
-            "top_logprobs is not supported: the engine records the log-prob of the drawn token "
-            "alone; ask for logprobs without it"
-        )
+    logprobs, top_logprobs = boolean(body, "logprobs"), top_logprobs_of(body, "top_logprobs")
+    if top_logprobs and not logprobs:
+        raise Refusal("top_logprobs goes with logprobs: true", param="top_logprobs")
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
-        tools=tools_of(tools) if tools and calls else None,
+        tools=tools if tools and choice.may_call else None,
+        form=choice.form(schema, strict=is_strict(wanted)),
         overrides=sampling_of(
             body,
             max_tokens=("max_completion_tokens", "max_tokens"),
@@ -76,7 +83,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         model=str(body.get("model") or "policy"),
         stream=boolean(body, "stream"),
         include_usage=bool(options.get("include_usage")),
-        logprobs=boolean(body, "logprobs"),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         token_ids=boolean(body, "return_token_ids"),
     )
 
@@ -129,7 +137,8 @@ class Stream:
 
     def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
         """What a completion says next."""
-        return [self._chunk(number, _delta(piece)) for piece in pieces]
+        deltas = map(_delta, pieces)
+        return [self._chunk(number, delta) for delta in deltas if delta is not None]
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         """How all of them ended."""
@@ -144,7 +153,7 @@ class Stream:
             events.append(last)
         if self._request.include_usage:
             events.append({**self._head, "choices": [], "usage": usage(replies)})
-        return [*events, _DONE]
+        return [*events, DONE]
 
     def failed(self, refusal: Refusal) -> list[Event]:
         """Why it ends here."""
@@ -157,14 +166,18 @@ class Stream:
         return {**self._head, "choices": [choice]}
 
 
-def _delta(piece: Piece) -> dict[str, Any]:
+def _delta(piece: Piece) -> dict[str, Any] | None:
     match piece:
         case ContentDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallFinished(index, call):
+        case CallBegun(index, call):
             return {"tool_calls": [{"index": index, **_tool_call(call)}]}
+        case ArgumentsDelta(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallFinished() | CallBroken():
+            return None
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
@@ -182,14 +195,14 @@ def error(refusal: Refusal) -> dict[str, Any]:
 def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
     """Tokens of the prompt, which is counted once, and of all completions."""
     prompt, completion = (
-        len(replies[0].prompt_ids),
-        sum(len(r.turn.completion_ids) for r in replies),
+        replies[0].prompt.num_tokens,
+        sum(reply.num_completion_tokens for reply in replies),
     )
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": replies[0].num_cached},
+        "prompt_tokens_details": {"cached_tokens": replies[0].prompt.num_cached},
     }
 
 
@@ -241,13 +254,19 @@ def _logprobs(reply: ModelReply) -> dict[str, Any]:
 def token_logprobs(reply: ModelReply) -> list[dict[str, Any]]:
     """The log-prob of every drawn token, as OpenAI's APIs write it."""
     return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(reply.tokens, reply.turn.logprobs, strict=True)
+        {**_token(token), "top_logprobs": list(map(_token, token.alternatives))}
+        for token in reply.tokens
     ]
 
 
-def _encoded(event: Event) -> bytes:
-    return b"data: [DONE]\n\n" if event is _DONE else data_event(event)
+def _token(drawn: TokenLogprob) -> dict[str, Any]:
+    text, octets = drawn.token
+    return {"token": text, "logprob": drawn.logprob, "bytes": octets}
+
+
+def encoded(event: Event) -> bytes:
+    """An event as OpenAI's completions send it."""
+    return b"data: [DONE]\n\n" if event is DONE else data_event(event)
 
 
 API = Api(
@@ -256,5 +275,5 @@ API = Api(
     answer=answer,
     stream=Stream,
     error=error,
-    encode=_encoded,
+    encode=encoded,
 )

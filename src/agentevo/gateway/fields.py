@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from agentevo.agents.policy import overrides_of
 from agentevo.errors import BadRequestError, shown
 from agentevo.gateway.refusals import Refusal
-from agentevo.types import SamplingOverrides
+from agentevo.models.answer_form import ANY_OBJECT, AnswerForm, Schema
+from agentevo.penalties import Penalties
+from agentevo.types import MAX_TOP_LOGPROBS, SamplingOverrides
 
-_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-"""Penalties, and the value that changes nothing."""
+_PENALTIES = {
+    "frequency_penalty": "frequency",
+    "presence_penalty": "presence",
+    "repetition_penalty": "repetition",
+}
+"""Names of penalties -> those in types.Penalties."""
+_LARGEST = 1e6
+"""Numbers beyond are out of any range."""
+
+
+def tools_in(body: Mapping[str, Any]) -> Sequence[Any]:
+    """What the body has for tools; absent and null are none. Raises BadRequestError for no list."""
+    tools = body.get("tools")
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise BadRequestError(f"tools is {shown(tools)}: give a list")
+    return tools
 
 
 def boolean(body: Mapping[str, Any], key: str) -> bool:
@@ -32,6 +51,14 @@ def whole_number(body: Mapping[str, Any], key: str, default: int) -> int:
     return value
 
 
+def top_logprobs_of(body: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """How many of the likeliest tokens are asked for. Raises Refusal for too many."""
+    count = whole_number(body, key, default)
+    if not default <= count <= MAX_TOP_LOGPROBS:
+        raise Refusal(f"{key} is {shown(count)}: ask for 0 to {MAX_TOP_LOGPROBS}", param=key)
+    return count
+
+
 def sampling_of(
     body: Mapping[str, Any], *, max_tokens: Sequence[str], stop: str
 ) -> SamplingOverrides | None:
@@ -46,38 +73,113 @@ def sampling_of(
     limit = next((body[key] for key in max_tokens if body.get(key) is not None), None)
     if limit is not None:
         given["max_new_tokens"] = limit
+    penalties = penalties_of(body)
+    if penalties is not None:
+        given["penalties"] = penalties
     texts = body.get(stop)
     return overrides_of(given, texts if texts else None)
 
 
-def no_constraint(body: Mapping[str, Any]) -> None:
-    """Raises Refusal for what would change the distribution in a way that no log-prob records."""
-    for key, neutral in _NEUTRAL.items():
-        if body.get(key) not in (None, neutral):
-            raise Refusal(f"{key} is not supported: leave it at {neutral}")
-    if body.get("logit_bias"):
-        raise Refusal("logit_bias is not supported: leave it out")
+def penalties_of(body: Mapping[str, Any]) -> Penalties | None:
+    """What the body does to the logits; None where it changes nothing. Raises BadRequestError and
+    Refusal."""
+    given: dict[str, Any] = {}
+    for key, name in _PENALTIES.items():
+        if body.get(key) is not None:
+            given[name] = _number(body[key], key)
+            _refuse(Penalties(**{name: given[name]}).problem, key)
+    biases = body.get("logit_bias") or {}
+    if not isinstance(biases, Mapping):
+        raise BadRequestError(f"logit_bias is {shown(biases)}: give an object of ids and numbers")
+    pairs = []
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise BadRequestError(f"logit_bias has the key {shown(token)}: give ids of tokens")
+        pairs.append((int(token), _number(bias, f"logit_bias of {token}")))
+    given["logit_bias"] = tuple(sorted(pairs))
+    _refuse(Penalties(logit_bias=given["logit_bias"]).problem, "logit_bias")
+    return Penalties(**given).or_none
+
+
+def _number(value: Any, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= _LARGEST:
+        raise BadRequestError(f"{where} is {shown(value)}: give a number")
+    return float(value)
+
+
+def _refuse(problem: str | None, key: str) -> None:
+    if problem is not None:
+        raise Refusal(f"{key}: {problem}", param=key)
+
+
+def no_other_service(body: Mapping[str, Any]) -> None:
+    """Raises Refusal for older ways of OpenAI's to say what tools say."""
     for key in ("functions", "function_call", "prediction"):
         if body.get(key):
             raise Refusal(f"{key!r} is not supported: use tools")
 
 
-def text_only(form: Any, key: str) -> None:
-    """Raises Refusal for an answer in another form than text."""
+def schema_of(form: Any, key: str) -> Schema | None:
+    """What an answer has to be JSON by, None for a text; `form` is what the field `key` holds."""
     kind = form.get("type") if isinstance(form, Mapping) else form
-    if kind not in (None, "text"):
-        raise Refusal(
-            f"{key} {shown(kind)} is not supported yet: ask for the form in the prompt, and check "
-            "it"
-        )
+    if kind in (None, "text"):
+        return None
+    if isinstance(form, Mapping) and kind == "json_object":
+        return ANY_OBJECT
+    if isinstance(form, Mapping) and kind == "json_schema":
+        inner = form.get("json_schema")  # of chat completions alone
+        schema = inner.get("schema") if isinstance(inner, Mapping) else form.get("schema")
+        if not isinstance(schema, Mapping | bool):
+            raise BadRequestError(f"{key}: the schema is {shown(schema)}: give a JSON schema")
+        return schema
+    raise Refusal(
+        f"{key} {shown(kind)} is not supported: use text, json_object or json_schema", param=key
+    )
 
 
-def may_call(body: Mapping[str, Any]) -> bool:
-    """Whether the policy may call tools. Raises Refusal for a choice that forces it to."""
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise Refusal(
-            f"tool_choice {shown(choice)} is not supported: nothing forces the policy to call a "
-            'tool; use "auto" or "none"'
-        )
-    return bool(choice == "auto")
+def is_strict(form: Any) -> bool:
+    """Whether the field that `schema_of` reads asks for OpenAI's strict mode."""
+    inner = form.get("json_schema", form) if isinstance(form, Mapping) else None
+    return isinstance(inner, Mapping) and inner.get("strict") is True
+
+
+def choice_of(body: Mapping[str, Any]) -> Choice:
+    """What OpenAI's tool_choice and parallel_tool_calls say."""
+    parallel = body.get("parallel_tool_calls") is None or boolean(body, "parallel_tool_calls")
+    choice: Any = body.get("tool_choice") or "auto"
+    if choice in ("auto", "none", "required"):
+        return Choice(kind=choice, parallel=parallel)
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        inner = choice.get("function")  # of chat completions alone
+        name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
+        if isinstance(name, str) and name:
+            return Choice(kind="required", tool=name, parallel=False)
+    raise Refusal(
+        f'tool_choice {shown(choice)} is not supported: use "auto", "none", "required" or a '
+        "function by its name",
+        param="tool_choice",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Whether tools may or must be called."""
+
+    kind: Literal["auto", "none", "required"]
+    tool: str | None = None
+    """The only one that may be called."""
+    parallel: bool = True
+
+    @property
+    def may_call(self) -> bool:
+        return self.kind != "none"
+
+    def form(self, schema: Schema | None, *, strict: bool = False) -> AnswerForm | None:
+        """What the answer has to look like; `schema`: the JSON that it is otherwise to be. None
+        where it may be any text."""
+        if self.kind == "required":
+            return AnswerForm(calls="required", tool=self.tool, parallel=self.parallel)
+        if schema is None and self.parallel:
+            return None
+        return AnswerForm(schema=schema, parallel=self.parallel, strict=strict)

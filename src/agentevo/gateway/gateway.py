@@ -1,22 +1,33 @@
-"""The gateway of one process that samples: a thread with an event loop of its own, so that no step
-of an engine, which holds the sampler's loop, keeps a client waiting at the door.
+"""The gateway of one process: a thread with an event loop of its own, so that no step of an engine,
+which holds the sampler's loop, keeps a client waiting at the door.
 
-It begins to listen, on this machine alone, when the first session is opened, and ends with `close`.
+It begins to listen when the first session is opened, on this machine alone unless it is given a
+socket, and ends with `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agentevo.config.gateway import GatewaySection
 from agentevo.errors import EngineError, MissingExtraError
+from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.session import Session
 from agentevo.inference.conversation import Conversation
+from agentevo.remote_models import RemoteConversations
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+S = TypeVar("S", bound=Session)
 
 START_S = 60.0
 """How long the thread may take to listen; importing its packages is most of it."""
@@ -24,6 +35,18 @@ CLOSE_S = 5.0
 MAX_CONNECTIONS = 4096
 IDLE_S = 120.0
 """How long a connection of a client is kept that asks nothing."""
+
+
+class InFront(Protocol):
+    """Other routes at the gateway's port."""
+
+    def in_front_of(self, app: ASGIApp) -> ASGIApp:
+        """These routes, and the application for every other path."""
+        ...
+
+    def page(self) -> dict[str, Any]:
+        """The `paths` and `components` that the OpenAPI page has of them."""
+        ...
 
 
 class Gateway:
@@ -37,13 +60,21 @@ class Gateway:
         model: str,
         timeout_s: float,
         note: Callable[[str], None] = lambda text: None,
+        listener: socket.socket | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`listener` is where it listens, and `tls` how it encrypts; without a listener the section
+        says where."""
+        self._listener, self._tls = listener, tls
+        self.in_front: InFront | None = None
+        """Set before it listens."""
         self._section, self._model, self._timeout_s = section, model, timeout_s
         self._note, self._noted = note, False
         self._sessions: dict[str, Session] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._bridge: Bridge | None = None
         self._base = ""
 
     @property
@@ -54,13 +85,37 @@ class Gateway:
             self._start()
         return self._base
 
-    def open(self, conversation: Conversation) -> Session:
-        """A session of the attempt that this is called in."""
-        session = Session(
-            conversation, self.base, follows_client=self._section.distribution == "client"
+    def open(
+        self,
+        conversations: Mapping[str, Conversation],
+        remote: RemoteConversations | None = None,
+        remote_agents: Mapping[str, str] = MappingProxyType({}),
+    ) -> Session:
+        """A session of the attempt that this is called in. `remote`: of its remote models."""
+        follows_client = self._section.distribution == "client"
+        return self.add(
+            Session(
+                conversations,
+                self.base,
+                follows_client=follows_client,
+                remote=remote,
+                remote_agents=remote_agents,
+            )
         )
+
+    def add(self, session: S) -> S:
+        """From now on its key opens the session, whose requests are answered on the loop that this
+        is called on."""
+        session.bridge = self.bridged()
         self._sessions[session.key] = session
         return session
+
+    def bridged(self) -> Bridge:
+        """The bridge to the loop that this is called on."""
+        assert self._loop is not None
+        if self._bridge is None or self._bridge.sampler is not asyncio.get_running_loop():
+            self._bridge = Bridge(self._loop)
+        return self._bridge
 
     def end(self, session: Session) -> None:
         """Its key opens nothing from now on."""
@@ -81,7 +136,7 @@ class Gateway:
         with suppress(RuntimeError):  # its loop has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(CLOSE_S)
-        self._thread = None
+        self._thread = self._bridge = None
 
     def _start(self) -> None:
         started: Future[str] = Future()
@@ -118,13 +173,18 @@ class Gateway:
                 f"agents that bring a client of their own need the package {missing.name!r}: pip "
                 "install 'agentevo[serve]'"
             ) from missing
+        front = self.in_front
         routes = Routes(
-            self._sessions.get,
+            self._sessions,
             model=self._model,
             timeout_s=self._timeout_s,
             max_body=int(self._section.max_body_mb * 2**20),
+            requests_per_s=self._section.requests_per_s,
+            more_page=None if front is None else front.page,
         )
-        listener = open_socket(self._section.host, self._section.port)
+        listener = self._listener
+        if listener is None:
+            listener = open_socket(self._section.host, self._section.port)
 
         async def nothing_to_close() -> None: ...
 
@@ -135,6 +195,13 @@ class Gateway:
         }
         limits = Limits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
         await stack.enter_async_context(
-            serving(routes.guarded, listener, close=nothing_to_close, limits=limits, **settings)
+            serving(
+                routes.guarded if front is None else front.in_front_of(routes.guarded),
+                listener,
+                close=nothing_to_close,
+                tls=self._tls,
+                limits=limits,
+                **settings,
+            )
         )
-        return url_of(listener)
+        return url_of(listener, encrypted=self._tls is not None)

@@ -26,6 +26,10 @@ class Memory:
             oldest = next(iter(self._kept))
             self._num_characters -= self._kept.pop(oldest)[1]
 
+    def forget(self, name: str) -> None:
+        """Of a name that is kept."""
+        self._num_characters -= self._kept.pop(name)[1]
+
     def find(self, name: str) -> Any | None:
         """What is kept under the name; None where nothing is, or is no more."""
         return self._kept.get(name, (None,))[0]

@@ -9,14 +9,17 @@ from agentevo.errors import (
     BadRequestError,
     DeadlineExceededError,
     EngineUnavailableError,
+    GrammarError,
     ModelError,
     RequestTooLongError,
 )
+from agentevo.remote_models.ledger import BudgetExceededError, RemoteModelError
 
 
 class Refusal(AgentEvoError):
     """A request that gets no completion, with the status of HTTP, the kind in OpenAI's words, and a
-    code and the field that is to blame where there are such."""
+    code, the field that is to blame and the time until it is worth asking again where there are
+    such."""
 
     def __init__(
         self,
@@ -26,9 +29,11 @@ class Refusal(AgentEvoError):
         kind: str = "invalid_request_error",
         code: str = "",
         param: str = "",
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.code, self.param = status, kind, code, param
+        self.retry_after_s = retry_after_s
 
 
 def refusal_of(error: BaseException) -> Refusal:
@@ -38,7 +43,7 @@ def refusal_of(error: BaseException) -> Refusal:
         return error
     if isinstance(error, RequestTooLongError):
         return Refusal(str(error), code="context_length_exceeded")
-    if isinstance(error, (BadRequestError, ModelError)):
+    if isinstance(error, (BadRequestError, GrammarError, ModelError)):
         return Refusal(str(error))
     if isinstance(error, RecursionError):  # json's own limit, which depends on the caller's depth
         return Refusal("the request is nested too deeply: give lists and objects fewer levels")
@@ -46,6 +51,9 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(str(error) or "no answer in time", status=504, kind="timeout_error")
     if isinstance(error, EngineUnavailableError):
         return Refusal(str(error), status=503, kind="server_error")
+    if isinstance(error, RemoteModelError):  # 424: asked often enough, so clients don't again
+        code = "budget_exceeded" if isinstance(error, BudgetExceededError) else ""
+        return Refusal(str(error), status=424, kind="server_error", code=code)
     if isinstance(error, asyncio.CancelledError):
         return Refusal(
             "the attempt was broken off", status=409, kind="invalid_request_error", code="cancelled"

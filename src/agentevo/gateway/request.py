@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
+from agentevo.inference.conversation import Conversation
+from agentevo.models.answer_form import AnswerForm
+from agentevo.models.token_texts import TokenText
 from agentevo.types import Message, SamplingOverrides, ToolCall, Turn
+
+Prompt = list[Message] | list[int] | str
+"""A whole history, token ids, or a text without a chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
     """A request for completions."""
 
-    prompt: list[Message] | list[int]
-    """A whole history, or token ids."""
+    prompt: Prompt
+    more_prompts: tuple[str | list[int], ...] = ()
+    """Each with `n` completions of its own; the numbers of completions go through all prompts."""
+    is_plain: bool = False
+    """Whether an answer is its text as it is: no tool calls and no thoughts are read out of it."""
+    echo: bool = False
+    """Whether an answer begins with its prompt."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas in the form of OpenAI's chat API."""
+    form: AnswerForm | None = None
+    """What the answer has to look like, where that is not any text."""
     overrides: SamplingOverrides | None = None
     n: int = 1
-    """How many completions."""
+    """How many completions of each prompt."""
     model: str
     """What the client called the model."""
     stream: bool = False
     include_usage: bool = False
     """Whether a stream ends with a count of its tokens."""
     logprobs: bool = False
+    top_logprobs: int = 0
+    """How many of the likeliest tokens are told beside each drawn one."""
     token_ids: bool = False
     """Whether the answer holds token ids and versions of the weights."""
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether it asks in a chat."""
+        return not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +54,29 @@ class PromptSize:
     """What a request comes to, known before its first token is drawn."""
 
     num_tokens: int = 0
-    """Of the whole context."""
+    """Of the whole context; of several prompts together, as is the next."""
     num_cached: int = 0
     """How many of them the conversation had already."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What a request has had recorded, until its client has it."""
+
+    conversation: Conversation | None = None
+    turns: list[int] = field(default_factory=list)
+    remote_turns: list[int] = field(default_factory=list)
+    prompt: PromptSize = field(default_factory=PromptSize)
+    """Known before the first piece of an answer is heard."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token that was drawn, or could have been."""
+
+    token: TokenText
+    logprob: float
+    alternatives: list[TokenLogprob]
+    """The likeliest tokens in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +84,20 @@ class ModelReply:
     """One completion, its text taken apart."""
 
     turn: Turn
+    """A remote model's has no ids."""
     content: str
     """The text without tool calls and reasoning."""
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     """Each with an id of the gateway's."""
+    prompt: PromptSize
+    num_completion_tokens: int
     prompt_ids: list[int]
-    """The whole context before the completion."""
-    num_cached: int
-    """How many of them the conversation had already."""
+    """The whole context before the completion; empty unless the request asks for token ids."""
     stop_string: str | None = None
     """The one of the request's that ended the completion."""
-    tokens: list[str]
-    """The completion's text, token by token, where the request asks for log-probs."""
-
-    @property
-    def prompt_size(self) -> PromptSize:
-        return PromptSize(len(self.prompt_ids), self.num_cached)
+    tokens: list[TokenLogprob]
+    """Of the completion's tokens, where the request asks for log-probs."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:

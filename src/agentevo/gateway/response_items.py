@@ -109,7 +109,7 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
 def _checked(value: Any, where: str, memory: Memory) -> dict[str, Any]:
     """The item with its type."""
     if not isinstance(value, Mapping):
-        raise BadRequestError(f"{where} is a {type(value).__name__}: give an object with a type")
+        raise BadRequestError(f"{where} is {shown(value)}: give an object with a type")
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "item_reference":
         kept = memory.find(str(value.get("id")))
@@ -178,7 +178,7 @@ def _text(content: Any, kinds: Sequence[str], where: str) -> str:
         raise BadRequestError(f"{where} has no content: give a text or a list of parts")
     texts = []
     for number, part in enumerate(content, start=1):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type") if isinstance(part, Mapping) else part
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in kinds or not isinstance(text, str):
             raise BadRequestError(

@@ -18,16 +18,30 @@ from typing import Any
 
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.gateway.answer import Piece
+from agentevo.gateway.answer import CallBegun, CallBroken, Piece, whole_call
 from agentevo.gateway.api import Api, Event, named_event
 from agentevo.gateway.chat_completions import error, token_logprobs
-from agentevo.gateway.fields import boolean, may_call, no_constraint, sampling_of, text_only
+from agentevo.gateway.fields import (
+    boolean,
+    choice_of,
+    is_strict,
+    no_other_service,
+    sampling_of,
+    schema_of,
+    tools_in,
+    top_logprobs_of,
+)
+from agentevo.gateway.kept_responses import KeptResponse, keep
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.gateway.response_items import messages_of_items
-from agentevo.models.chat import num_characters
-from agentevo.models.tool_calls import CallFinished, ContentDelta, ReasoningDelta
+from agentevo.models.tool_calls import (
+    ArgumentsDelta,
+    CallFinished,
+    ContentDelta,
+    ReasoningDelta,
+)
 from agentevo.types import Message, ToolCall
 
 LOGPROBS = "message.output_text.logprobs"
@@ -60,8 +74,8 @@ _KNOWN = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
 }
-_SCHEMA_KEYS = ("name", "description", "parameters")
-_TOOL_KEYS = {*_SCHEMA_KEYS, "type", "strict"}
+_SCHEMA_KEYS = ("name", "description", "parameters", "strict")
+_TOOL_KEYS = {*_SCHEMA_KEYS, "type"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +84,11 @@ class ResponseRequest(ModelRequest):
 
     history: tuple[Message, ...]
     """The prompt without `instructions`."""
+    asked: Any
+    """`input` as it came."""
     echoed: dict[str, Any]
     memory: Memory | None
     """Where the answer is kept; None where the client wants none kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """An answer with all before it."""
-
-    history: tuple[Message, ...]
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
@@ -87,7 +96,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a response that this gateway knows")
-    no_constraint(body)
+    no_other_service(body)
     _no_other_service(body)
     echoed = {
         key: default if body.get(key) is None else body[key] for key, default in _ECHOED.items()
@@ -95,7 +104,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     for key in ("text", "metadata"):
         if not isinstance(echoed[key], Mapping):
             raise BadRequestError(f"{key} is {shown(echoed[key])}: give an object")
-    text_only(echoed["text"].get("format"), "text.format")
+    wanted = echoed["text"].get("format")
+    schema = schema_of(wanted, "text.format")
     include = _included(body.get("include"))
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
@@ -104,17 +114,20 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     history = _history(body, memory)
     if not system and not history:
         raise BadRequestError("input is empty: give a text or at least one item")
-    calls, tools = may_call(body), _tools(body.get("tools") or [])
+    choice, tools = choice_of(body), _tools(tools_in(body))
     return ResponseRequest(
         prompt=[*system, *history],
         history=history,
+        asked=body.get("input", []),
         echoed=echoed,
         memory=memory if body.get("store") is None or boolean(body, "store") else None,
-        tools=tools if tools and calls else None,
+        tools=tools if tools and choice.may_call else None,
+        form=choice.form(schema, strict=is_strict(wanted)),
         overrides=sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
         model=str(body.get("model") or "policy"),
         stream=boolean(body, "stream"),
         logprobs=LOGPROBS in include,
+        top_logprobs=top_logprobs_of(body, "top_logprobs"),
         token_ids=boolean(body, "return_token_ids"),
     )
 
@@ -127,11 +140,6 @@ def _no_other_service(body: Mapping[str, Any]) -> None:
         raise Refusal(
             f"truncation {shown(body['truncation'])} is not supported: nothing of a recorded "
             "history is cut; leave it out, and send less"
-        )
-    if body.get("top_logprobs"):
-        raise Refusal(
-            "top_logprobs is not supported: the engine records the log-prob of the drawn token "
-            f'alone; ask for it with include=["{LOGPROBS}"]'
         )
 
 
@@ -152,7 +160,7 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     if name is None:
         return tuple(messages)
     kept = memory.find(name) if isinstance(name, str) else None
-    if not isinstance(kept, _Kept):
+    if not isinstance(kept, KeptResponse):
         raise Refusal(
             f"previous response {shown(name)} is not found: it is none of this session, was not to "
             "be stored, or is kept no more; send the whole history as input",
@@ -163,10 +171,8 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     return (*kept.history, *messages)
 
 
-def _tools(tools: Any) -> list[dict[str, Any]]:
-    """In the form of the chat API. `strict` stays out: nothing enforces it."""
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise BadRequestError("tools is a list")
+def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """In the form of the chat API."""
     nested = []
     for number, tool in enumerate(tools, start=1):
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
@@ -205,8 +211,14 @@ class _Output:
                 return self._said("message", text)
             case ReasoningDelta(text):
                 return self._said("reasoning", text)
-            case CallFinished(_, call):
+            case CallBegun(_, call):
                 return self._called(call)
+            case ArgumentsDelta(_, text):
+                return self._argued(text)
+            case CallFinished():
+                return self._close("completed")
+            case CallBroken():
+                return self._close("incomplete")
 
     def finish(self, *, whole: bool) -> list[Event]:
         """The last item is done. An answer without a call has a text, though it may say
@@ -236,14 +248,12 @@ class _Output:
         events = self._close("completed")
         item = {"call_id": call.id, "name": call.name, "arguments": ""}
         events.append(self._begin("fc", "function_call", item))
-        self.items[-1] |= {"arguments": call.arguments, "status": "completed"}
-        name = "response.function_call_arguments"
-        return [
-            *events,
-            self._of_item(f"{name}.delta", delta=call.arguments),
-            self._of_item(f"{name}.done", name=call.name, arguments=call.arguments),
-            self._done(),
-        ]
+        self._open, self._texts = "function_call", []
+        return events
+
+    def _argued(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return [self._of_item("response.function_call_arguments.delta", delta=text)]
 
     def _close(self, status: str) -> list[Event]:
         """The item that grows, if there is one, is done."""
@@ -251,6 +261,11 @@ class _Output:
             return []
         kind, text = self._open, "".join(self._texts)
         self._open = None
+        if kind == "function_call":
+            self.items[-1] |= {"arguments": text, "status": status}
+            whole = {"name": self.items[-1]["name"], "arguments": text}
+            ended = [self._of_item("response.function_call_arguments.done", **whole)]
+            return [*(ended if status == "completed" else ()), self._done()]
         self.items[-1] |= {"content": [_part(kind, text)], "status": status}
         said = {"text": text, **({"logprobs": []} if kind == "message" else {})}
         return [
@@ -348,18 +363,10 @@ class Stream:
                 "versions": list(turn.versions),
                 "prompt_token_ids": reply.prompt_ids,
             }
-        self._keep(reply)
+        if request.memory is not None:
+            said = Message("assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning)
+            keep(request.memory, (*request.history, said), response, request.asked)
         return response
-
-    def _keep(self, reply: ModelReply) -> None:
-        memory = self._request.memory
-        if memory is None:
-            return
-        said = Message("assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning)
-        history = (*self._request.history, said)
-        memory.keep(self._id, _Kept(history), num_characters(history))
-        for item in self._output.items:
-            memory.keep(item["id"], item, num_characters([said]))
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         return {
@@ -392,17 +399,18 @@ def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str,
     stream = Stream(request)
     pieces: list[Piece] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     pieces += [ContentDelta(reply.content)] if reply.content else []
-    pieces += [CallFinished(index, call) for index, call in enumerate(reply.tool_calls)]
+    for index, call in enumerate(reply.tool_calls):
+        pieces += whole_call(index, call)
     stream.pieces(0, pieces)
     response: dict[str, Any] = stream.end(replies)[-1]["response"]
     return response
 
 
 def _usage(reply: ModelReply) -> dict[str, Any]:
-    prompt, completion = len(reply.prompt_ids), len(reply.turn.completion_ids)
+    prompt, completion = reply.prompt.num_tokens, reply.num_completion_tokens
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": reply.num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": reply.prompt.num_cached, "cache_write_tokens": 0},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,

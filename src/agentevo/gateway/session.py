@@ -9,26 +9,33 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from agentevo.agents.posted_rewards import PostedReward
+from agentevo.agents.posted_rewards import PostedReward, RewardSums
+from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
-from agentevo.gateway.answer import Answer, Piece
+from agentevo.event_loop import gather_all
+from agentevo.gateway.answer import Answer, Hear, Piece
+from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.memory import Memory
+from agentevo.gateway.rate_limit import Allowance
 from agentevo.gateway.refusals import Refusal
-from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
-from agentevo.inference.conversation import Conversation
-from agentevo.types import Message, SamplingOverrides
+from agentevo.gateway.remote_model import completed_remotely
+from agentevo.gateway.request import Delivery, ModelReply, ModelRequest, Prompt, PromptSize
+from agentevo.inference.conversation import Conversation, check_count
+from agentevo.models.answer_form import opening_after
+from agentevo.models.chat import ChatFormat
+from agentevo.remote_models import RemoteConversations
+from agentevo.types import Completion, Message, SamplingOverrides
 
 T = TypeVar("T")
-Hear = Callable[[int, list[Piece]], None]
-"""Is told the number of a completion, from 0, and what it says next."""
 
 MAX_AT_ONCE = 256
 """Requests of one session that may be under way."""
@@ -38,32 +45,70 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 """What decides the distribution that tokens are drawn from."""
 
 
-@dataclass(slots=True)
-class Delivery:
-    """What a request has had recorded, until its client has it."""
+class Listening:
+    """Passes the tokens of a request's completions on as pieces. The tokens that one event of the
+    sampler's loop brings, such as a step of the engine, are one batch: they are decoded together,
+    right after it."""
 
-    turns: list[int] = field(default_factory=list)
-    prompt: PromptSize = field(default_factory=PromptSize)
-    """Known before the first piece of an answer is heard."""
+    def __init__(self, answers: Sequence[Answer], hear: Hear) -> None:
+        self._answers, self._hear = answers, hear
+        self._new: dict[int, list[int]] = {}
+        """Completion -> its tokens that have not been passed on."""
+        self._loop = asyncio.get_running_loop()
+
+    def listen(self, number: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        if not self._new:
+            self._loop.call_soon(self._pass_on)
+        self._new.setdefault(number, []).extend(ids)
+
+    def close(self) -> None:
+        """What has not been passed on is the answers' to finish."""
+        self._new = {}
+
+    def tell(self, number: int, pieces: list[Piece]) -> None:
+        if pieces:
+            self._hear(number, pieces)
+
+    def _pass_on(self) -> None:
+        new, self._new = self._new, {}
+        for number, ids in new.items():
+            self.tell(number, self._answers[number].add(ids))
 
 
 class Session:
     """See the module. `base` is the gateway's URL without a path."""
 
-    def __init__(self, conversation: Conversation, base: str, *, follows_client: bool) -> None:
-        """`follows_client`: the client decides the distribution that its completions are drawn
-        from, and not the recipe."""
-        self.key = secrets.token_urlsafe(32)
-        self.conversation = conversation
+    def __init__(
+        self,
+        conversations: Mapping[str, Conversation],
+        base: str,
+        *,
+        follows_client: bool,
+        key: str | None = None,
+        remote: RemoteConversations | None = None,
+        remote_agents: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`conversations`: of each agent by its name; a single one has whatever name.
+        `follows_client`: the client decides the distribution that its completions are drawn
+        from, and not the recipe. `key` is drawn at random unless it is given. `remote`: of the
+        models that a client may name in place of the policy; `remote_agents`: agents that are such
+        a model's, and which."""
+        self.remote, self.remote_agents = remote, remote_agents
+        self.key = secrets.token_urlsafe(32) if key is None else key
+        self.conversations = conversations
         self.base = base
         self.posted: list[PostedReward] = []
+        self._sums = RewardSums()
         self.ignored: dict[str, float] = {}
         """What a client asked of the distribution and did not get."""
         self.memory = Memory()
         """What the APIs keep of its answers."""
+        self.allowance = Allowance()
+        """Of requests."""
         self._follows_client = follows_client
         self._under_way = 0
-        self._loop = asyncio.get_running_loop()
+        self.bridge: Bridge | None = None
+        """Between the gateway's loop and the attempt's, once the gateway has the session."""
         self._context = contextvars.copy_context()
         """That of the attempt: its calls are the parents of the session's."""
 
@@ -76,62 +121,151 @@ class Session:
     def reward_url(self) -> str:
         return f"{self.base}/s/{self.key}/reward"
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs something in the attempt, from another thread. Cancelling the future cancels it."""
-
-        async def within() -> T:
-            return await self._loop.create_task(work, context=self._context.copy())
-
+    def submit(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Runs something in the attempt, from the gateway's loop. Cancelling the future cancels
+        it."""
         try:
-            return asyncio.run_coroutine_threadsafe(within(), self._loop)
-        except RuntimeError as error:  # the loop has ended
-            work.close()
+            return self._crossed().submit(work, self._context.copy())
+        except RuntimeError as error:  # the sampler's loop has ended
             raise over() from error
+
+    def told_over_there(self, hear: Hear) -> Hear:
+        """What `complete` can tell of its pieces, for one who hears them on the gateway's loop."""
+        return partial(self._crossed().tell, hear)
+
+    def _crossed(self) -> Bridge:
+        assert self.bridge is not None, "Gateway.add has not been called"
+        return self.bridge
 
     async def complete(
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
         """The answers to a request, on the sampler's loop. `hear` is told of their pieces as they
         come, and has heard all of them when this returns."""
-        conversation = self.conversation
-        ids = request.prompt if isinstance(request.prompt[0], int) else None
-        chat = conversation.chat
-        opening = chat.opening if ids is None else chat.opening_of(ids)
-        answers = [Answer(request, chat, opening) for _ in range(request.n)]
+        check_count(request.n)
+        if (model := self.remote_name(request.model)) and self.remote is not None:
+            agent = request.model if request.model in self.remote_agents else ""
+            with self._one_more():
+                return await completed_remotely(
+                    self.remote, request, delivery, hear, model=model, agent=agent
+                )
+        conversation = delivery.conversation = self.conversation_of(request.model)
+        prompts = (request.prompt, *request.more_prompts)
+        check_count(request.n * len(prompts))
+        with self._one_more():
+            try:
+                if len(prompts) == 1:
+                    return await self._answered(
+                        request, request.prompt, conversation, delivery, hear
+                    )
+                works = [
+                    self._answered(
+                        request, prompt, conversation, delivery, _numbered(hear, place * request.n)
+                    )
+                    for place, prompt in enumerate(prompts)
+                ]
+                groups = await gather_all(works)
+            except BaseException:
+                for turn in delivery.turns:  # nobody receives them
+                    conversation.discard(turn)
+                raise
+        return [replace(reply, prompt=delivery.prompt) for group in groups for reply in group]
 
-        def listen(number: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            if hear is not None and (pieces := answers[number].add(ids)):
-                hear(number, pieces)
+    async def _answered(
+        self,
+        request: ModelRequest,
+        prompt: Prompt,
+        conversation: Conversation,
+        delivery: Delivery,
+        hear: Hear | None,
+    ) -> list[ModelReply]:
+        """The answers to one of the request's prompts."""
+        chat = conversation.chat
+        opening = "" if request.is_plain else opening_after(chat, prompt)
+        echo = _text_of(prompt, chat) if request.echo else ""
+        answers = [Answer(request, chat, opening, echo=echo) for _ in range(request.n)]
+        listening = None if hear is None else Listening(answers, hear)
+        completions: list[Completion] = []
 
         def sized(num_tokens: int, num_cached: int) -> None:
-            delivery.prompt = PromptSize(num_tokens, num_cached)
-
-        with self._one_more():
-            turns = await conversation.complete(
-                request.prompt,
-                tools=request.tools,
-                overrides=self._admitted(request.overrides),
-                n=request.n,
-                listen=None if hear is None else listen,
-                sized=sized,
+            before = delivery.prompt
+            delivery.prompt = PromptSize(
+                before.num_tokens + num_tokens, before.num_cached + num_cached
             )
-        delivery.turns = [turn.index for turn in turns]
+
+        turns = await conversation.complete(
+            with_names(cast("list[Message]", prompt)) if request.has_messages else prompt,
+            tools=request.tools,
+            overrides=self._admitted(request.overrides),
+            form=request.form,
+            n=request.n,
+            listen=None if listening is None else listening.listen,
+            sized=sized,
+            top_logprobs=request.top_logprobs,
+            drawn=completions.extend,
+        )
+        if listening is not None:
+            listening.close()
+        delivery.turns += [turn.index for turn in turns]
         for number, (answer, turn) in enumerate(zip(answers, turns, strict=True)):
             pieces = answer.finish(turn)
-            if hear is not None:
-                hear(number, pieces)
-            if ids is None:
+            if listening is not None:
+                listening.tell(number, pieces)
+            if answer.num_malformed:
+                conversation.note_malformed(turn.index, answer.num_malformed)
+            if request.has_messages:
                 conversation.recognise(turn.index, answer.message)
+                if listening is not None and answer.num_malformed:
+                    conversation.recognise(turn.index, answer.told_message)
+        prompt_ids = conversation.prompt_ids(turns[0].index) if request.token_ids else []
         return [
-            answer.reply(turn, conversation.prompt_ids(turn.index))
-            for answer, turn in zip(answers, turns, strict=True)
+            answer.reply(turn, delivery.prompt, prompt_ids, completion.top_logprobs)
+            for answer, turn, completion in zip(answers, turns, completions, strict=True)
         ]
+
+    def remote_name(self, asked: str | None) -> str:
+        """The remote model that a client means by a model's name; empty where it means none."""
+        model = self.remote_agents.get(asked or "", asked or "")
+        return model if self.remote is not None and model in self.remote.models else ""
+
+    def wait_of(self, asked: str | None, own_s: float) -> tuple[str, float]:
+        """Who answers a request for a model, and how long to wait for it: `own_s` for a policy."""
+        model = self.remote_name(asked)
+        if not model or self.remote is None:
+            return "the policy", own_s
+        return f"the remote model {model}", self.remote.within_s(model)
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Tokens of the request's prompt, on the sampler's loop. Nothing is recorded."""
+        if self.remote_name(request.model):
+            raise Refusal(
+                f"{request.model} is a remote model, whose tokens nobody here can count: ask its "
+                "own server"
+            )
         with self._one_more():
-            messages = cast("list[Message]", request.prompt)
-            return await self.conversation.count_tokens(messages, tools=request.tools)
+            messages = with_names(cast("list[Message]", request.prompt))
+            conversation = self.conversation_of(request.model)
+            return await conversation.count_tokens(messages, tools=request.tools)
+
+    async def close(self) -> None:
+        """Ends its conversations."""
+        for conversation in self.conversations.values():
+            await conversation.close()
+
+    def conversation_of(self, agent: str | None) -> Conversation:
+        """The one that a client means: there is but one, or the agent is named. Raises Refusal."""
+        if len(self.conversations) == 1:
+            return next(iter(self.conversations.values()))
+        if agent is None or agent not in self.conversations:
+            known = ", ".join([*self.conversations, *self.remote_agents])
+            raise Refusal(
+                f"there is no agent {agent!r}: this rollout has {known}, and "
+                "the model's name says which is meant",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        return self.conversations[agent]
 
     @contextmanager
     def _one_more(self) -> Iterator[None]:
@@ -151,25 +285,42 @@ class Session:
     def lose(self, delivery: Delivery) -> None:
         """The client has gone without its answer, whose turns nobody has received."""
 
-        async def discard() -> None:
+        def discard() -> None:
             for turn in delivery.turns:
-                self.conversation.discard(turn)
+                if delivery.conversation is not None:
+                    delivery.conversation.discard(turn)
+            for turn in delivery.remote_turns:
+                if self.remote is not None:
+                    self.remote.discard(turn)
 
-        with suppress(Refusal):  # the attempt's loop has ended
-            self.submit(discard())
+        with suppress(RuntimeError):  # the attempt's loop has ended
+            self._crossed().send(discard)
 
-    def post(self, reward: PostedReward) -> None:
-        """Takes a reward in."""
-        if len(self.posted) >= MAX_POSTED:
+    def post(self, *rewards: PostedReward) -> None:
+        """Takes rewards in: all of them, or none."""
+        if len(self.posted) + len(rewards) > MAX_POSTED:
             raise Refusal(f"a session takes {MAX_POSTED} rewards", status=429)
-        if (reward.reward is None) == (not reward.rewards):
-            raise BadRequestError(
-                'post {"reward": 1.0}, {"rewards": {"name": 1.0}} or {"turn": 0, "reward": 1.0}'
-            )
-        turns = len(self.conversation.turns)
-        if reward.turn is not None and not 0 <= reward.turn < turns:
-            raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
-        self.posted.append(reward)
+        for reward in rewards:
+            self._check(reward)
+        try:
+            self._sums.add(rewards)
+        except (TypeError, ValueError) as error:
+            raise BadRequestError(str(error)) from error
+        self.posted += rewards
+
+    def _check(self, reward: PostedReward) -> None:
+        """Whether there is whom and what it is for."""
+        if reward.agent is not None and (
+            not reward.agent or reward.agent not in self.conversations
+        ):
+            known = ", ".join(filter(None, self.conversations)) or "this rollout names none"
+            raise BadRequestError(f"there is no agent {reward.agent!r} ({known})")
+        if reward.turn is not None:
+            if reward.agent is None and "" not in self.conversations:
+                raise BadRequestError(f"say whose turn {reward.turn} is: this rollout has agents")
+            turns = len(self.conversation_of(reward.agent).received)
+            if not 0 <= reward.turn < turns:
+                raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
 
     def _admitted(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
         """What a request may change: the distribution only if the client decides it."""
@@ -178,6 +329,20 @@ class Session:
         asked = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}
         self.ignored |= asked
         return msgspec.structs.replace(overrides, **dict.fromkeys(asked)) if asked else overrides
+
+
+def _numbered(hear: Hear | None, first: int) -> Hear | None:
+    """What hears of completions whose numbers begin at 0 instead of `first`."""
+    if hear is None or not first:
+        return hear
+    return lambda number, pieces: hear(first + number, pieces)
+
+
+def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
+    """A plain prompt as a text."""
+    if isinstance(prompt, str):
+        return prompt
+    return str(chat.tokenizer.decode(cast("list[int]", prompt), skip_special_tokens=False))
 
 
 def over() -> Refusal:

@@ -28,9 +28,9 @@ class EngineAddress(NamedTuple):
         return f"{self.url}{PIN}{self.certificate}" if self.certificate else self.url
 
     @classmethod
-    def read(cls, text: str) -> Self:
-        """From what `agentevo serve` prints. Raises ConfigError for what is no engine's URL, and
-        for one to which the run's secret would go unprotected."""
+    def read(cls, text: str, *, what: str = "an engine", printed_by: str = "serve") -> Self:
+        """From what `agentevo serve` prints, or the command that `printed_by` names. Raises
+        ConfigError for what is no such URL, and for one to which the key would go unprotected."""
         url, pin, certificate = text.partition(PIN)
         try:
             parts = urlsplit(url)
@@ -47,21 +47,21 @@ class EngineAddress(NamedTuple):
             or parts.fragment
         ):
             raise ConfigError(
-                f"{without_password(text)!r} is not the URL of an engine: give what `agentevo "
-                "serve` printed, such as http://127.0.0.1:8000"
+                f"{without_password(text)!r} is not the URL of {what}: give what "
+                f"`agentevo {printed_by}` printed, such as http://127.0.0.1:8000"
             )
         certificate = certificate.lower()
         if parts.scheme == "https" and not re.fullmatch("[0-9a-f]{64}", certificate):
             raise ConfigError(
                 f"{url}: the fingerprint of its certificate is missing or incomplete: give the "
-                f"whole URL that `agentevo serve` printed, {url}{PIN}..."
+                f"whole URL that `agentevo {printed_by}` printed, {url}{PIN}..."
             )
         if parts.scheme == "http" and pin:
             raise ConfigError(f"{url} has a fingerprint but is not encrypted: write https://")
         if parts.scheme == "http" and not is_this_machine(host):
             raise ConfigError(
-                f"{url}: the run's secret would travel unencrypted: give the https:// URL that "
-                "`agentevo serve` printed, or go through a tunnel (ssh -L)"
+                f"{url}: its secret would travel unencrypted: give the https:// URL that "
+                f"`agentevo {printed_by}` printed, or go through a tunnel (ssh -L)"
             )
         return cls(url.rstrip("/"), certificate)
 

@@ -17,9 +17,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +40,16 @@ MAX_CLIENTS = 256
 ACCEPTED_AT_ONCE = 64
 """Between two steps of the engine, which run on the same event loop."""
 ACCEPTING_SHARE = 0.1
+TAKEN_S = 0.01
+"""How often it is looked whether a long answer was taken."""
 LOOK_S = 0.5
 """How often strangers' times are looked at."""
 FULL_S = 0.1
 """The pause before the next try when the process has no file descriptor left."""
 SHUTDOWN_S = 1.0
 """How long TLS gets to say good-bye."""
+UNNOTICED = 65536
+"""Bytes of an answer on their way that nobody waits for: a client's own buffers take as many."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -65,6 +74,67 @@ class Connection:
         self.opening: asyncio.Task[None] | None = None
         """From its first byte until TLS is agreed on."""
         self.transport: asyncio.Transport | None = None
+        self.protocol: _Http | None = None
+        self.is_lost = False
+        self._had_all = False
+        """Whether nothing was on its way any more when it was lost."""
+        self._when_lost: Callable[[], None] | None = None
+
+    def watch(self, when_lost: Callable[[], None] | None) -> None:
+        """From now on this is called when it is lost, or at once; None ends that. The request's
+        body has been read: what comes after it is read too, as nothing else tells of a client that
+        hangs up."""
+        self._when_lost = when_lost
+        if when_lost is not None and self.is_lost:
+            when_lost()
+        elif when_lost is not None and self.protocol is not None:
+            self.protocol.flow.resume_reading()
+
+    async def took_all(self, within_s: float) -> bool:
+        """Whether the other side has what was written to it, but for UNNOTICED bytes, which its
+        machine may hold and nobody read. False once it is lost, or has taken nothing more for
+        `within_s`. The answer has not ended: the end of it begins the next request."""
+        if self.is_lost or self.transport is None or self.transport.is_closing():
+            return False  # what is written to a transport that closes goes nowhere
+        if (left := self._num_left()) <= UNNOTICED:
+            return True
+        lost, loop = asyncio.Event(), asyncio.get_running_loop()
+        until = loop.time() + within_s
+        self.watch(lost.set)
+        try:
+            while left and not self.is_lost:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TAKEN_S):
+                        await lost.wait()
+                before, left = left, self._num_left()
+                if left < before:
+                    until = loop.time() + within_s
+                elif left and loop.time() >= until:
+                    return False
+        finally:
+            self.watch(None)
+        return self._had_all if self.is_lost else True
+
+    def _num_left(self) -> int:
+        """Bytes that were written, and of which the other side's machine has not told that it has
+        them; where this system doesn't say, those that it has not taken over itself."""
+        assert self.transport is not None
+        if self.is_lost:
+            return 0
+        waiting = self.transport.get_write_buffer_size()
+        connected = self.transport.get_extra_info("socket")
+        if waiting or connected is None or not sys.platform.startswith("linux"):
+            return int(waiting)
+        try:
+            told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
+        except OSError:
+            return 0
+        return int.from_bytes(told, sys.byteorder)
+
+    def cut(self) -> None:
+        """Ends it, whatever is on its way."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def admit(self) -> bool:
         """It has shown the secret. False if there are too many clients already."""
@@ -74,8 +144,13 @@ class Connection:
         """It has its answer, and should be gone soon."""
         self._admission.leave(self)
 
-    def lost(self) -> None:
+    def lost(self, error: Exception | None = None) -> None:
+        """`error`: why, unless the other side has closed it."""
+        self._had_all = error is None and self.transport is not None and not self._num_left()
+        self.is_lost = True
         self._admission.forget(self)
+        if self._when_lost is not None:
+            self._when_lost()
 
 
 class Admission:
@@ -262,11 +337,12 @@ class _Http(H11Protocol):
     else is being answered, and ends the connection without a line in the log in any case."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.app_state["connection"].transport = transport
+        connection = self.app_state["connection"]
+        connection.transport, connection.protocol = transport, self
         super().connection_made(_Transport(transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.app_state["connection"].lost()
+        self.app_state["connection"].lost(exc)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import ipaddress
 import re
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from agentevo.errors import EngineError
 from agentevo.extras import load_extra
-from agentevo.files import create_atomic
+from agentevo.files import create_atomic, write_atomic
 
 NAME = "tls.pem"
+PUBLIC_NAME = "certificate.pem"
 HOST = "agentevo"
 """The name in the certificate, for people's tools: no engine is called so, and no client of ours
 compares it."""
@@ -29,10 +33,12 @@ _CERTIFICATE = re.compile(
 
 
 class RunCertificate:
-    """See the module. `folder` is the run's `engines`."""
+    """See the module. `folder` is the run's `engines`; `hosts` are names and addresses that a new
+    certificate is for, besides HOST: for clients that compare them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / NAME
+    def __init__(self, folder: Path, hosts: Sequence[str] = ()) -> None:
+        self.file, self._hosts = folder / NAME, hosts
+        self.public_file = folder / PUBLIC_NAME
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:
         """What an engine serves with, and its fingerprint; made if there is none. Raises
@@ -66,10 +72,22 @@ class RunCertificate:
         except ValueError as error:  # no base64, no ASCII
             raise self._damaged() from error
 
+    def publish(self) -> Path:
+        """Writes the certificate without its key beside it, for clients that are to trust it, and
+        returns that file. Raises EngineError where there is none."""
+        try:
+            certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
+            if certificate is None:
+                raise self._damaged()
+            write_atomic(self.public_file, certificate[0])
+        except OSError as error:
+            raise self._unusable(error) from error
+        return self.public_file
+
     def _make(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            create_atomic(self.file, new_certificate(), mode=0o600)
+            create_atomic(self.file, new_certificate(self._hosts), mode=0o600)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -98,9 +116,9 @@ def check_installed() -> None:
     )
 
 
-def new_certificate() -> str:
-    """A new key (P-256) and a certificate for it, in PEM. It is valid for ever: what ends it is
-    that its run forgets it."""
+def new_certificate(hosts: Sequence[str] = ()) -> str:
+    """A new key (P-256) and a certificate for it and these hosts, in PEM. It is valid for ever:
+    what ends it is that its run forgets it."""
     check_installed()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -117,8 +135,13 @@ def new_certificate() -> str:
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.datetime(2020, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([_named(host) for host in dict.fromkeys([HOST, *hosts])]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
     private = key.private_bytes(
@@ -127,3 +150,30 @@ def new_certificate() -> str:
         serialization.NoEncryption(),
     )
     return (private + certificate.public_bytes(serialization.Encoding.PEM)).decode("ascii")
+
+
+def _named(host: str) -> Any:
+    """A host as a certificate has it."""
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _usage() -> Any:
+    """What clients that check strictly want to see of an authority that is its own server."""
+    from cryptography.x509 import KeyUsage
+
+    may = dict.fromkeys(("digital_signature", "key_cert_sign"), True)
+    others = (
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
+    return KeyUsage(**may, **dict.fromkeys(others, False))

@@ -26,6 +26,7 @@ from agentevo.errors import (
     MissingExtraError,
     StreamDivergedError,
 )
+from agentevo.event_loop import in_thread
 from agentevo.inference.address import EngineAddress
 from agentevo.inference.certificate import fingerprint_of
 from agentevo.inference.listening import StreamedTokens
@@ -149,7 +150,7 @@ class ClientConnection:
                 "ws" + url.removeprefix("http") + PATH,
                 create_connection=_pinned_to(address),
                 logger=_WEBSOCKET_LOG,
-                additional_headers=await asyncio.to_thread(secret.header),
+                additional_headers=await in_thread(secret.header),
                 compression=None,
                 proxy=None,
                 open_timeout=ENCRYPTED_CONNECT_S if tls else CONNECT_S,

@@ -6,7 +6,7 @@ it begins with is found (history.py), and only the messages after it are encoded
 said is never encoded again. A history that was edited matches less, and its turn starts a new
 branch or root (types.Turn.parent); so do other tools, which the template writes before the first
 message. What comes back otherwise than it was recorded is counted (drift.py). Token ids in place of
-messages are matched against the recorded ids.
+messages are matched against the recorded ids, and so is a plain text (plain_prompts.py).
 
 Every request gets a seed of its own, made from the conversation's seed and the number of the
 request. Calls may overlap: turns are numbered in the order in which they end.
@@ -15,11 +15,10 @@ request. Calls may overlap: turns are numbered in the order in which they end.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,21 +28,26 @@ from agentevo.errors import (
     BadRequestError,
     EngineError,
     EngineUnavailableError,
+    GrammarError,
     ListenerError,
     RequestTooLongError,
+    shown,
 )
-from agentevo.event_loop import gather_all, outside_scopes
+from agentevo.event_loop import gather_all, in_thread, outside_scopes
 from agentevo.inference.drift import Drift, DriftPlace, TokenDifference, first_difference
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.history import Found, Histories, Node
 from agentevo.inference.listening import StreamedTokens
-from agentevo.models.chat import ChatFormat, is_long, num_characters
+from agentevo.inference.plain_prompts import PlainTexts, checked_ids, recorded_beginning
+from agentevo.models.answer_form import AnswerForm, grammar_of
+from agentevo.models.chat import LONG_TEXT, ChatFormat, is_long, num_characters
 from agentevo.models.chat_template import ToolSchemas
+from agentevo.penalties import Penalties
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import (
-    TURN_COLUMNS,
     Completion,
+    Constraint,
     Message,
     SamplingOverrides,
     SamplingParams,
@@ -58,6 +62,12 @@ MAX_COMPLETIONS = 1024
 """Completions that one call may ask for."""
 
 
+def check_count(n: int) -> None:
+    """Raises BadRequestError for a number of completions that no call may ask for."""
+    if not 1 <= n <= MAX_COMPLETIONS:
+        raise BadRequestError(f"n is {shown(n)}: ask for 1 to {MAX_COMPLETIONS} completions")
+
+
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     """What a call asks, and how it joins what is recorded."""
@@ -68,8 +78,10 @@ class _Prompt:
     ids: list[int]
     """The whole prompt."""
     new_messages: list[Message]
-    asked: Node | None
-    """The last message that was asked; None where token ids were given."""
+    asked: Node | None = None
+    """The last message that was asked; None where token ids or a text were given."""
+    text: str | None = None
+    """The whole prompt where a plain text was given."""
 
 
 class Conversation:
@@ -97,8 +109,11 @@ class Conversation:
         """Turn -> those that extend it; None -> roots."""
         self._histories = Histories()
         self._answers: list[Node | None] = []
-        """For each turn its message; None for one that answered token ids."""
+        """For each turn its message; None for one that answered token ids or a text."""
+        self._texts = PlainTexts(chat, self._context)
         self._discarded: set[int] = set()
+        self._malformed: dict[int, int] = {}
+        """Turn -> what it began as a tool call and is none."""
         self._pending: Counter[int] = Counter()
         """Version when a call was made -> calls without an answer."""
         self._closed = False
@@ -136,26 +151,31 @@ class Conversation:
 
     async def complete(
         self,
-        prompt: Sequence[Message] | Sequence[int],
+        prompt: Sequence[Message] | Sequence[int] | str,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         overrides: SamplingOverrides | None = None,
+        form: AnswerForm | None = None,
         n: int = 1,
         listen: CompletionListener | None = None,
         sized: Callable[[int, int], None] | None = None,
+        top_logprobs: int = 0,
+        drawn: Callable[[Sequence[Completion]], None] | None = None,
     ) -> list[Turn]:
-        """`n` answers of the policy to a history that ends with someone else's message, or to
-        token ids: recorded turns with one parent. All of them are recorded, or none. `tools` are
-        JSON schemas in OpenAI's form, which the chat template writes into the prompt. `listen` is
-        told every token of every completion, each completion's in order, before this returns;
-        `sized`, before the first of them, how many tokens the prompt has, and how many of them
-        were recorded.
+        """`n` answers of the policy to a history that ends with someone else's message, to token
+        ids, or to a plain text: recorded turns with one parent. All of them are recorded, or
+        none. `tools` are JSON schemas in OpenAI's form, which the chat template writes into the
+        prompt. `form`: what the answers have to look like. `listen` is told every token of every
+        completion, each completion's in order, before this returns; `sized`, before the first
+        of them, how many tokens the prompt has, and how many of them were recorded; `drawn`, the
+        completions, each with the likeliest `top_logprobs` tokens at its places.
 
         Raises BadRequestError for what can't be asked, RequestTooLongError when the context is
-        full, DeadlineExceededError when the engine is late, ListenerError when `listen` raises.
+        full, GrammarError for a form that can't be followed, DeadlineExceededError when the
+        engine is late, ListenerError when `listen` raises.
         """
-        if not 1 <= n <= MAX_COMPLETIONS:
-            raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
+        check_count(n)
+        grammar = grammar_of(form, self._chat, tools, prompt)
         joined = await self._join(prompt, ToolSchemas.of(tools))
         room = self._context_length - len(joined.ids)
         if room < 1:
@@ -165,7 +185,12 @@ class Conversation:
             )
         if sized is not None:
             sized(len(joined.ids), len(joined.ids) - len(joined.added))
-        requests = [self._request(overrides, number, room) for number in range(n)]
+        requests = [
+            msgspec.structs.replace(
+                self._request(overrides, number, room), grammar=grammar, top_logprobs=top_logprobs
+            )
+            for number in range(n)
+        ]
         call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
         with self._waiting(), call:
             completions = await self._all_completed(joined.ids, requests, listen)
@@ -174,7 +199,9 @@ class Conversation:
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
             call.note(**_facts(turns))
-            return turns
+        if drawn is not None:
+            drawn(completions)
+        return turns
 
     async def count_tokens(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -196,6 +223,11 @@ class Conversation:
         if message not in answer.forms:
             answer.recognise(message)
             self.drift.record(answer, message)
+
+    def note_malformed(self, turn: int, count: int) -> None:
+        """What turn `turn` said has so many malformed calls of tools, for a caller that reads calls
+        out of its text."""
+        self._malformed[turn] = count
 
     def discard(self, turn: int) -> None:
         """Nobody received what turn `turn` said. Nobody acted on it, so it earned nothing, and it
@@ -229,9 +261,14 @@ class Conversation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; nothing where nothing drifted and all was received."""
-        lost = len(self._turns) - len(self.received)
-        return self.drift.metrics() | ({"num_undelivered": float(lost)} if lost else {})
+        """For the trajectory; nothing where nothing drifted, all was received, and every call of a
+        tool was well formed."""
+        received = self.received
+        counts = {
+            "num_undelivered": len(self._turns) - len(received),
+            "num_malformed_calls": sum(self._malformed.get(turn, 0) for turn in received),
+        }
+        return self.drift.metrics() | {name: float(n) for name, n in counts.items() if n}
 
     def prompt_ids(self, turn: int) -> list[int]:
         """The whole context that turn `turn` answered."""
@@ -260,7 +297,11 @@ class Conversation:
         self._closed = True
         await self._engine.release(self._name)
 
-    async def _join(self, prompt: Sequence[Message] | Sequence[int], tools: ToolSchemas) -> _Prompt:
+    async def _join(
+        self, prompt: Sequence[Message] | Sequence[int] | str, tools: ToolSchemas
+    ) -> _Prompt:
+        if isinstance(prompt, str):
+            return await self._join_text(prompt)
         if prompt and isinstance(prompt[0], int):
             return self._join_ids(cast("Sequence[int]", prompt))
         messages = cast("Sequence[Message]", prompt)
@@ -288,7 +329,7 @@ class Conversation:
             return self._chat.continuation(new, ended_with_stop=ended, tools=tools)
 
         # Short ones on the spot: the order of events decides which requests share a step.
-        return await asyncio.to_thread(encoded) if is_long(new) else encoded()
+        return await in_thread(encoded) if is_long(new) else encoded()
 
     def _context(self, turn: int) -> list[int]:
         """Every id up to and including the turn's completion."""
@@ -305,37 +346,23 @@ class Conversation:
                 "observations"
             )
 
+    async def _join_text(self, prompt: str) -> _Prompt:
+        self._check_length(0, len(prompt))
+        long = len(prompt) > LONG_TEXT
+        ids = await in_thread(self._texts.ids_of, prompt) if long else self._texts.ids_of(prompt)
+        if not ids:
+            raise BadRequestError("the prompt is empty: give at least one character")
+        return replace(self._join_ids(ids), text=prompt)
+
     def _join_ids(self, prompt: Sequence[int]) -> _Prompt:
-        """The parent is the turn with the longest context that the ids begin with, the newest of
-        several."""
         if len(prompt) >= self._context_length:
             raise RequestTooLongError(
                 f"the prompt has {len(prompt)} tokens, the model's context is "
                 f"{self._context_length}: shorten it"
             )
-        ids, size = list(prompt), len(self._chat.tokenizer)
-        for place, token in enumerate(ids):
-            if not isinstance(token, int) or not 0 <= token < size:
-                raise BadRequestError(
-                    f"token {place} of the prompt is {token!r}: ids of this model are whole "
-                    f"numbers from 0 to {size - 1}"
-                )
-        given = array(TURN_COLUMNS["prompt_ids"], ids)
-        known, parent = 0, -1
-        reached: list[tuple[int, int | None]] = [(0, None)]
-        while reached:
-            start, turn = reached.pop()
-            for child in self._children.get(turn, ()):
-                middle = start + len(self._turns[child].prompt_ids)
-                end = middle + len(self._turns[child].completion_ids)
-                if (
-                    end < len(ids)
-                    and given[start:middle] == self._turns[child].prompt_ids
-                    and given[middle:end] == self._turns[child].completion_ids
-                ):
-                    known, parent = max((known, parent), (end, child))
-                    reached.append((end, child))
-        return _Prompt(parent if known else None, ids[known:], ids, [], None)
+        ids = checked_ids(prompt, len(self._chat.tokenizer))
+        known, parent = recorded_beginning(ids, self._turns, self._children)
+        return _Prompt(parent, ids[known:], ids, [])
 
     def _request(
         self, overrides: SamplingOverrides | None, number: int, room: int
@@ -343,6 +370,7 @@ class Conversation:
         """Sampling of the `number`th completion of a call. A seed that the call gives is the first
         completion's; the others' are made from it."""
         given = {} if overrides is None else overrides.given()
+        self._check_penalties(given.get("penalties"))
         longest = min(given.pop("max_new_tokens", self._sampling.max_new_tokens), room)
         seed = derive_seed(self._seed, "turn", self._num_requests)
         if "seed" in given:
@@ -350,6 +378,16 @@ class Conversation:
             seed = derive_seed(first, "completion", number) if number else first
         self._num_requests += 1
         return msgspec.structs.replace(self._sampling, **given, seed=seed, max_new_tokens=longest)
+
+    def _check_penalties(self, penalties: Penalties | None) -> None:
+        """Raises BadRequestError for what nothing can be drawn under."""
+        if penalties is None:
+            return
+        problem, size = penalties.problem, len(self._chat.tokenizer)
+        if problem is None and penalties.last_token >= size:
+            problem = f"logit_bias names token {penalties.last_token}: the model has {size}"
+        if problem is not None:
+            raise BadRequestError(f"penalties: {problem}")
 
     def _record(self, joined: _Prompt, sampling: SamplingParams, completion: Completion) -> Turn:
         said = Message("assistant", self._chat.text(completion.ids))
@@ -364,7 +402,14 @@ class Conversation:
             temperature=sampling.temperature,
             seed=sampling.seed,
             overrides=self._changed(sampling),
+            constraint=Constraint(
+                grammar=sampling.grammar, end_ids=sampling.stop_token_ids, masks=completion.masks
+            )
+            if sampling.grammar
+            else None,
+            penalties=sampling.penalties,
             messages=[*joined.new_messages, said],
+            tools=joined.asked.tools.as_json if joined.asked and joined.parent is None else "",
         )
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn.index)
@@ -373,6 +418,8 @@ class Conversation:
         if answer is not None:
             answer.turn = turn.index
             self.drift.record(answer, said)
+        if joined.text is not None:
+            self._texts.answered(joined.text, said.text, turn.index, turn.completion_ids)
         return turn
 
     def _changed(self, sampling: SamplingParams) -> SamplingOverrides | None:
@@ -429,7 +476,7 @@ class Conversation:
             if streamed is not None:
                 streamed.finish(completion)
             return completion
-        except (RequestTooLongError, ListenerError):
+        except (RequestTooLongError, GrammarError, ListenerError):
             raise
         except asyncio.CancelledError:
             if self._engine.version < 0:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from agentevo.inference.engine import InFlight, TokenListener
 from agentevo.models.linear import drop_packed
 from agentevo.models.model_copy import copy_policy
+from agentevo.models.own_state import own_torch_state
 from agentevo.models.parameters import trained_weights
 from agentevo.types import Completion, SamplingParams
 
@@ -27,6 +28,7 @@ class EarlierWeights:
     def clear(self) -> None:
         self._copies.clear()
 
+    @own_torch_state()
     @torch.no_grad()
     def keep(self, version: int, count: int) -> None:
         """A copy of the weights as they are now, as `version`; the newest `count` stay."""

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from agentevo.config import EngineSection
-from agentevo.errors import EngineError
+from agentevo.errors import EngineError, GrammarError
 from agentevo.types import (
     LARGEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
+    MAX_GRAMMAR,
     MAX_STOP_STRING,
     MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
     Completion,
     SamplingParams,
 )
@@ -57,6 +59,11 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
         ("top_k", sampling.top_k >= 0, "at least 0 (which keeps all)"),
         ("min_p", 0 <= sampling.min_p < 1, "at least 0 and below 1"),
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
+        (
+            "top_logprobs",
+            0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS,
+            f"0 to {MAX_TOP_LOGPROBS}",
+        ),
     )
     for name, is_right, allowed in ranges:
         if not is_right:  # nor is NaN
@@ -68,6 +75,16 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
             f"sampling: stop_strings must be at most {MAX_STOP_STRINGS}, each of 1 to "
             f"{MAX_STOP_STRING} characters"
         )
+    if len(sampling.grammar) > MAX_GRAMMAR:
+        raise GrammarError(
+            f"the grammar or schema has {len(sampling.grammar)} characters, the limit is "
+            f"{MAX_GRAMMAR}: give a smaller one"
+        )
+    problem = None if sampling.penalties is None else sampling.penalties.problem
+    if problem is not None:
+        raise EngineError(f"sampling: penalties: {problem}")
+    if sampling.grammar and not sampling.stop_token_ids:
+        raise GrammarError("a grammar needs stop_token_ids: nothing else ends its texts")
     if not math.isfinite(deadline_s):
         raise EngineError(f"the deadline of a request must be in seconds, not {deadline_s!r}")
 
@@ -93,9 +110,9 @@ class Engine(Protocol):
 
         `session` names a conversation whose key-value cache is kept: the next call with the same
         name costs only its new tokens. Raises EngineError for what `check_request` refuses,
-        RequestTooLongError if the tokens can never fit,
-        DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees whatever the
-        request held.
+        GrammarError for a grammar that it can't follow, RequestTooLongError if the tokens can
+        never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees
+        whatever the request held.
 
         `listen` is told the completion's tokens as they are drawn, in order and each once, before
         the next step begins. The completion is the truth: what was told is a beginning of it, and

@@ -19,6 +19,7 @@ from agentevo.errors import (
     DeadlineExceededError,
     EngineError,
     EngineUnavailableError,
+    GrammarError,
     RequestTooLongError,
 )
 from agentevo.inference.engine import InFlight
@@ -131,6 +132,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 ERRORS: dict[str, tuple[int, type[EngineError]]] = {
     "RequestTooLongError": (413, RequestTooLongError),
+    "GrammarError": (400, GrammarError),
     "EngineUnavailableError": (503, EngineUnavailableError),
     "DeadlineExceededError": (504, DeadlineExceededError),
     "EngineError": (500, EngineError),

@@ -9,13 +9,13 @@ for which nobody waits any more, the checkpoint has them too.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
 import torch
 
 from agentevo.errors import EngineError
+from agentevo.event_loop import in_thread
 from agentevo.inference.weight_transport import Latest
 from agentevo.inference.weights import WeightsFolder
 
@@ -68,7 +68,7 @@ class Publication:
             if state == self._looked_whole and not late:
                 return
             try:
-                await asyncio.to_thread(self._folder.check, self._latest)
+                await in_thread(self._folder.check, self._latest)
             except EngineError as error:
                 self._say(
                     f"version {self._latest.version} was damaged after it was published, and is "
@@ -88,9 +88,7 @@ class Publication:
 
     async def _write(self) -> None:
         self._latest = self._looked_whole = None
-        sha256 = await asyncio.to_thread(
-            self._folder.write, self._version, self._model, keep=self._keep
-        )
+        sha256 = await in_thread(self._folder.write, self._version, self._model, keep=self._keep)
         self._latest, self._said = Latest(self._version, sha256), ""
 
     def _announced(self) -> Latest | None:

@@ -31,9 +31,11 @@ from agentevo.errors import (
     DeadlineExceededError,
     EngineError,
     EngineUnavailableError,
+    GrammarError,
     RequestTooLongError,
     StreamDivergedError,
 )
+from agentevo.event_loop import in_thread
 from agentevo.inference.address import EngineAddress
 from agentevo.inference.client_connection import (
     CONNECT_S,
@@ -185,7 +187,12 @@ class RemoteEngine:
                 return await engine.connection.generate(
                     prompt_ids, sampling, session, left, streamed
                 )
-            except (RequestTooLongError, DeadlineExceededError, StreamDivergedError):
+            except (
+                RequestTooLongError,
+                GrammarError,
+                DeadlineExceededError,
+                StreamDivergedError,
+            ):
                 raise
             except (LostError, EngineUnavailableError) as error:
                 engine.suspect, self._trouble = True, str(error)
@@ -283,7 +290,7 @@ class RemoteEngine:
         """Finds out who is announced, connects to each, and forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             reading_since = time.monotonic()
-            announcements = await asyncio.to_thread(self._engines.living, self._max_age_s)
+            announcements = await in_thread(self._engines.living, self._max_age_s)
             self._excuse(time.monotonic() - reading_since)
             addresses = {engine.url: engine.address for engine in announcements}
         else:

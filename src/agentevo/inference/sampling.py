@@ -3,9 +3,15 @@ was drawn from."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
-from agentevo.types import SamplingParams
+from agentevo.models.grammar import allowed
+from agentevo.penalties import Changes
+from agentevo.types import Alternatives, SamplingParams
 
 _BLOCK = 256
 
@@ -34,16 +40,54 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return logits
 
 
+def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> None:
+    """Tokens of logits [B, V] that a row's mask [W] does not have become -inf, in place. A row
+    without a mask stays as it is."""
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            forbidden = torch.from_numpy(~allowed(mask, logits.shape[-1]))
+            logits[row].masked_fill_(forbidden.to(logits.device), float("-inf"))
+
+
+def penalise(logits: torch.Tensor, changes: Sequence[Changes | None]) -> None:
+    """Logits [B, V] float32 under the penalties of each row, in place. A row without any stays as
+    it is."""
+    for row, change in enumerate(changes):
+        if change is not None:
+            tokens, offsets, repeated = (torch.from_numpy(a).to(logits.device) for a in change)
+            z = logits[row, tokens]
+            logits[row, tokens] = torch.where(z > 0, z / repeated, z * repeated) + offsets
+
+
 def draw(
-    logits: torch.Tensor, params: list[SamplingParams], uniforms: list[float]
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    uniforms: list[float],
+    masks: Sequence[np.ndarray | None] = (),
+    changes: Sequence[Changes | None] = (),
 ) -> tuple[list[int], list[float]]:
     """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
-    [B] in [0, 1); greedy at temperature 0.
+    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as
+    in `keep_allowed`; none where nothing is constrained. `changes` likewise: see `penalise`.
 
     A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites
     `logits`.
     """
+    return draw_with_alternatives(logits, params, uniforms, masks, changes)[:2]
+
+
+def draw_with_alternatives(
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    uniforms: list[float],
+    masks: Sequence[np.ndarray | None] = (),
+    changes: Sequence[Changes | None] = (),
+) -> tuple[list[int], list[float], list[Alternatives]]:
+    """As `draw`, and for each row the `top_logprobs` likeliest tokens of the distribution that was
+    drawn from; at temperature 0 the token alone."""
     logits = logits.float()
+    penalise(logits, changes)
+    keep_allowed(logits, masks)
     temperatures = [p.temperature for p in params]
     if any(t not in (0.0, 1.0) for t in temperatures):
         scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
@@ -53,7 +97,9 @@ def draw(
             logits[row] = filter_logits(logits[row], p)
     most_likely = logits.argmax(dim=-1) if not all(temperatures) else None
     if most_likely is not None and not any(temperatures):
-        return most_likely.tolist(), [0.0] * len(params)
+        certain: list[int] = most_likely.tolist()
+        alone = [[(t, 0.0)] if p.top_logprobs else [] for t, p in zip(certain, params, strict=True)]
+        return certain, [0.0] * len(params), alone
     weights = logits.sub_(
         logits.amax(dim=-1, keepdim=True)
     ).exp_()  # [B, V], in place: the logits are large, and ours
@@ -65,7 +111,22 @@ def draw(
         greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)
         tokens = torch.where(greedy, most_likely, tokens)
         logprobs = torch.where(greedy, torch.zeros_like(logprobs), logprobs)
-    return tokens.tolist(), logprobs.tolist()
+    drawn: list[int] = tokens.tolist()
+    alternatives = [
+        [(token, 0.0)] if p.top_logprobs and not p.temperature else _likeliest(row, total, p)
+        for token, row, total, p in zip(drawn, weights, totals, params, strict=True)
+    ]
+    return drawn, logprobs.tolist(), alternatives
+
+
+def _likeliest(weights: torch.Tensor, total: torch.Tensor, params: SamplingParams) -> Alternatives:
+    """Of one row of weights [V] that sum to `total`."""
+    if not params.top_logprobs:
+        return []
+    top = torch.topk(weights, min(params.top_logprobs, len(weights)))
+    logprobs = (top.values.double() / total).log().float().tolist()
+    ids = top.indices.tolist()
+    return [(t, logp) for t, logp in zip(ids, logprobs, strict=True) if logp > -math.inf]
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

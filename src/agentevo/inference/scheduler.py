@@ -18,11 +18,13 @@ from itertools import pairwise
 import numpy as np
 
 from agentevo.config import EngineSection
-from agentevo.errors import ListenerError, RequestTooLongError
+from agentevo.errors import GrammarError, ListenerError, RequestTooLongError
 from agentevo.inference.engine import TokenListener
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, num_blocks
 from agentevo.inference.listening import tell
-from agentevo.types import Completion, SamplingParams
+from agentevo.models.grammar import GrammarState
+from agentevo.penalties import PenaltyState
+from agentevo.types import Alternatives, Completion, SamplingParams
 
 MIN_SHARED_TOKENS = 16
 """A shorter common prefix is not worth a step of its own."""
@@ -47,9 +49,13 @@ class Request:
     version: int | None = None
     """The weights that it asks for; None for the newest, whatever they are."""
     listen: TokenListener | None = None
+    grammar: GrammarState | None = None
+    """Decides which tokens may come next."""
+    penalties: PenaltyState | None = None
     completion: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.max_tokens = len(self.ids) + (
@@ -59,13 +65,30 @@ class Request:
         self.stop_ids = frozenset(self.params.stop_token_ids)
 
     def tell(self, token: int, logprob: float) -> None:
-        """Tells the listener of the newest token. One that raises ends this request alone."""
-        if self.listen is None or self.future is None or self.future.done():
+        """Tells penalties, grammar and listener of the newest token. Where one of them raises, this
+        request alone ends."""
+        if self.penalties is not None:
+            self.penalties.take(token)
+        if self.future is None or self.future.done():
             return
         try:
-            tell(self.listen, [token], [logprob])
-        except ListenerError as error:
+            if self.grammar is not None:
+                self.grammar.take(token)
+            if self.listen is not None:
+                tell(self.listen, [token], [logprob])
+        except (GrammarError, ListenerError) as error:
             self.future.set_exception(error)
+
+    def allowed(self) -> np.ndarray | None:
+        """The tokens that may come next, as in `sampling.keep_allowed`. A grammar that can't go on
+        ends this request alone."""
+        if self.grammar is None or self.future is None or self.future.done():
+            return None
+        try:
+            return self.grammar.mask()
+        except GrammarError as error:
+            self.future.set_exception(error)
+            return None
 
     @property
     def abandoned(self) -> bool:

@@ -31,14 +31,17 @@ from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
 from agentevo.inference.earlier import EarlierWeights, PinnedEngine
 from agentevo.inference.engine import Engine, InFlight, TokenListener, Weights, check_request
-from agentevo.inference.sampling import draw
+from agentevo.inference.grammars import EngineGrammars
+from agentevo.inference.sampling import draw_with_alternatives
 from agentevo.inference.scheduler import Request, Scheduler, Sequence
 from agentevo.inference.verified import VerifiedWeights, verify_weights
 from agentevo.models.adapters import adapter_names, use_adapter
 from agentevo.models.invariance import company_matters
 from agentevo.models.linear import drop_packed
+from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
 from agentevo.models.trial import key_value_sizes
+from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, FinishReason, SamplingParams
 
 LOOK_S = 0.05
@@ -82,6 +85,7 @@ class TorchEngine:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._prefill_tokens = self.config.prefill_tokens or (512 if on_cpu else 4096)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
+        self._grammars = EngineGrammars(tokenizer, self._vocabulary)
         self._version = 0
         self.failed_steps = 0
         """How many steps have failed in a row, up to now."""
@@ -127,22 +131,30 @@ class TorchEngine:
             raise EngineError(
                 "the prompt is empty: an engine needs at least one token to predict from"
             )
+        named = (*prompt_ids, sampling.penalties.last_token if sampling.penalties else 0)
         if (
-            min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary
+            min(prompt_ids) < 0 or max(named) >= self._vocabulary
         ):  # in a step it would fail for everybody
-            unknown = next(token for token in prompt_ids if not 0 <= token < self._vocabulary)
+            unknown = next(token for token in named if not 0 <= token < self._vocabulary)
             raise EngineError(
-                f"the prompt has token {unknown}, the model knows 0 to {self._vocabulary - 1}: "
+                f"the request has token {unknown}, the model knows 0 to {self._vocabulary - 1}: "
                 "use its own tokenizer"
             )
         if sampling.stop_strings and self.tokenizer is None:
             raise EngineError(
                 "stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids"
             )
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(Request(list(prompt_ids), sampling, future, session, version, listen))
-        self._start_pump()
         ends, slept_s = time.monotonic() + deadline_s, self.slept_s
+        grammar = await self._grammars.begin(sampling, deadline_s)
+        given = sampling.penalties
+        penalties = None if given is None else PenaltyState(given, prompt_ids)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.scheduler.submit(
+            Request(
+                list(prompt_ids), sampling, future, session, version, listen, grammar, penalties
+            )
+        )
+        self._start_pump()
         try:
             while not future.done():
                 left = ends + (self.slept_s - slept_s) - time.monotonic()
@@ -370,10 +382,12 @@ class TorchEngine:
                 if request.future is not None and not request.future.done():
                     request.future.set_exception(failure)
 
+    @own_torch_state()
     @torch.inference_mode()
     def _admit(self) -> None:
         self.scheduler.admit()
 
+    @own_torch_state()
     @torch.inference_mode()
     def _step(self) -> int:
         """One forward pass, or one for each version that running requests ask for; returns how many
@@ -422,19 +436,26 @@ class TorchEngine:
         if not batch.sampled:
             return 0
         requests = [s.request for s in batch.sampled if s.request is not None]
-        tokens, logprobs = draw(
-            logits, [r.params for r in requests], [float(r.rng.random()) for r in requests]
+        masks = [r.allowed() for r in requests] if any(r.grammar for r in requests) else []
+        changes = [None if r.penalties is None else r.penalties.changes() for r in requests]
+        tokens, logprobs, likeliest = draw_with_alternatives(
+            logits,
+            [r.params for r in requests],
+            [float(r.rng.random()) for r in requests],
+            masks,
+            changes,
         )
         finished = 0
-        for sequence, request, token, logprob in zip(
-            batch.sampled, requests, tokens, logprobs, strict=True
+        for sequence, request, token, logprob, top in zip(
+            batch.sampled, requests, tokens, logprobs, likeliest, strict=True
         ):
+            if request.params.top_logprobs:
+                request.top_logprobs.append(top)
             request.completion.append(token)
             request.logprobs.append(logprob)
             request.versions.append(version)
             sequence.ids.append(token)
-            if request.listen is not None:
-                request.tell(token, logprob)
+            request.tell(token, logprob)
             reason = self._finish_reason(request)
             if reason is not None:
                 finished += 1
@@ -465,5 +486,7 @@ class TorchEngine:
                     logprobs=request.logprobs,
                     versions=request.versions,
                     finish_reason=reason,
+                    masks="" if request.grammar is None else request.grammar.digest(),
+                    top_logprobs=request.top_logprobs,
                 )
             )

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import EngineError
 from agentevo.inference.engine import Weights
+from agentevo.models.own_state import own_torch_state
 
 
 class VerifiedWeights(Mapping[str, torch.Tensor]):
@@ -34,6 +35,7 @@ class VerifiedWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    @own_torch_state()
     @torch.no_grad()
     def swap_in(self) -> None:
         """The second phase: the model computes with them from now on."""

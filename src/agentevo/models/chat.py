@@ -11,6 +11,11 @@ thinking from old turns does no harm: the old turn is never rendered. Before the
 the assistant's message is a tool call with the sentinel among its arguments, where the template
 has a place for calls: some templates end such a message otherwise, or refuse results without one.
 
+Harmony's templates (GPT-OSS) end an answer with <|return|> where it is the last message and with
+<|end|> in a history, and leave its channel to the model. The drawn <|return|> or <|call|> is kept
+and stands for what the template writes in its place; <|end|> ends no answer, as a thought ends in
+it.
+
 Where a template rewrites what came before (numbers the turns, moves the system message, drops old
 messages) no continuation exists; it is refused at construction, and tools that it moves when they
 are first given. A mismatch that stays: where a completion ends in mid-word, the template's own
@@ -29,9 +34,13 @@ from itertools import takewhile
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from agentevo.errors import ModelError
+from agentevo.models.call_notation import CallNotation, call_notation
 from agentevo.models.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
 from agentevo.models.text_stream import TextStream, before_stop
+from agentevo.models.token_texts import TokenTexts
 from agentevo.models.tool_calls import ToolCallParser, find_parser
+from agentevo.models.tool_calls.harmony import ENDS as HARMONY_ENDS
+from agentevo.models.tool_calls.parser import HARMONY
 from agentevo.types import Message, ToolCall
 
 CACHED_MESSAGES = 8192
@@ -67,13 +76,18 @@ class ChatFormat:
     ) -> None:
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        self.end_of_turn_id = end_of_turn_id(tokenizer)
+        self.end_of_turn_id, self._end_in_history = turn_ends(tokenizer)
+        is_harmony = self.parser.name == HARMONY
         declared = [
+            *(harmony_ids(tokenizer, "<|return|>", "<|call|>") if is_harmony else ()),
             *_eos_ids(tokenizer.eos_token_id),
             *_eos_ids(getattr(generation_config, "eos_token_id", None)),
         ]
-        self.end_ids = tuple(sorted({self.end_of_turn_id, *declared}))
+        within = {self._end_in_history} - {self.end_of_turn_id}
+        self.end_ids = tuple(sorted({self.end_of_turn_id, *declared} - within))
         """Ids that end a completion: stop tokens for the engine."""
+        self._said_header = ""
+        """What the template puts before an answer's text and its prompt leaves to the policy."""
         # Members of a group meet the same environments, so the same messages come again and again.
         self._first_prompt = lru_cache(CACHED_MESSAGES)(self._compute_first_prompt)
         self._continuation = lru_cache(CACHED_MESSAGES)(self._compute_continuation)
@@ -109,14 +123,23 @@ class ChatFormat:
     def completion(self, message: Message) -> list[int]:
         """Ids of an assistant's message that someone else wrote (a demonstration), as the policy
         would have to say it, end-of-turn token included."""
+        end = self.end_of_turn_id
         if message.tool_calls or message.reasoning is not None:
-            text = self._written(message)
+            text, end = self._written_with_end(message)
         else:
-            text = message.text
+            text = self._said_header + message.text
         if OPENS_THINKING.search(self.opening):
             thought, text = thought_of(text, message.reasoning, self.opening)
             text = thought + text
-        return [*self._encode(text), self.end_of_turn_id]
+        return [*self._encode(text), end]
+
+    def plain(self, text: str, *, begins: bool = True) -> list[int]:
+        """Ids of a text outside of any chat. One that `begins` a context gets the token that the
+        tokenizer puts there, unless the text has it already."""
+        ids, start = self._encode(text), self.tokenizer.bos_token_id
+        if begins and start is not None and self.tokenizer.encode("")[:1] == [start] != ids[:1]:
+            return [start, *ids]
+        return ids
 
     def text(self, completion_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
         """What a completion says, without the token that ends it; up to the first of `stop_strings`
@@ -145,9 +168,20 @@ class ChatFormat:
         """Reads tool calls and reasoning as the model's family writes them."""
         return find_parser(str(self.tokenizer.get_chat_template()))
 
-    def token_texts(self, completion_ids: Sequence[int]) -> list[str]:
-        """A completion's text token by token; a part of a character is U+FFFD."""
-        return [str(self.tokenizer.decode([token])) for token in completion_ids]
+    @cached_property
+    def call_notation(self) -> CallNotation | None:
+        """How the model's family writes tool calls; None where that is no JSON behind a name."""
+        return call_notation(self.parser, self._written)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens that stand for a text of their own, such as "<tool_call>", and their ids."""
+        return dict(self.tokenizer.get_added_vocab())
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Texts of single tokens."""
+        return TokenTexts(self.tokenizer)
 
     def opening_of(self, prompt_ids: Sequence[int]) -> str:
         """What the end of this prompt says in the assistant's place: `opening`, or nothing."""
@@ -176,7 +210,7 @@ class ChatFormat:
             answered = [_USER, Message("assistant", _FIRST), *messages]
             text = self._template.render(answered, prompt=True, tools=tools)
             ids = self._encode(_after(_FIRST, text))
-            if self.end_of_turn_id not in ids:
+            if self._end_in_history not in ids:
                 raise ModelError(
                     _refusal(
                         "it does not end an assistant's message that is followed by one of role "
@@ -184,7 +218,7 @@ class ChatFormat:
                     )
                 )
             if ended_with_stop:
-                return ids[ids.index(self.end_of_turn_id) + 1 :]
+                return ids[ids.index(self._end_in_history) + 1 :]
             return ids
         return ids[1:] if ended_with_stop else ids
 
@@ -228,10 +262,17 @@ class ChatFormat:
 
     def _written(self, message: Message) -> str:
         """The text of an assistant's message with tool calls or reasoning, by the template."""
+        return self._written_with_end(message)[0]
+
+    def _written_with_end(self, message: Message) -> tuple[str, int]:
+        """Likewise, and the token that ends it."""
         prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
         whole = self._template.render([_USER, message], prompt=False)
-        end = str(self.tokenizer.convert_ids_to_tokens(self.end_of_turn_id))
-        text, ended, _ = whole.removeprefix(prompt).rpartition(end)
+        said = whole.removeprefix(prompt)
+        ends = [self.end_of_turn_id, *(self.end_ids if self._said_header else ())]
+        marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
+        found = ((*said.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
+        text, ended, end = next((one for one in found if one[1]), ("", "", ends[0]))
         if not whole.startswith(prompt) or not ended:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
@@ -243,7 +284,7 @@ class ChatFormat:
                 "the chat template leaves out the reasoning: choose a model whose template has a "
                 "place for it, or write it into the content"
             )
-        return text
+        return text, end
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -275,6 +316,9 @@ class ChatFormat:
         generation, once = render([], prompt=True), render([first, _USER], prompt=True)
         twice = render([first, _USER, second, _USER], prompt=True)
         header, sentinel, after_first = once.partition(_FIRST)
+        if self.parser.name == HARMONY and header.startswith(generation):
+            self._said_header = header[len(generation) :]
+            header = generation
         if not sentinel or not generation.startswith(header):
             raise ModelError(
                 _refusal(
@@ -317,6 +361,18 @@ class ChatFormat:
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The first special token that follows an assistant's message, whether or not another message
     comes after it. Raises ModelError where there is none."""
+    last, in_history = turn_ends(tokenizer)
+    if last != in_history:
+        raise ModelError(
+            _refusal("it ends an assistant's message differently once another message follows")
+        )
+    return last
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """The first special token that follows an assistant's message: of the last one, and of one
+    that others follow. They differ with Harmony alone; other templates where they do are refused
+    with a ModelError, as are those without such a token."""
     template = ChatTemplate(tokenizer)
 
     def after_answer(messages: list[Message], *, prompt: bool) -> list[int]:
@@ -332,11 +388,22 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
                 "tells where a turn ends"
             )
         )
-    if after_answer([_USER], prompt=True)[: end + 1] != last[: end + 1]:
+    followed = after_answer([_USER], prompt=True)[: end + 1]
+    is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
+    known = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
+    if followed != last[: end + 1] and not (
+        followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(known)
+    ):
         raise ModelError(
             _refusal("it ends an assistant's message differently once another message follows")
         )
-    return last[end]
+    return last[end], followed[end]
+
+
+def harmony_ids(tokenizer: PreTrainedTokenizerBase, *texts: str) -> list[int]:
+    """Ids of those of Harmony's marks that are tokens of this tokenizer."""
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[text] for text in texts if text in vocabulary]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -111,8 +111,8 @@ class ChatTemplate:
                 if text is not None and repr({"a": _ARGUMENT}) not in text:
                     return form
         return ModelError(
-            "the chat template leaves out tool_calls: choose a model whose template has a place "
-            "for them"
+            "the chat template leaves out tool_calls: set model.chat_template=hermes for a model "
+            "that speaks ChatML, or choose a model whose template has a place for them"
         )
 
     @cached_property
@@ -136,8 +136,9 @@ class ChatTemplate:
         messages = [Message("user", "q")]
         if self.render(messages, prompt=True, tools=tools) == self.render(messages, prompt=True):
             raise ModelError(
-                "the chat template leaves out tools: choose a model whose template has a place "
-                "for them, or describe them in the system message"
+                "the chat template leaves out tools: set model.chat_template=hermes for a model "
+                "that speaks ChatML (such as smollm2-135m-instruct), choose a model whose template "
+                "has a place for them, or describe them in the system message"
             )
 
     def _mapping(self, message: Message, form: CallForm) -> dict[str, Any]:

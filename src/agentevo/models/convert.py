@@ -35,8 +35,8 @@ def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
     `known` says."""
     if not is_gguf_available():
         raise MissingExtraError(
-            f"converting {known.name} needs the package gguf: run `pip install "
-            f"'gguf>={GGUF_MIN_VERSION}'`"
+            f"converting {known.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
+            "install 'agentevo[train]'"
         )
     # One of the reader's progress bars obeys no switch, only the stream.
     with no_progress_bars(), contextlib.redirect_stderr(io.StringIO()):

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from agentevo.config.sections import CHAT_TEMPLATES
 from agentevo.errors import ModelError
 from agentevo.models.adapters import (
     add_adapter,
@@ -34,6 +35,8 @@ from agentevo.models.tiny import make_tiny
 
 if TYPE_CHECKING:
     from agentevo.config import ModelSection
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,32 @@ def load_model(
     fresh adapters; nothing else uses them. Raises `ModelError` or `UnknownNameError`, with the
     remedy, if the model can't be found, read or put on the device.
     """
+    loaded = _load(section, corpus, seed, progress)
+    if section.chat_template is not None:
+        loaded.tokenizer.chat_template = template_text(section.chat_template)
+    return loaded
+
+
+def template_text(template: str) -> str:
+    """A chat template of the recipe: the text itself, or that of one that AgentEvo ships."""
+    if template in CHAT_TEMPLATES:
+        return (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    return template
+
+
+def _load(
+    section: ModelSection,
+    corpus: Callable[[], Iterable[str]] | None,
+    seed: int,
+    progress: Progress | None,
+) -> LoadedModel:
     device = find_device(section.device)
     dtype: torch.dtype = getattr(torch, section.dtype)
     if section.name == "tiny":
         if corpus is None and section.tiny.tokenizer == "word":
             raise ModelError(
-                "model.name=tiny needs texts to take its words from: pass corpus=..., or set "
-                "model.tiny.tokenizer=byte"
+                "model.tiny.tokenizer=word takes its words from an environment or a file of tasks, "
+                "and this run has neither: set model.tiny.tokenizer=byte"
             )
         model, tokenizer = make_tiny(section.tiny, corpus() if corpus else (), seed)
         for parameter in model.parameters():

@@ -2,7 +2,7 @@
 
 Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known
 name (`known.py`), downloaded and converted on first use; a hub name `org/name`, left to whoever can
-reach the hub. Importing this module imports no torch.
+reach the hub; `hf://org/name` is that and nothing else. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from agentevo.parsing import read_json_object
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
 
+HUB = "hf://"
+"""How a name begins that can only be the Hugging Face hub's."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH = re.compile(r"[./~]")
 """How a name begins that can only be a path."""
@@ -36,6 +38,10 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
     `ModelError` for a folder without a model.
     """
+    if name.startswith(HUB):
+        if not _HUB_NAME.fullmatch(name.removeprefix(HUB)):
+            raise ModelError(f"model {name[:100]!r}: a hub model is written {HUB}org/name")
+        return name.removeprefix(HUB)
     folder = _folder_of(name)
     if os.path.isfile(folder / "config.json"):
         _check_files(name, folder)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agentevo.errors import ModelError
 
@@ -47,9 +48,10 @@ class TextStream:
         stop_strings: Sequence[str],
         whole: Callable[[Sequence[int]], str],
     ) -> None:
-        self._tokenizer, self._whole = tokenizer, whole
+        self._whole = whole
         self._end_ids, self._stop_strings = frozenset(end_ids), tuple(stop_strings)
         self._in_pieces = _decodes_in_pieces(tokenizer)
+        self._backend: Any = tokenizer.backend_tokenizer if self._in_pieces else None
         self._ids: list[int] = []
         """All of the completion so far."""
         self._decoded = 0
@@ -73,10 +75,12 @@ class TextStream:
         self._pieces.append(piece)
         return piece
 
-    def finish(self) -> str:
-        """The rest of the text, now that the completion is whole. Raises ModelError for a tokenizer
-        that decodes a token otherwise in other company."""
-        text, told = self._whole(self._ids), "".join(self._pieces)
+    def finish(self, said: str | None = None) -> str:
+        """The rest of the text, now that the completion is whole. `said`: all that it says, stop
+        strings included, for a caller that has decoded it. Raises ModelError for a tokenizer that
+        decodes a token otherwise in other company."""
+        text = self._whole(self._ids) if said is None else before_stop(said, self._stop_strings)
+        told = "".join(self._pieces)
         if not text.startswith(told):
             raise ModelError(
                 f"the tokenizer decodes tokens otherwise one by one ({told[-80:]!r}) than all at "
@@ -89,8 +93,8 @@ class TextStream:
         """The certain text of the tokens that have not been decoded."""
         last = len(self._ids) - (bool(self._ids) and self._ids[-1] in self._end_ids)
         new_ids = self._ids[self._decoded : last]
-        names: list[str | None] = list(self._tokenizer.convert_ids_to_tokens(new_ids))
-        for token, name in zip(new_ids, names, strict=True):
+        for token in new_ids:
+            name = self._backend.id_to_token(token)
             if name is not None:  # an id beyond the vocabulary has no text
                 self._window.append(token)
                 self._in_run = _BYTE.fullmatch(name) is not None
@@ -112,7 +116,8 @@ class TextStream:
         self._known = len(self._text()) - uncertain
 
     def _text(self) -> str:
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=False))
+        # What the tokenizer itself adds to this, `_decodes_in_pieces` rules out.
+        return str(self._backend.decode(self._window, skip_special_tokens=False))
 
     def _before_stop(self, new: str) -> str:
         """What can be told of the waiting text and this one."""
@@ -140,7 +145,7 @@ def _first_beginning(text: str, stop: str) -> int:
 
 def _decodes_in_pieces(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the text of a token depends on its nearest neighbours alone."""
-    if not tokenizer.is_fast:
+    if not tokenizer.is_fast or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
         return False
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
     forced = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output

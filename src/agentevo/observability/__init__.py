@@ -13,7 +13,12 @@ from agentevo.observability.metrics import (
     read_metrics,
 )
 from agentevo.observability.plots import write_plots
-from agentevo.observability.report import report_from_run, sample_trajectories, write_report
+from agentevo.observability.report import (
+    report_at_end,
+    report_from_run,
+    sample_trajectories,
+    write_report,
+)
 from agentevo.observability.trajectory_view import Decode, render_trajectory
 
 __all__ = [
@@ -28,6 +33,7 @@ __all__ = [
     "read_evaluations",
     "read_metrics",
     "render_trajectory",
+    "report_at_end",
     "report_from_run",
     "sample_trajectories",
     "write_plots",

@@ -12,10 +12,13 @@ training.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
 import msgspec
@@ -153,10 +156,20 @@ def open_console(stream: TextIO, plain: bool | None) -> Console | None:
     return console if drawable else None
 
 
-def print_line(stream: TextIO, text: str) -> None:
+def print_line(stream: TextIO, text: str, end: str = "\n") -> None:
     """Prints one line, with escapes for what the stream's encoding does not have."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    print(
+        text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True
+    )
+
+
+def _unseen(stream: TextIO) -> TextIO:
+    """In place of a stream that takes nothing any more; what it still holds goes nowhere, too."""
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
+    with suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), stream.fileno())
+    return nowhere
 
 
 class LiveView:
@@ -281,7 +294,10 @@ class LiveView:
         self._state = msgspec.structs.replace(self._state, **fields)
 
     def _print(self, text: str) -> None:
-        print_line(self._stream, text)
+        try:
+            print_line(self._stream, text)
+        except (OSError, ValueError):  # its reader is gone, or its file is full
+            self._stream = _unseen(self._stream)
         self._printed_at = self._clock()
 
     def _time_left(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentevo.errors import ConfigError
+from agentevo.event_loop import in_thread
 from agentevo.files import must_write, write_atomic
 from agentevo.observability import report_html as html
 from agentevo.observability.metrics import MetricsRow, read_metrics
@@ -22,11 +23,15 @@ from agentevo.observability.profile_table import PROFILE_TABLE
 from agentevo.observability.summary import read_summary
 from agentevo.observability.trajectory_view import Decode
 from agentevo.parsing import ParseError, parse_yaml, read_text
+from agentevo.paths import short
 from agentevo.types import Trajectory
 
 if TYPE_CHECKING:
+    from agentevo.observability.live import LiveView
     from agentevo.store import Store, TrajectorySummary
 
+DEADLINE_S = 300.0
+"""How long the end of a run waits for its report."""
 AGAIN = "make room there, or make it writable, and make it again with `agentevo report`"
 
 
@@ -58,6 +63,7 @@ def write_report(
             "Optimisation, lengths and speed", [path for path in plots if path not in curve]
         ),
         html.rollouts(metrics_rows),
+        html.remote_models(summary),
         html.timings(metrics_rows),
         html.profile(run_dir / PROFILE_TABLE),
         html.config(config_yaml),
@@ -96,6 +102,21 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
     )
 
 
+async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
+    """Makes the report of a run that has ended, beside its event loop, and says where it is."""
+    view.phase("reporting")
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            path = await in_thread(report_from_run, run_dir, decode)
+    except TimeoutError:
+        view.warn(
+            f"report.html is not made within {DEADLINE_S:g} s: `agentevo report {short(run_dir)}` "
+            "makes it"
+        )
+    else:
+        view.note(f"report: {short(path)}")
+
+
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """The text, and what it says. Raises ConfigError."""
     text = read_text(path)
@@ -105,6 +126,9 @@ def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("store") or {}, dict):
         raise ConfigError(f"{path}: is no mapping of sections: restore it")
+    url = (config.get("store") or {}).get("url")
+    if url is not None and not isinstance(url, str):
+        raise ConfigError(f"{path}: store.url: {str(url)[:100]} is not a text: restore the file")
     return text, config
 
 

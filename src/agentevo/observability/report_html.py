@@ -27,14 +27,17 @@ from agentevo.observability.metrics import (
 from agentevo.observability.trajectory_view import (
     LEVELS,
     Decode,
+    message_text,
     outcome,
     probability_level,
     prompt_texts,
+    remote_facts,
+    remote_heading,
     shown_logprobs,
     turn_facts,
     visible,
 )
-from agentevo.types import Trajectory, Turn
+from agentevo.types import RemoteTurn, Trajectory, Turn
 
 SHOWN_TOKENS = 3000
 """Tokens of one trajectory that the page shows; a browser slows down far beyond."""
@@ -273,6 +276,34 @@ def profile(table_file: Path) -> str:
     return f"<h2>Profile</h2><pre>{escape(table_file.read_text(encoding='utf-8'))}</pre>"
 
 
+def remote_models(summary: Mapping[str, Any]) -> str:
+    """What each role has asked of each remote model, and what is left of the budgets."""
+    asked: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get("asked") or ()
+    if not asked:
+        return ""
+    body = [
+        [
+            row["model"],
+            row["role"],
+            f"{row['answers']:,}",
+            f"{row['from_cache']:,}",
+            f"{row['failed_requests']:,}",
+            f"{row['tokens']:,}",
+            f"{row['cost']:.4g}",
+        ]
+        for row in asked
+    ]
+    text = "<h2>Remote models</h2>" + table(
+        ["model", "asked by", "answers", "from the cache", "failed requests", "tokens", "cost"],
+        body,
+    )
+    left = [
+        f"{name}: " + ", ".join(f"{value:,.4g} {what}" for what, value in budget.items())
+        for name, budget in summary["remote_models"]["budget_left"].items()
+    ]
+    return text + (f"<p>Left of the budgets: {escape('; '.join(left))}.</p>" if left else "")
+
+
 def rollouts(rows: Sequence[MetricsRow]) -> str:
     """How many trajectories came in over the whole run, and why some were not trained on."""
     total = sum(row.get("rollout/in") or 0.0 for row in rows)
@@ -322,6 +353,7 @@ def trajectories(shown: Sequence[tuple[str, Trajectory]], decode: Decode | None)
         for turn in trajectory.turns:
             turns.append(_turn(turn, decode, max(left, 0)))
             left -= len(turn.completion_ids)
+        turns += map(_remote_turn, trajectory.remote_turns)
         parts.append(
             f"<details{' open' if index == 0 else ''}><summary><b>{escape(caption)}</b> "
             f"<span class='soft'>{escape(outcome(trajectory))}</span></summary>"
@@ -352,6 +384,18 @@ def _turn(turn: Turn, decode: Decode | None, limit: int) -> str:
         f'<div class="turn">{prompts}<div class="role">policy</div><div class="text '
         f'said">{"".join(spans)}{more}</div>'
         f'<div class="soft">turn {turn.index}: {escape(turn_facts(turn))}</div></div>'
+    )
+
+
+def _remote_turn(turn: RemoteTurn) -> str:
+    said = "".join(
+        f'<div class="role">{escape(message.role)}</div>'
+        f'<div class="text">{escape(message_text(message).strip())}</div>'
+        for message in turn.messages
+    )
+    return (
+        f'<div class="turn">{said}<div class="soft">{escape(remote_heading(turn))}: '
+        f"{escape(remote_facts(turn))}</div></div>"
     )
 
 

@@ -22,6 +22,21 @@ class _Evaluation(msgspec.Struct):
     failed: dict[str, float | None] | None = None
 
 
+class _Asked(msgspec.Struct):
+    model: str
+    role: str
+    answers: int
+    from_cache: int
+    failed_requests: int
+    tokens: int
+    cost: float
+
+
+class _RemoteModels(msgspec.Struct):
+    asked: list[_Asked] = []
+    budget_left: dict[str, dict[str, float]] = {}
+
+
 class _Summary(msgspec.Struct):
     """The fields that tables and reports read, and their types."""
 
@@ -36,6 +51,7 @@ class _Summary(msgspec.Struct):
     warnings: list[str | dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
+    remote_models: _RemoteModels | None = None
 
 
 def read_summary(path: Path) -> dict[str, Any]:

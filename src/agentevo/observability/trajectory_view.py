@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from agentevo.types import ImagePart, Message, TextPart, Trajectory, Turn
+from agentevo.types import ImagePart, Message, RemoteTurn, TextPart, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -120,6 +120,24 @@ def turn_facts(turn: Turn) -> str:
     )
 
 
+def remote_heading(turn: RemoteTurn) -> str:
+    """`remote turn 2 (continues 0): teacher, asked by solver`."""
+    parent = "" if turn.parent is None else f" (continues {turn.parent})"
+    agent = f", asked by {turn.agent}" if turn.agent else ""
+    return visible(f"remote turn {turn.index}{parent}: {turn.model}{agent}")
+
+
+def remote_facts(turn: RemoteTurn) -> str:
+    """`34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, finished
+    by stop`."""
+    known = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
+    return (
+        f"{turn.prompt_tokens + turn.completion_tokens} tokens ({turn.prompt_tokens} of the prompt"
+        f"{known}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, finished by "
+        f"{turn.finish_reason}"
+    )
+
+
 class TokenLines:
     """Sampled tokens over their log-probs, greedy ones over nothing, broken to the console's width;
     columns never drift apart."""
@@ -156,11 +174,13 @@ class TokenLines:
             yield bottom
 
 
-def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
-    """The whole trajectory as something that `rich.console.Console.print` shows.
+def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") -> RenderableType:
+    """The whole trajectory as something that `rich.console.Console.print` shows. `credit`: how its
+    turns were credited, in words.
 
     Each turn: what the prompt added, the completion's tokens over their log-probs (natural log),
-    then the turn's reward, finish reason and policy version. A legend of the colours comes last.
+    then the turn's reward, finish reason and policy version. What remote models said comes behind
+    them, then a legend of the colours.
     """
     from rich.console import Group
     from rich.rule import Rule
@@ -186,6 +206,8 @@ def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
                 "dim",
             )
         )
+    if credit:
+        parts.append(Text(credit, "dim"))
     for turn in trajectory.turns:
         parts += [Rule(Text(_turn_heading(turn)), align="left", style="dim")]
         for role, text in prompt_texts(turn, decode):
@@ -196,6 +218,14 @@ def render_trajectory(trajectory: Trajectory, decode: Decode) -> RenderableType:
         parts.append(Text("policy:", f"bold {ROLE_STYLES['assistant']}"))
         parts.append(TokenLines(turn, decode))
         parts.append(Text(turn_facts(turn), "dim"))
+    for remote in trajectory.remote_turns:
+        parts += [Rule(Text(remote_heading(remote)), align="left", style="dim")]
+        for message in remote.messages:
+            text = message_text(message).rstrip("\n")
+            lines = "\n".join(visible(line) for line in text.split("\n"))
+            style = f"bold {ROLE_STYLES.get(message.role, 'blue')}"
+            parts.append(Text.assemble((f"{message.role}: ", style), lines))
+        parts.append(Text(remote_facts(remote), "dim"))
     legend = Text("probability: ", "dim")
     for (lowest, name), style in zip(LEVELS, STYLES, strict=True):
         legend.append(name, style).append(f" from {lowest:g}   ", "dim")

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
-from agentevo.orchestration.collect import Collected, Collector
+from agentevo.orchestration.collect import Collected, Collector, StepTasks
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.task_source import TaskSource
 from agentevo.store.store import StepRecord, Store
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
@@ -94,7 +93,7 @@ class RolloutBatches(WithoutHeldOutData):
         self,
         config: RunConfig,
         rollouts: RolloutSource,
-        tasks: TaskSource,
+        tasks: StepTasks,
         trainer: RolloutTrainer,
         store: Store,
     ) -> None:

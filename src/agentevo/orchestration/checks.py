@@ -6,19 +6,15 @@ import importlib
 from collections.abc import Sequence
 
 from agentevo.config import RunConfig
+from agentevo.config.credit import find_credit
 from agentevo.errors import ConfigError
 from agentevo.inference.engines import engines
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.resolve import resolve
-from agentevo.orchestration.components import (
-    AgentFunction,
-    check_memory,
-    check_play,
-    find_agent,
-    solo_environment,
-)
+from agentevo.orchestration.components import AgentFunction, check_memory
 from agentevo.orchestration.conversations import check_sft_data
+from agentevo.orchestration.players import check_play, find_agent, solo_environment
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.types import Task
 
@@ -36,6 +32,8 @@ def check_parts(
     engines.get(config.engine.type)
     check_transport(config, apart=apart or config.rollout.samplers > 0)
     check_preference(config)
+    if config.algorithm.credit is not None:
+        find_credit(config.algorithm.credit)
     check_memory(config)
     if config.model.name != "tiny" and not resume:
         resolve(config.model.name)

@@ -4,17 +4,14 @@ policy that knows the format and the basics."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from agentevo.agents.environment_agent import demonstrate
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.models.adapters import dropping_out
 from agentevo.models.chat import ChatFormat
 from agentevo.observability import LiveView
-from agentevo.orchestration.components import CORPUS_EPISODES, Components, solo_environment
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.demonstrations import solver_episodes
 from agentevo.orchestration.rollout_sources import StopAskedError
-from agentevo.rollout.tasks import environment_seed
 from agentevo.seeds import derive_seed
 from agentevo.training.supervised import conversation_sample, train_supervised
 from agentevo.types import Sample
@@ -39,42 +36,24 @@ def solver_samples(
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
     """Samples of the solver's answers in `episodes` episodes, on seeds that nothing else uses.
-    Raises ConfigError for an environment without a solver, and StopAskedError where `stop()` says
-    so before an episode."""
+    Raises as `solver_episodes`, and StopAskedError where `stop()` says so after an episode."""
     samples: list[Sample] = []
-    failures: list[EnvironmentFailure] = []
-    with solo_environment(config, view.note) as solo:
-        for index in range(episodes):
-            if stop():
-                raise StopAskedError("stopped while the solver played")
-            seed = environment_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
-            play = partial(
-                demonstrate,
-                seed=seed,
-                section=config.environment_agent,
-                random_rate=random_action_rate,
-            )
-            try:
-                shown = solo.call(play)
-            except EnvironmentFailure as error:
-                failures.append(error)
-                continue
-            if shown is None:
-                raise ConfigError(
-                    f"environment {solo.name} has no solver to learn from: set "
-                    "cold_start.episodes=0"
-                )
-            samples.extend(
-                conversation_sample(messages, chat, f"demonstration-{index}")
-                for messages in shown.conversations
-            )
-            if index % 50 == 0:
-                view.phase("demonstrating", f"episode {index}/{episodes}")
-    if failures:
-        failed = f"{len(failures)} of {episodes} demonstrations failed, the first with: "
-        if len(failures) == episodes:
-            raise ConfigError(f"environment {solo.name}: {failed}{failures[0]}") from failures[0]
-        view.warn(failed + str(failures[0]))
+    played = solver_episodes(
+        config,
+        episodes,
+        random_action_rate,
+        note=view.note,
+        remedy="set cold_start.episodes=0",
+    )
+    for index, shown in played:
+        if stop():
+            raise StopAskedError("stopped while the solver played")
+        samples.extend(
+            conversation_sample(messages, chat, f"demonstration-{index}")
+            for messages in shown.conversations
+        )
+        if index % 50 == 0:
+            view.phase("demonstrating", f"episode {index}/{episodes}")
     return samples
 
 

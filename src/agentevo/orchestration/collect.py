@@ -9,21 +9,28 @@ the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 from agentevo.algorithms.filters import RLPRStd
 from agentevo.config import AlgorithmSection, RunConfig
+from agentevo.config.named_agents import by_rank, trained_agents
 from agentevo.orchestration.rollout_sources import RolloutSource
-from agentevo.orchestration.step_metrics import collection_metrics, rollout_metrics
+from agentevo.orchestration.step_metrics import (
+    collection_metrics,
+    metrics_by_agent,
+    metrics_by_source,
+    rollout_metrics,
+)
 from agentevo.rollout.sampler import BASELINE
-from agentevo.rollout.task_source import TaskSource
 from agentevo.training.batching.selection import rewards_by_group, select, usable
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
 
+NOT_TRAINED = "not-trained"
+"""Drop reason of what an agent has said that is not trained."""
 STALE = "stale"
 """Drop reason of an attempt that has a token older than rollout.staleness allows."""
 
@@ -56,11 +63,23 @@ class _Gathered:
     """Trajectory id -> drop reason, for the drops that were decided at the end of a round."""
 
 
+class StepTasks(Protocol):
+    """Which tasks a step is about (rollout/task_source.py)."""
+
+    def train(self, step: int) -> Sequence[Task]: ...
+
+    def refill(self, step: int) -> Iterator[Task]:
+        """More tasks for a step that could not fill its batch."""
+
+    def source_of(self, task_id: str) -> str | None:
+        """The name of a task's source, where sources are mixed."""
+
+
 class Collector:
     """Collects the trajectories of one step after another; `state_dict` holds what it remembers
     between them."""
 
-    def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: TaskSource) -> None:
+    def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: StepTasks) -> None:
         self._config, self._attempts, self._tasks = config, attempts, tasks
         self._needs_baseline = "baseline_rewards" in config.algorithm.needs
         self._rlpr = _rlpr_filter(config.algorithm)
@@ -105,6 +124,9 @@ class Collector:
         sampled = [t for t in trajectories if not is_baseline(t)]
         greedy = [t for t in trajectories if is_baseline(t)]
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
+        if self._config.agents:
+            learning = trained_agents(self._config)
+            gathered.dropped |= {t.id: NOT_TRAINED for t in sampled if t.agent not in learning}
         kept, _ = usable(
             [t for t in sampled if t.id not in gathered.dropped], self._config.algorithm
         )
@@ -142,7 +164,13 @@ class Collector:
         measured = [t for t in gathered.greedy if t.status == "completed"]
         baselines = {t.task_id: t.reward for t in shape_by_length(measured, algorithm, length_max)}
         trainable, _ = usable(gathered.sampled, algorithm)
-        metrics = rollout_metrics(gathered.sampled, dropped)
+        agents = by_rank(self._config)
+        metrics = (
+            metrics_by_agent(gathered.sampled, dropped, agents)
+            if agents
+            else rollout_metrics(gathered.sampled, dropped)
+        )
+        metrics |= metrics_by_source(gathered.sampled, self._tasks.source_of)
         metrics |= collection_metrics(
             group_sizes=[len(rewards) for rewards in rewards_by_group(trainable).values()],
             length_parts=[

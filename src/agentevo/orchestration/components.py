@@ -3,26 +3,25 @@ sampler, store."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentevo.agents import Agent, AgentFunction, FunctionAgent, make_agent
-from agentevo.agents.environment_agent import demonstrate, first_messages
-from agentevo.agents.solo_environment import SoloEnvironment
+from agentevo.agents import Agent, AgentFunction
 from agentevo.config import EnvironmentAgentSection, LoraSection, ModelSection, RunConfig
+from agentevo.config.agents import brings_tasks
 from agentevo.config.memory import offload_refusal
+from agentevo.config.named_agents import trained_policies
 from agentevo.console import to_stderr
-from agentevo.environments import TextEnvironment, make
-from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.errors import ConfigError
 from agentevo.inference.engine import UpdatableEngine
 from agentevo.inference.engines import engines
-from agentevo.inference.transports import open_local
 from agentevo.inference.weight_transport import WeightSender
 from agentevo.models.activations import keep_activations
 from agentevo.models.adapters import is_adapter_folder
@@ -31,11 +30,16 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, find_device, load_model, load_reward_model
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.positions import context_length
-from agentevo.rewards.answers import references
+from agentevo.orchestration.agent_policies import (
+    AgentPolicy,
+    make_policies,
+    open_weights,
+    players,
+    saved_beside,
+)
+from agentevo.orchestration.players import corpus_of, find_agent
 from agentevo.rollout.sampler import Sampler
-from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
-from agentevo.rollout.tasks import environment_seed
 from agentevo.runs.store_opening import open_run_store
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import CallLog, call_log
@@ -43,9 +47,6 @@ from agentevo.store.store import Store
 from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.types import Task
-
-CORPUS_EPISODES = 64
-"""Environments that the tiny policy's word tokenizer reads."""
 
 
 @dataclass(eq=False)
@@ -66,6 +67,34 @@ class Components:
     calls: CallLog
     note: Callable[[str], None] = to_stderr
     """Hears what somebody should know."""
+    policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
+    """By name, those of a rollout of several agents, the main one among them; empty where there is
+    but one."""
+
+    @property
+    def engines(self) -> list[UpdatableEngine]:
+        """Those of all policies, the main one's first."""
+        others = (policy.engine for policy in self.policies.values())
+        return [self.engine, *(engine for engine in others if engine is not self.engine)]
+
+    @property
+    def trained(self) -> list[tuple[PreTrainedModel, UpdatableEngine]]:
+        """Every model that is trained, and its engine; the main one first."""
+        names = trained_policies(self.config)
+        others = [(self.policies[name].model, self.policies[name].engine) for name in names[1:]]
+        return [(self.model, self.engine), *others]
+
+    @property
+    def saved_beside(self) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+        """See agent_policies.saved_beside."""
+        return saved_beside(self.config, self.policies)
+
+    def engine_stats(self) -> dict[str, float]:
+        """Counters of all engines, added up."""
+        counted = Counter[str]()
+        for engine in self.engines:
+            counted.update(engine.stats())
+        return dict(counted)
 
     @property
     def plays(self) -> bool:
@@ -92,88 +121,8 @@ class Components:
             context,
             self.calls,
             self.note,
+            players(self.config, self.policies),
         )
-
-
-def find_agent(config: RunConfig, function: AgentFunction | None) -> Agent:
-    """Who plays: the function that a program gave, else the registered agent of the recipe."""
-    if function is not None:
-        return FunctionAgent(function)
-    return make_agent(config.agent, lambda: make_environment(config))
-
-
-def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
-    """Raises ConfigError, before anything is created, for what can't be played or judged: a missing
-    package or wrong option of the environment, an agent that can't be made, files that can't be
-    read, too few tasks, unknown rewards, or none."""
-    if config.environment is not None and tasks is None:
-        with solo_environment(config):
-            pass
-    if config.agent.type != "function":
-        find_agent(config, None)
-    scored = config.agent.type == "single_turn"
-    Scoring(config.rewards).check(TaskSource(config, tasks).given(), needed=scored)
-
-
-def make_environment(config: RunConfig) -> TextEnvironment:
-    """A fresh environment, with the limit on actions that environment and agent have in common."""
-    if config.environment is None:
-        raise ConfigError("environment: this run has none: add environment.type=NAME")
-    return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
-
-
-def solo_environment(config: RunConfig, note: Callable[[str], None] = to_stderr) -> SoloEnvironment:
-    """A fresh environment outside of attempts. Raises ConfigError for one that can't be made."""
-    return SoloEnvironment(
-        lambda: make_environment(config), within_s=config.agent.timeout_s, note=note
-    )
-
-
-def check_solver(config: RunConfig, who_asks: str) -> None:
-    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy."""
-    seed = environment_seed(config.run.seed, "demonstration", 0)
-    with solo_environment(config) as solo:
-        try:
-            shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
-        except EnvironmentFailure as error:
-            raise ConfigError(
-                f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
-            ) from error
-    if shown is None:
-        raise ConfigError(f"environment {solo.name} has no solver, which {who_asks}")
-
-
-def _corpus(config: RunConfig) -> Iterable[str]:
-    """Texts that hold every word of the environment's conversations, or of the tasks' queries and
-    answers, for the word tokenizer."""
-    if config.environment is None:
-        for task in TaskSource(config, None).given():
-            yield from (task.query or "", *map(str, references(task.answer)))
-        return
-    agent = config.agent
-    if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
-        agent = EnvironmentAgentSection()
-
-    def episode(environment: TextEnvironment, seed: int) -> list[str]:
-        lists_actions = type(environment).random_action is not TextEnvironment.random_action
-        shown = demonstrate(environment, seed, agent, 0.5 if lists_actions else 0.0)
-        opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
-        conversations = [opening] if shown is None else shown.conversations
-        return [message.text for messages in conversations for message in messages]
-
-    failures: list[EnvironmentFailure] = []
-    with solo_environment(config) as solo:
-        for index in range(CORPUS_EPISODES):
-            seed = environment_seed(config.run.seed, "demonstration", index)
-            try:
-                yield from solo.call(partial(episode, seed=seed))
-            except EnvironmentFailure as error:
-                failures.append(error)
-    if len(failures) == CORPUS_EPISODES:
-        raise ConfigError(
-            f"environment {solo.name}: all of {CORPUS_EPISODES} episodes for the words of the tiny "
-            f"model failed, the first with: {failures[0]}"
-        ) from failures[0]
 
 
 def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
@@ -207,8 +156,10 @@ def load_policy(config: RunConfig, checkpoint: Path | None = None) -> LoadedMode
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     section = config.model if checkpoint is None else checkpoint_section(config.model, checkpoint)
-    has_words = config.environment is not None or config.tasks.given
-    corpus = (lambda: _corpus(config)) if has_words else None
+    has_words = (
+        config.environment is not None or config.tasks.given or brings_tasks(config.agent.type)
+    )
+    corpus = (lambda: corpus_of(config)) if has_words else None
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
     return replace(loaded, model=keep_activations(prepare(loaded.model), config.memory))
 
@@ -224,25 +175,29 @@ async def open_components(
     loaded: LoadedModel | None = None,
     transport: str = "shared",
     note: Callable[[str], None] = to_stderr,
+    may_play: bool = True,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
     `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
-    engine gets what is trained (`local_transport`); `note` is told what somebody should know."""
+    engine gets what is trained (`local_transport`); `note` is told what somebody should know;
+    `may_play=False`: a program's own loop plays, and nobody here."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
     engine = engines.get(config.engine.type)(
         model if transport == "shared" else copy_policy(model), loaded.tokenizer, config.engine
     )
+    main = AgentPolicy(model, loaded.tokenizer, engine)
+    policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
-    plays = config.environment is not None or not needs_environment
+    plays = may_play and (config.environment is not None or not needs_environment)
     player = find_agent(config, agent) if plays else None
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)
+        for one in policies.values() or [main]:
+            stack.push_async_callback(one.engine.close)
         url = store_url or config.store_url
         store = await stack.enter_async_context(await open_run_store(url))
         calls = await stack.enter_async_context(call_log(url, tell=note))
-        weights = open_local(transport, model, engine, config, note)
-        await weights.begin(0)
+        weights = await open_weights(config, main, policies, transport, note)
         parts = Components(
             config=config,
             model=model,
@@ -254,7 +209,10 @@ async def open_components(
             tasks=TaskSource(config, tasks),
             agent=player,
             note=note,
+            policies=policies,
         )
+        if player is not None:
+            stack.push_async_callback(player.close)
         if parts.plays:
             # Refuses, before anything is computed, what can't be continued.
             stack.callback(parts.sampler.close)

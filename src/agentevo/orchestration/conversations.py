@@ -25,7 +25,7 @@ from agentevo.models.positions import context_length
 from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import solver_samples
 from agentevo.orchestration.collect import Collected
-from agentevo.orchestration.components import check_solver
+from agentevo.orchestration.players import check_solver
 from agentevo.orchestration.preference_data import check_tokenizer
 from agentevo.orchestration.rollout_sources import StopAskedError
 from agentevo.runs.folder import check_run_folder, read_store

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.config.named_agents import trained_agents
 from agentevo.environments import mean_baselines
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.orchestration.components import Components, solo_environment
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.players import solo_environment
 from agentevo.rollout.failures import count_kinds, failure_words
 from agentevo.types import Baselines, Trajectory
 
@@ -59,8 +61,8 @@ def meaning_of_success(config: RunConfig) -> str:
         return ""
     if config.rewards:
         return (
-            f"success: a score of 1 or more by {config.rewards[0].name}, unless it says otherwise; "
-            "reward: the mean of what the rewards give"
+            f"success: a score of 1 or more by {config.rewards[0].title}, unless it says "
+            "otherwise; reward: the mean of what the rewards give"
         )
     return (
         "success: a reward of 1 or more, or what Outcome(success=...) says; reward: the mean of "
@@ -82,6 +84,7 @@ async def evaluate(
     name = config.environment.type if config.environment is not None else "agent"
     tasks = parts.tasks.held_out()
     metrics: dict[str, float] = {}
+    by_agent: dict[str, float] = {}
     tokens, num_attempts = 0, 0
     errors: list[str | None] = []
     passes = [("greedy", 1, 0.0)] + (
@@ -97,6 +100,16 @@ async def evaluate(
             label=label + decoding,
         )
         tokens += sum(t.num_completion_tokens() for t in trajectories)
+        for agent in config.agents:
+            if own := [t for t in trajectories if t.agent == agent and t.status == "completed"]:
+                by_agent[f"val-core/{name}:{agent}/success/{decoding}"] = fmean(
+                    t.success for t in own
+                )
+                by_agent[f"val-core/{name}:{agent}/reward/{decoding}"] = fmean(
+                    t.reward for t in own
+                )
+        if config.agents:  # the numbers of the attempts are those of the main agent
+            trajectories = [t for t in trajectories if t.agent == trained_agents(config)[0]]
         if done := [t for t in trajectories if t.status == "completed"]:
             metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success for t in done)
             metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in done)
@@ -113,7 +126,7 @@ async def evaluate(
     ):
         if value is not None:
             metrics[f"val-core/{name}/{player}"] = value
-    return Evaluated(metrics, tokens, num_attempts, errors)
+    return Evaluated(metrics | by_agent, tokens, num_attempts, errors)
 
 
 def headline(metrics: dict[str, float]) -> float | None:

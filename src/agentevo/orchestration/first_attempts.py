@@ -13,6 +13,7 @@ from agentevo.config import RunConfig
 from agentevo.errors import AttemptsFailedError
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.evaluation import Evaluated
+from agentevo.paths import short
 from agentevo.rollout.failures import failure_words
 from agentevo.runs.chain import HeadFile
 from agentevo.types import Trajectory
@@ -61,10 +62,11 @@ def _begin_again(config: RunConfig, command: str) -> str:
     if config.agent.type == "function":
         how = "by the same call"
     elif command == "learn":
-        how = f"with `agentevo learn {config.run_dir / 'config.yaml'}`, its samplers first"
+        how = f"with `agentevo learn {short(config.run_dir / 'config.yaml')}`, its samplers first"
     else:
         how = (
-            f"by the same command, or with `agentevo {command} {config.run_dir / 'config.yaml'}`, "
+            f"by the same command, or with `agentevo {command} "
+            f"{short(config.run_dir / 'config.yaml')}`, "
             "with --resume or without"
         )
     return f"nothing was trained: mend it, and begin again in the same folder {how}"

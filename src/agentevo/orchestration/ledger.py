@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.config import RunConfig
-from agentevo.orchestration.collect import Collected
+from agentevo.orchestration.collect import NOT_TRAINED, Collected
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE
 from agentevo.runs.chain import KEY as CHAIN
@@ -30,10 +30,11 @@ async def reserve(store: Store, step: int, collected: Collected, batch: Prepared
 
 
 def drop_reasons(collected: Collected, batch: PreparedBatch) -> dict[str, str]:
-    """Id -> reason of each attempt that is not trained on, without the greedy ones, which never
-    are."""
+    """Id -> reason of each attempt that is not trained on, without those that never are: the greedy
+    ones, and what an agent says that does not learn."""
     reasons = collected.dropped | batch.dropped
-    return {name: reason for name, reason in reasons.items() if reason != BASELINE}
+    never = (BASELINE, NOT_TRAINED)
+    return {name: reason for name, reason in reasons.items() if reason not in never}
 
 
 def plan_of(
@@ -52,6 +53,7 @@ def plan_of(
         staleness=config.rollout.staleness,
         policy=config.rollout.policy,
         masked_tokens=int(metrics.get("staleness/masked_tokens", 0)),
+        credit=config.algorithm.credit_rule,
         dropped=collected.dropped | batch.dropped,
     )
 

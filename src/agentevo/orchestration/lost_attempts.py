@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import by_rank
 from agentevo.errors import TrainingError
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.store.store import Store, StoredTask, TaskState, TrajectorySummary
@@ -125,9 +126,8 @@ class LostAttempts:
             return page[: ids.index(known)] if known in ids else page
 
     async def _check_failed(self) -> None:
-        limit = (
-            IN_VAIN_STEPS * self._config.trainer.groups_per_step * self._config.trainer.group_size
-        )
+        trainer, agents = self._config.trainer, by_rank(self._config) or ("",)
+        limit = IN_VAIN_STEPS * trainer.groups_per_step * trainer.group_size * len(agents)
         newest = await self._store.summaries(split="train", limit=limit, newest_first=True)
         if (
             len(newest) == limit

@@ -13,7 +13,8 @@ from agentevo.agents.environment_agent import demonstrate
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.orchestration.components import Components, check_solver, solo_environment
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.players import check_solver, solo_environment
 from agentevo.rollout.tasks import seed_of_task
 from agentevo.runs.folder import check_run_folder, read_store
 from agentevo.training.checkpoint import Checkpoints

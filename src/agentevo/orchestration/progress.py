@@ -119,5 +119,6 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
         "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
         "best": {"step": run.checkpoints.best_step, "value": run.checkpoints.best_value},
         "profile": run.profiling.summary,
+        "remote_models": run.parts.sampler.remote_models.summary() if plays else {},
         "warnings": [*run.source.warnings(), *progress.warnings],
     }

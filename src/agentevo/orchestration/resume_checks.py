@@ -25,6 +25,7 @@ from agentevo.runs.chain import (
     file_digest,
     read_head,
 )
+from agentevo.runs.folder import command_of
 from agentevo.store import rules
 from agentevo.store.codec import is_as_added, is_as_written
 from agentevo.store.store import StepRecord, Store, StoredTrajectory
@@ -47,7 +48,8 @@ class ResumeChecks:
         self._folder, self._store = config.run_dir, store
         self._url = without_password(config.store_url)
         self._head = read_head(self._folder)
-        self._queues = config.rollout.staleness > 0 or config.rollout.samplers > 0
+        beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
+        self._queues = beside and command_of(config.run_dir) != "loop"
         self._group_size = config.trainer.group_size
         self.warnings: list[str] = []
         for name, digests in ({} if self._head is None else self._head.files).items():

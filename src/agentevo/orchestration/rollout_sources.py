@@ -17,19 +17,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import NamedTuple, Protocol, Self, TypeVar, Unpack
 
+from agentevo.config import RunConfig
+from agentevo.config.named_agents import by_rank, version_of
 from agentevo.errors import AgentEvoError, ConfigError, EngineError
+from agentevo.event_loop import in_thread
 from agentevo.inference.engine import SleepingEngine, VersionedEngine
 from agentevo.inference.transports import remote_sender
+from agentevo.models.own_state import own_torch_state
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.lost_attempts import LostAttempts, in_vain
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.sampler import BASELINE, group_name
+from agentevo.rollout.sampler import BASELINE, group_name, group_of_all
 from agentevo.rollout.service import SamplerService
 from agentevo.store.store import StoredTask, StoredTrajectory, TrajectoryFilter
-from agentevo.types import Task, Trajectory
+from agentevo.types import Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
@@ -107,7 +117,8 @@ class SynchronousRollouts:
     async def round(self, step: int, tasks: Sequence[Task]) -> Round:
         config = self._parts.config
         # An evaluation before must not change which tokens are computed together.
-        await self._parts.engine.forget_cache()
+        for engine in self._parts.engines:
+            await engine.forget_cache()
         trajectories = await self._parts.sampler.sample(
             tasks,
             attempts=config.trainer.group_size,
@@ -123,7 +134,7 @@ class SynchronousRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return work()  # on this thread, where a profiler looks
+        return _computed(work)  # on this thread, where a profiler looks
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -165,6 +176,7 @@ class Stream:
         self._look_after = look_after
         """What else to see to, every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
+        self._agents = by_rank(config) or ("",)
         self._step, self._taken = 0, set[str]()
         """Groups that an earlier round of the step has got; they are ready until the step is
         reserved."""
@@ -189,7 +201,7 @@ class Stream:
         async def finished() -> bool:
             """Whether every task has its group, or never will."""
             summaries = await self._store.summaries(split="train", step=step)
-            written = {summary.group_id for summary in summaries}
+            written = {group_of_all(summary.group_id) for summary in summaries}
             missing = [task for task, group in groups.items() if group not in written]
             aside[:] = await self._lost.set_aside(missing) if missing else []
             return len(aside) == len(missing)
@@ -199,12 +211,13 @@ class Stream:
             raise in_vain(step, aside)
         trajectories = [row.trajectory for row in await self._read(step=step, split="train")]
         order = {group: place for place, group in enumerate(groups.values())}
-        return Round(
-            sorted(
-                trajectories,
-                key=lambda t: (order.get(t.group_id, len(order)), t.group_id, t.attempt),
-            )
-        )
+        agents = {agent: place for place, agent in enumerate(self._agents)}
+
+        def place(one: Trajectory) -> tuple[int, int, str, int]:
+            name = group_of_all(one.group_id)
+            return order.get(name, len(order)), agents[one.agent], name, one.attempt
+
+        return Round(sorted(trajectories, key=place))
 
     async def _ready(self, step: int, wanted: int) -> Round:
         """The first groups that are ready, whichever tasks they are of."""
@@ -212,7 +225,8 @@ class Stream:
             first, self._step, self._taken = self._step == 0, step, set()
             reserved = (
                 dict.fromkeys(
-                    row.trajectory.group_id for row in await self._read(trained_step=step)
+                    group_of_all(row.trajectory.group_id)
+                    for row in await self._read(trained_step=step)
                 )
                 if first
                 else {}
@@ -224,11 +238,12 @@ class Stream:
         size, limit = self._config.trainer.group_size, len(self._taken) + wanted
 
         async def fresh() -> list[str]:
-            listed = await self._store.ready_groups(
-                "train", size=size, limit=2 * limit if self._baseline else limit
-            )
+            beside = len(self._agents) + self._baseline
+            listed = await self._store.ready_groups("train", size=size, limit=beside * limit)
             groups = [
-                name for name in listed if name not in self._taken and f"/{BASELINE}@" not in name
+                name
+                for name in dict.fromkeys(map(group_of_all, listed))
+                if name not in self._taken and f"/{BASELINE}@" not in name
             ]
             return groups if len(groups) >= wanted else []
 
@@ -242,10 +257,12 @@ class Stream:
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
 
     async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
-        """Their members, and the greedy attempts beside them."""
+        """Their members, of each agent in turn, and the greedy attempts beside them."""
         trajectories = []
         for name in names:
-            trajectories += [row.trajectory for row in await self._read(group_id=name)]
+            for agent in self._agents:
+                of_agent = group_of_agent(name, agent)
+                trajectories += [row.trajectory for row in await self._read(group_id=of_agent)]
             if self._baseline:
                 trajectories += [
                     row.trajectory
@@ -284,8 +301,8 @@ class ColocatedRollouts:
         self, parts: Components, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
         self._parts, self._config = parts, parts.config
-        self._sleeper = _sleeper(parts) if parts.config.rollout.sharing == "turns" else None
-        """The engine, where it is to sleep while the trainer computes."""
+        self._sleepers = _sleepers(parts) if parts.config.rollout.sharing == "turns" else []
+        """The engines, where they are to sleep while the trainer computes."""
         self._service = SamplerService(
             parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train"
         )
@@ -307,8 +324,8 @@ class ColocatedRollouts:
             yield self
         finally:
             self._ended = True
-            if self._sleeper is not None:
-                await self._sleeper.wake()
+            for engine in self._sleepers:
+                await engine.wake()
             with suppress(asyncio.CancelledError):
                 await self._task
 
@@ -317,30 +334,27 @@ class ColocatedRollouts:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        if self._sleeper is None:
-            self._keep_version()
-            yield
-            return
         started = time.perf_counter()
-        await self._sleeper.sleep(
-            in_flight=self._config.rollout.in_flight, deadline_s=self._config.engine.timeout_s
-        )
         try:
-            self._keep_version()
-            yield
+            async with asleep(self._sleepers, self._config):
+                self._keep_version()
+                yield
         finally:
-            await self._sleeper.wake()
-            self._slept_s += time.perf_counter() - started
+            if self._sleepers:
+                self._slept_s += time.perf_counter() - started
 
     def _keep_version(self) -> None:
         """Under `wait`: groups that are under way are drawn from the present weights to their
         end."""
-        rollout = self._config.rollout
-        if rollout.policy == "wait" and isinstance(self._parts.engine, VersionedEngine):
-            self._parts.engine.keep(rollout.staleness)
+        rollout, changing = self._config.rollout, self._parts.sampler.engines
+        for engine in dict.fromkeys(
+            one for agent, one in changing.items() if version_of(self._config, agent, 0) is not None
+        ):
+            if rollout.policy == "wait" and isinstance(engine, VersionedEngine):
+                engine.keep(rollout.staleness)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(work)
+        return await in_thread(_computed, work)
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -361,13 +375,33 @@ class ColocatedRollouts:
             )
 
 
-def _sleeper(parts: Components) -> SleepingEngine:
-    if not isinstance(parts.engine, SleepingEngine):
+@asynccontextmanager
+async def asleep(engines: Sequence[SleepingEngine], config: RunConfig) -> AsyncIterator[None]:
+    """A block in which none of these engines computes."""
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await engine.sleep(
+                in_flight=config.rollout.in_flight, deadline_s=config.engine.timeout_s
+            )
+            stack.push_async_callback(engine.wake)
+        yield
+
+
+def _computed(work: Callable[[], T]) -> T:
+    with own_torch_state():
+        return work()
+
+
+def _sleepers(parts: Components) -> list[SleepingEngine]:
+    engines: list[SleepingEngine] = [
+        engine for engine in parts.engines if isinstance(engine, SleepingEngine)
+    ]
+    if len(engines) < len(parts.engines):
         raise ConfigError(
             f"rollout.sharing=turns: the engine {parts.config.engine.type!r} can't sleep while the "
             "trainer computes: set rollout.sharing=overlap"
         )
-    return parts.engine
+    return engines
 
 
 class DisaggregatedRollouts:
@@ -407,7 +441,7 @@ class DisaggregatedRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(work)
+        return await in_thread(_computed, work)
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)  # this process's own engine evaluates
@@ -417,22 +451,3 @@ class DisaggregatedRollouts:
 
     def stats(self) -> dict[str, float]:
         return self._lost.stats()
-
-
-def make_rollouts(
-    parts: Components,
-    stop: Callable[[], bool],
-    note: Callable[[str], None],
-    *,
-    sampled: bool,
-    apart: bool,
-    supervisor: Supervisor | None,
-) -> RolloutSource:
-    """The source that the recipe asks for. `sampled`: attempts are trained on. `apart`: engines and
-    samplers are other processes, which `supervisor`, if there is one, keeps alive."""
-    if apart:
-        check = (lambda: None) if supervisor is None else supervisor.check
-        return DisaggregatedRollouts(parts, stop, check, note)
-    if parts.config.rollout.staleness and sampled:
-        return ColocatedRollouts(parts, stop, note)
-    return SynchronousRollouts(parts)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -28,10 +28,9 @@ import msgspec
 from agentevo.config import RunConfig
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.transports import local_transport
-from agentevo.models.adapters import num_parameters
 from agentevo.models.device_peak import device_peak
 from agentevo.models.load import LoadedModel
-from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_from_run
+from agentevo.observability import CollapseMonitor, LiveView, MetricsLog, report_at_end
 from agentevo.orchestration.checks import check_agent, check_parts, check_sft_parts
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import (
@@ -47,18 +46,20 @@ from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.profiling import Profiling
 from agentevo.orchestration.progress import Progress, summary_of
 from agentevo.orchestration.resume import ResumePoint, find_resume_point, replay_steps
-from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor, make_rollouts
+from agentevo.orchestration.rollout_sources import StopAskedError, Supervisor
 from agentevo.orchestration.step_metrics import (
     counted_since,
     drop_metrics,
     performance_metrics,
     step_metrics,
 )
-from agentevo.orchestration.trainers import make_trainer
+from agentevo.orchestration.submissions import Submissions
+from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
+from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import LOG, End, HeadFile, is_given_up
-from agentevo.runs.creation import check_folder, new_folder, write_config
+from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
@@ -69,7 +70,9 @@ from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.phases import phase
 from agentevo.types import Task
 
-Command = Literal["train", "learn", "sft"]
+Command = Literal["train", "learn", "sft", "loop"]
+APART = ("learn", "sft")
+"""Those whose own engine does not sample for training."""
 
 
 def train(
@@ -96,7 +99,7 @@ def train(
     else:
         check_parts(config, tasks, resume)
     if resume and is_given_up(config.run_dir):
-        view.note(f"nothing was trained in {config.run_dir}, so its run begins again")
+        view.note(f"nothing was trained in {short(config.run_dir)}, so its run begins again")
         resume = False
     if resume:
         for key, (was, now) in check_resume(config, command).items():
@@ -127,15 +130,13 @@ async def run_training(
     resume: bool = False,
     supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
     loaded: LoadedModel | None = None,
+    submissions: Submissions | None = None,
 ) -> None:
-    """Does what `train` does after its checks.
-
-    Samplers and engines are processes apart if they are started here (`supervisor`) or by somebody
-    else (`learn`). `resume` goes on from what the folder holds. `loaded`: the model, if at hand.
-    """
+    """Does what `train` does after its checks. Samplers and engines are processes apart if they are
+    started here (`supervisor`) or by somebody else (`learn`). `resume` goes on from what the folder
+    holds. `loaded`: the model, if at hand. `submissions`: those of a program's own loop."""
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
-    apart = supervisor is not None or command == "learn"
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         stopped = lambda: bool(stop_signals)  # noqa: E731
         view.phase("loading", config.model.name)
@@ -156,14 +157,18 @@ async def run_training(
             config,
             agent=agent,
             tasks=tasks,
+            checkpoint=start.checkpoint,
             loaded=loaded,
-            transport="shared" if command == "sft" else local_transport(config, apart=apart),
+            transport=local_transport(config, apart=bool(supervisor) or command in APART),
             note=view.note,
+            may_play=submissions is None,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
-            run = TrainingRun(parts, conversations, checkpoints, view, stopped, command, processes)
-            write_config(config, "sft" if command == "sft" else "train")
+            run = TrainingRun(
+                parts, conversations, checkpoints, view, stopped, command, processes, submissions
+            )
+            write_config(config, kind_of(command))
             make_final()
             if conversations is not None:
                 conversations.write_reports(folder)
@@ -173,14 +178,8 @@ async def run_training(
             if run.progress.step >= run.end.step and (run.progress.begun or not resume):
                 write_summary(folder, summary_of(run))
         if config.tracking.report:
-            _write_report(folder, loaded, view)
+            await report_at_end(folder, lambda token: str(loaded.tokenizer.decode([token])), view)
     end_stopped(stop_signals)
-
-
-def _write_report(folder: Path, loaded: LoadedModel, view: LiveView) -> None:
-    view.phase("reporting")
-    path = report_from_run(folder, lambda token: str(loaded.tokenizer.decode([token])))
-    view.note(f"report: {path}")
 
 
 class TrainingRun:
@@ -195,34 +194,39 @@ class TrainingRun:
         is_stopped: Callable[[], bool],
         command: Command,
         processes: Supervisor | None,
+        submissions: Submissions | None = None,
     ) -> None:
         """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
-        is in. `processes`: the run's own samplers and engines, if it has any."""
+        is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
+        those of a program's own loop."""
         self.parts, self.checkpoints, self.view = parts, checkpoints, view
         self.is_stopped, self.command = is_stopped, command
+        apart, sampled = processes is not None or command == "learn", conversations is None
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
             view.warn,
-            sampled=conversations is None,
-            apart=processes is not None or command == "learn",
+            sampled=sampled,
+            apart=apart,
             supervisor=processes,
+            submissions=submissions,
         )
+        if submissions is not None:
+            submissions.save = self.keep_checkpoint
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations)
+        self._num_steps = self.source.num_steps if submissions is None else math.inf
         folder, config = parts.config.run_dir, parts.config
         self.log = MetricsLog(
             folder / "metrics.jsonl",
             folder / "tensorboard" if config.tracking.tensorboard else None,
         )
-        self.players = reference_players(parts)
-        self.monitor = CollapseMonitor()
-        self.progress = Progress()
-        self.end = End()
+        self.players, self.monitor = reference_players(parts), CollapseMonitor()
+        self.progress, self.end = Progress(), End()
         self.head = HeadFile(folder)
         self._recorded = 0
         """So many of the warnings are in the records of committed steps."""
         self.profiling = Profiling(
-            parts.config.profile, parts.config.run_dir, parts.model, warn=self.warn, note=view.note
+            config.profile, folder, parts.model, warn=self.warn, note=view.note
         )
         self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
@@ -233,11 +237,8 @@ class TrainingRun:
         config = self.parts.config
         self.end, self.head = start.end, HeadFile(config.run_dir)  # as write_config has left it
         self.head.committed(self.end)
-        if config.model.lora.enabled:
-            trained, total = num_parameters(self.parts.model)
-            self.view.note(
-                f"training adapters: {trained:,} of {total:,} parameters ({trained / total:.1%})"
-            )
+        for line in training_notes(self.parts):
+            self.view.note(line)
         if resumed:
             something = start.checkpoint is not None or start.steps
             self.log.resume(start.end.step if something else -1)
@@ -286,7 +287,7 @@ class TrainingRun:
             self.progress.begun = True
         async with self.rollouts.running():
             with self.profiling:
-                while self.progress.step < self.source.num_steps and not self.is_stopped():
+                while self.progress.step < self._num_steps and not self.is_stopped():
                     with self.profiling.step(self.progress.step + 1):
                         committed = copy.deepcopy(self.progress)
                         try:
@@ -298,6 +299,10 @@ class TrainingRun:
             return
         for text in self.progress.shortcomings(self.source.num_steps):
             self.warn(text)
+        self.keep_checkpoint()
+
+    def keep_checkpoint(self) -> None:
+        """Saves the committed weights, between two steps, if no checkpoint has them."""
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
             saved = self.save()
             self.head.saved(self.progress.step, saved["sha256"])
@@ -306,10 +311,8 @@ class TrainingRun:
     def _give_up_step(self, committed: Progress) -> None:
         """Somebody asked to stop while the step was evaluated that is computed and not committed: a
         resumed run does it again, with the same attempts. `committed`: the progress before it."""
-        self.view.note(
-            f"stopped within the evaluation after step {self.progress.step}, which a resumed run "
-            "does again"
-        )
+        step = self.progress.step
+        self.view.note(f"stopped within the evaluation after step {step}: it is done again")
         self.progress = committed
 
     async def step(self) -> None:
@@ -317,7 +320,7 @@ class TrainingRun:
         step, source = self.progress.step + 1, self.source
         rollouts, trainer = self.rollouts, self.trainer
         started = time.perf_counter()
-        counters = self.parts.engine.stats()
+        counters = self.parts.engine_stats()
         self.view.phase(source.activity, f"step {step}")
         with phase(source.activity):
             collected = await source.collect(step)
@@ -350,7 +353,7 @@ class TrainingRun:
         engine = None
         if source.samples_rollouts:
             metrics |= rollouts.stats() | drop_metrics(reasons)
-            engine = counted_since(counters, self.parts.engine.stats())
+            engine = counted_since(counters, self.parts.engine_stats())
         metrics |= performance_metrics(timings, engine, metrics, self.peak.flops_per_s)
 
         self.progress.step = step
@@ -427,11 +430,9 @@ class TrainingRun:
                 if self.parts.plays
                 else self.source.value(self.progress.after)
             )
-        due = bool(config.checkpoint.every) and step % config.checkpoint.every == 0
-        best = self.checkpoints.best_value
-        better = (
-            value is not None and bool(config.checkpoint.every) and (best is None or value > best)
-        )
+        every, best = config.checkpoint.every, self.checkpoints.best_value
+        due = bool(every) and step % every == 0
+        better = bool(every) and value is not None and (best is None or value > best)
         return self.save(value) if last or due or better else None
 
     def save(self, value: float | None = None) -> dict[str, str]:
@@ -441,7 +442,7 @@ class TrainingRun:
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {
-            "command": "sft" if self.command == "sft" else "train",
+            "command": kind_of(self.command),
             "progress": msgspec.to_builtins(self.progress),
             "monitor": self.monitor.state_dict(),
             "source": self.source.state_dict(),
@@ -456,6 +457,7 @@ class TrainingRun:
                 state,
                 value,
                 prune=False,
+                beside=self.parts.saved_beside,
             )
         return {"path": str(path.relative_to(self.parts.config.run_dir)), "sha256": sha256}
 

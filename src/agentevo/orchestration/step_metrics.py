@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,7 @@ def rollout_metrics(
             metrics[f"reward_parts/{name}/mean"] = fmean(
                 t.reward_parts.get(name, 0.0) for t in done
             )
+        metrics |= _by_scorer(done)
     groups: dict[str, list[float]] = {}
     for t in done:
         groups.setdefault(t.group_id, []).append(t.reward)
@@ -68,6 +69,57 @@ def rollout_metrics(
             "group/reward_std/mean": fmean(spreads),
             "group/zero_std_ratio": fmean(spread == 0 for spread in spreads),
         }
+    return metrics
+
+
+def _by_scorer(done: Sequence[Trajectory]) -> dict[str, float]:
+    """In a batch whose attempts are not all judged alike: for each reward the mean of what it gave,
+    and the share of successes, over those that it judged."""
+    judged: dict[str, list[Trajectory]] = {}
+    for t in done:
+        for name in {part.partition("/")[0] for part in t.reward_parts}:
+            judged.setdefault(name, []).append(t)
+    metrics: dict[str, float] = {}
+    for name, attempts in sorted(judged.items()):
+        if len(attempts) == len(done):
+            continue
+        own = [
+            sum(value for part, value in t.reward_parts.items() if part.partition("/")[0] == name)
+            for t in attempts
+        ]
+        metrics[f"reward_by_scorer/{name}/mean"] = fmean(own)
+        metrics[f"reward_by_scorer/{name}/success"] = fmean(t.success for t in attempts)
+    return metrics
+
+
+def metrics_by_source(
+    trajectories: Sequence[Trajectory], source_of: Callable[[str], str | None]
+) -> dict[str, float]:
+    """Of a mixture's completed attempts: reward and success by the source of their task."""
+    by_source: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        name = source_of(t.task_id)
+        if t.status == "completed" and name is not None:
+            by_source.setdefault(name, []).append(t)
+    metrics: dict[str, float] = {}
+    for name, attempts in sorted(by_source.items()):
+        metrics[f"reward_by_source/{name}/mean"] = fmean(t.reward for t in attempts)
+        metrics[f"reward_by_source/{name}/success"] = fmean(t.success for t in attempts)
+    return metrics
+
+
+def metrics_by_agent(
+    trajectories: Sequence[Trajectory], dropped: Mapping[str, str], agents: Sequence[str]
+) -> dict[str, float]:
+    """`rollout_metrics` of the first agent, and those of each one under `agents/NAME/`: what
+    several agents earn has no mean that says something."""
+    metrics: dict[str, float] = {}
+    for number, agent in enumerate(agents):
+        own = [t for t in trajectories if t.agent == agent]
+        reasons = {t.id: dropped[t.id] for t in own if t.id in dropped}
+        of_agent = rollout_metrics(own, reasons)
+        metrics |= {} if number else of_agent
+        metrics |= {f"agents/{agent}/{name}": value for name, value in of_agent.items()}
     return metrics
 
 

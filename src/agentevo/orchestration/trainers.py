@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+from agentevo.config.named_agents import policy_of, trained_policies
+from agentevo.models.adapters import num_parameters
+from agentevo.models.grammar import Grammars
+from agentevo.orchestration.agent_policies import AgentPolicy
 from agentevo.orchestration.batch_sources import BatchSource, GivenPairs, RolloutBatches
 from agentevo.orchestration.components import Components, load_token_reward_model
 from agentevo.orchestration.conversations import ConversationBatches, SFTData
 from agentevo.orchestration.preference_data import given_pairs, solver_answers
-from agentevo.orchestration.rollout_sources import RolloutSource
+from agentevo.orchestration.rollout_sources import (
+    ColocatedRollouts,
+    DisaggregatedRollouts,
+    RolloutSource,
+    Supervisor,
+    SynchronousRollouts,
+)
+from agentevo.orchestration.submissions import Submissions, SubmittedBatches, SubmittedRollouts
+from agentevo.training.agent_trainers import AgentTrainers
 from agentevo.training.learner import Learner, RolloutTrainer
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
 from agentevo.training.trainer import Trainer
+
+
+def make_rollouts(
+    parts: Components,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+    *,
+    sampled: bool,
+    apart: bool,
+    supervisor: Supervisor | None,
+    submissions: Submissions | None = None,
+) -> RolloutSource:
+    """The source that the recipe asks for. `sampled`: attempts are trained on. `apart`: engines and
+    samplers are other processes, which `supervisor`, if there is one, keeps alive. `submissions`: a
+    program's own loop makes the attempts."""
+    if submissions is not None:
+        return SubmittedRollouts(parts, submissions)
+    if apart:
+        check = (lambda: None) if supervisor is None else supervisor.check
+        return DisaggregatedRollouts(parts, stop, check, note)
+    if parts.config.rollout.staleness and sampled:
+        return ColocatedRollouts(parts, stop, note)
+    return SynchronousRollouts(parts)
 
 
 def make_trainer(
@@ -43,14 +81,38 @@ def make_trainer(
         pairs = given_pairs(parts)
         if pairs is not None:
             return trainer, GivenPairs(config, pairs)
-    else:
-        trainer = Trainer(
-            model,
-            config.trainer,
-            config.algorithm,
-            critic=config.critic,
-            process_reward=config.process_reward,
-            reward_model=load_token_reward_model(parts),
-            memory=config.memory,
+    elif parts.policies:
+        trainer = AgentTrainers(
+            {name: _trainer(parts, parts.policies[name]) for name in trained_policies(config)},
+            partial(policy_of, config),
         )
+    else:
+        trainer = _trainer(parts, AgentPolicy(model, parts.tokenizer, parts.engine))
+    if isinstance(rollouts, SubmittedRollouts):
+        return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
     return trainer, RolloutBatches(config, rollouts, parts.tasks, trainer, parts.store)
+
+
+def _trainer(parts: Components, policy: AgentPolicy) -> Trainer:
+    config = parts.config
+    return Trainer(
+        policy.model,
+        config.trainer,
+        config.algorithm,
+        critic=config.critic,
+        process_reward=config.process_reward,
+        reward_model=load_token_reward_model(parts),
+        memory=config.memory,
+        grammars=Grammars.of(policy.model, policy.tokenizer),
+    )
+
+
+def training_notes(parts: Components) -> list[str]:
+    """What is said of the training before its first step: what decides how much each turn is worth,
+    and how much of the model is trained."""
+    notes = [f"credit: {parts.config.algorithm.credit_rule}"]
+    if parts.config.model.lora.enabled:
+        trained, total = num_parameters(parts.model)
+        share = f"{trained:,} of {total:,} parameters ({trained / total:.1%})"
+        notes.append(f"training adapters: {share}")
+    return notes

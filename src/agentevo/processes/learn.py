@@ -4,11 +4,13 @@ which may come and go."""
 from __future__ import annotations
 
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import check_one_policy
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
 from agentevo.orchestration.checks import check_parts
-from agentevo.orchestration.components import find_agent, load_policy
+from agentevo.orchestration.components import load_policy
+from agentevo.orchestration.players import find_agent
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import ensure_run_folder
 
@@ -30,6 +32,7 @@ def learn(config: RunConfig, *, view: LiveView | None = None) -> None:
             "data gives what is trained on, so there is nothing for samplers to do: use agentevo "
             "train"
         )
+    check_one_policy(config)
     find_agent(config, None)
     check_parts(config, None, resume=False, apart=True)
     new = not (config.run_dir / "config.yaml").is_file()

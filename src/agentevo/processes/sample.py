@@ -1,10 +1,10 @@
 """`agentevo sample`: a sampler of a run as a process of its own.
 
-It needs no weights: conversations are encoded with the recipe's tokenizer, tokens come from the
-engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and trajectories
-go through the run's store. It may start before any of them, and waits for them. Asked to stop
-(SIGTERM, Ctrl-C, the end of its parent) it gives its tasks back; killed, its leases run out and
-others do them.
+It needs neither weights nor torch: conversations are encoded with the recipe's tokenizer, tokens
+come from the engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and
+trajectories go through the run's store. It may start before any of them, and waits for them. Asked
+to stop (SIGTERM, Ctrl-C, the end of its parent) it gives its tasks back; killed, its leases run out
+and others do them.
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from agentevo.agents import Agent
+from agentevo.agents import Agent, AgentFunction
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import check_one_policy
 from agentevo.console import to_stderr
 from agentevo.errors import ModelError
 from agentevo.event_loop import run_coroutine
 from agentevo.models.chat import ChatFormat
 from agentevo.models.positions import context_length
 from agentevo.models.resolve import fetch
-from agentevo.orchestration.components import (
-    AgentFunction,
-    check_play,
-    find_agent,
-    load_policy,
-)
+from agentevo.models.tiny_tokenizer import tiny_tokenizer
+from agentevo.orchestration.players import check_play, corpus_of, find_agent
+from agentevo.paths import short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.given_tasks import check_same_tasks
 from agentevo.rollout.sampler import Sampler
@@ -39,7 +37,7 @@ from agentevo.rollout.service import STOPPING_S, SamplerService
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.store_opening import open_run_store
 from agentevo.signals import LOOK_S, asked_to_stop, finished_before_stop
-from agentevo.store.call_log import call_log
+from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
 from agentevo.types import Task
 
@@ -74,6 +72,7 @@ def sample(
     name = name if name is not None else f"sampler-{socket.gethostname()}-{os.getpid()}"
     for url in engines:
         EngineAddress.read(url)
+    check_one_policy(config)
     check_play(config, tasks)
     source = TaskSource(config, tasks)
     player = find_agent(config, agent)
@@ -102,11 +101,10 @@ def sample(
 def conversation(config: RunConfig) -> tuple[ChatFormat, int]:
     """The chat format of the recipe's model, and the length of its context in tokens; without
     reading its weights."""
-    if config.model.name == "tiny":  # made on the spot, tokenizer and all
-        loaded = load_policy(config)
-        return ChatFormat(
-            loaded.tokenizer, getattr(loaded.model, "generation_config", None)
-        ), config.model.tiny.context_length
+    if config.model.name == "tiny":  # made on the spot
+        tiny = config.model.tiny
+        texts = corpus_of(config) if tiny.tokenizer == "word" else ()
+        return ChatFormat(tiny_tokenizer(tiny, texts)), tiny.context_length
     folder = fetch(config.model.name, None)
     try:
         tokenizer, shape = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
@@ -138,6 +136,31 @@ async def _sample(
     ends: bool,
     note: Callable[[str], None],
 ) -> None:
+    async with engines_and_store(config, urls, stop, note) as opened:
+        if opened is None:
+            return
+        engine, store, calls = opened
+        sampler = Sampler(config, engine, chat, player, store, context_length, calls, note)
+        service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
+        note(f"{name}: sampling for {short(config.run_dir)}")
+        with closing(sampler):
+            await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
+        written = service.stats()["sampler/groups_written"]
+        note(
+            f"{name}: stopped after {written:g} groups"
+            + ("" if stop() else f": the run has made its {config.trainer.steps} steps")
+        )
+
+
+@asynccontextmanager
+async def engines_and_store(
+    config: RunConfig,
+    urls: Sequence[str],
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
+    """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
+    closed at the end; None where `stop` came before the store was open."""
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine
     from agentevo.inference.secret import RunSecret
@@ -146,6 +169,7 @@ async def _sample(
         open_run_store(config.store_url, within_s=STORE_RETRY_S, tell=note)
     )
     if not await finished_before_stop(opening, stop):
+        yield None
         return
     directory = EngineDirectory(config.run_dir / "engines")
     engine = RemoteEngine(
@@ -153,16 +177,7 @@ async def _sample(
     )
     try:
         async with opening.result() as store, call_log(config.store_url, tell=note) as calls:
-            sampler = Sampler(config, engine, chat, player, store, context_length, calls, note)
-            service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
-            note(f"{name}: sampling for {config.run_dir}")
-            with closing(sampler):
-                await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
-            written = service.stats()["sampler/groups_written"]
-            note(
-                f"{name}: stopped after {written:g} groups"
-                + ("" if stop() else f": the run has made its {config.trainer.steps} steps")
-            )
+            yield engine, store, calls
     finally:
         await engine.close()
 

@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import check_one_policy
 from agentevo.console import to_stderr
 from agentevo.errors import ConfigError, DeadlineExceededError, EngineError
-from agentevo.event_loop import run_coroutine
+from agentevo.event_loop import in_thread, run_coroutine
 from agentevo.inference.address import is_this_machine
 from agentevo.inference.certificate import RunCertificate, check_installed
 from agentevo.inference.directory import Announcement, EngineDirectory
@@ -62,6 +63,7 @@ def serve(
         raise ConfigError(
             f"--name {name!r} becomes the name of a file: use letters, digits, `-`, `_` and `.`"
         )
+    check_one_policy(config)
     check_memory(config)
     make_engine, source = engines.get(config.engine.type), remote_source(config)
     with asked_to_stop(parent) as stop, open_socket(host, port) as listener:
@@ -176,7 +178,7 @@ class Follower:
         """Serves the newest weights if they are newer than what is served; returns whether it
         did."""
         try:
-            newer = await asyncio.to_thread(self._newer)
+            newer = await in_thread(self._newer)
             if newer is None:
                 return False
             version, verified = newer

@@ -40,7 +40,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
 from agentevo.orchestration.checks import check_parts
-from agentevo.paths import check_new_folder
+from agentevo.paths import check_new_folder, short
 from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is_sweep_folder
 from agentevo.runs.result_table import check_page, write_sweep_table, write_table
 from agentevo.runs.resume_rules import changes
@@ -157,7 +157,7 @@ def _start_of(member: Member) -> Start:
 
 def _differences(member: Member) -> list[str]:
     return [
-        f"{member.config.run_dir} was run with {key}={was!r} and not {now!r}: delete that "
+        f"{short(member.config.run_dir)} was run with {key}={was!r} and not {now!r}: delete that "
         "folder, or give the sweep another run.dir"
         for key, (was, now) in changes(member.config).items()
         if key != "run.threads"

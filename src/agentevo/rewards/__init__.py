@@ -4,7 +4,14 @@ Importing this package registers the built-in rewards; it imports neither torch 
 package.
 """
 
-from agentevo.rewards import builtin  # noqa: F401 (importing it registers them)
+from agentevo.rewards import (  # noqa: F401 (importing them registers them)
+    builtin,
+    llm_judge,
+    manner,
+    math_answer,
+    qa,
+    reasoning_gym,
+)
 from agentevo.rewards.reward import (
     GroupScorer,
     RewardConfig,

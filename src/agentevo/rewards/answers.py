@@ -1,57 +1,183 @@
-"""Answers in texts: where a reply states its final answer, whether two texts say the same, and
-numbers as people write them."""
+"""Answers in texts: where a reply states its final answer, and whether two texts say the same.
+
+A place is written as one of
+
+    auto        the first of answer, boxed and hashes that the reply has, else the whole reply
+    whole       the whole reply
+    boxed       inside the last \\boxed{...}, else the last \\fbox{...}; braces may be nested
+    hashes      after the last ####, on its line
+    number      the last number
+    json:KEY    the value of a key in the last JSON of the reply; json:KEY.0.KEY goes deeper,
+                json is all of it
+    regex:...   the first group of the last match of a regular expression, else all that matched
+    TAG         any other name: inside the last <TAG>...</TAG>
+
+Every search takes time that grows with the text alone, as whoever wrote the text is trained to get
+a reward: a reply of a megabyte of open braces costs no more than another one.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
-from fractions import Fraction
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Annotated, Any
 
-Place = Literal["auto", "answer_tag", "boxed", "hashes", "whole"]
-"""Where a reply's answer is: inside the last <answer>...</answer>, inside the last \\boxed{...},
-after the last ####, or the whole reply. `auto` takes the first of these that the reply has."""
+import pydantic
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_NUMBER = re.compile(
-    r"""
-    (?<![\w.])                                  # not inside a word or another number
-    (?P<sign>[-+\u2212])?\s*[$\u20ac\u00a3]?\s*
-    (?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+\.?\d*|\.\d+)
-    (?:[eE](?P<exponent>[-+]?\d{1,3}))?
-    (?:\s*/\s*(?P<below>\d+(?:\.\d+)?))?
-    (?P<percent>\s*\\?%)?
-    """,
-    re.VERBOSE,
-)
+from agentevo.rewards.numerals import last_numeral
+from agentevo.rewards.patterns import Pattern
+from agentevo.types import Task
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+ANSWER_SCHEMA = "answer_schema"
+"""Key of a task's metadata for the place where a reply states its answer, in place of what the
+recipe's rewards say."""
+_INDEX = re.compile(r"[0-9]{1,9}")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BOX, _FRAME = re.compile(r"\\boxed\s{0,9}\{"), re.compile(r"\\fbox\s{0,9}\{")
+_JSON = json.JSONDecoder()
+_JSON_START = re.compile(r"""\{(?=\s{0,99}["}])|\[(?=\s{0,99}[]\[{"0-9tfn-])""")
+"""Where an object or array may begin, unlike most braces of TeX."""
+MAX_JSON_TRIES, MAX_JSON_READINGS = 2000, 20
+"""Places of a text at which a JSON value is tried in vain, and how many times the length of the
+text these tries may read."""
 
 
-def find_answer(text: str, place: Place) -> str | None:
-    """The stated answer; None if it is not where it should be."""
-    if place == "auto":
-        stated = (find_answer(text, tried) for tried in ("answer_tag", "boxed", "hashes"))
-        return next((answer for answer in stated if answer is not None), text.strip())
-    if place == "whole":
-        return text.strip()
+def check_place(place: str) -> str:
+    """The place itself. Raises ValueError for what is none."""
+    _finder(place)
+    return place
+
+
+Place = Annotated[str, pydantic.AfterValidator(check_place)]
+"""Where a reply states its answer, as the module's docstring says."""
+
+
+def place_of(task: Task, default: str) -> str:
+    """Where the replies to a task state their answer: its own `answer_schema`, else the default."""
+    return str(task.metadata.get(ANSWER_SCHEMA) or default)
+
+
+def find_answer(text: str, place: str) -> str | None:
+    """The stated answer; None if it is not where it should be. Raises TimeoutError for a regular
+    expression that does not end."""
+    return _finder(place)(text)
+
+
+@lru_cache(maxsize=1000)
+def _finder(place: str) -> Callable[[str], str | None]:
+    if place in _FIXED:
+        return _FIXED[place]
+    kind, colon, detail = place.partition(":")
+    if kind == "regex" and detail:
+        return _stripped(Pattern(detail).last)
+    if kind == "json" and bool(colon) == bool(detail):
+        keys = detail.split(".") if detail else []
+        return lambda text: _in_json(text, keys)
+    if not _WORD.fullmatch(place):
+        raise ValueError(
+            f"{place[:200]!r} is no place of an answer: give {', '.join(_FIXED)}, json:KEY, "
+            "regex:PATTERN, or the name of an XML tag such as answer"
+        )
     if place == "answer_tag":
-        tags = _TAG.findall(text)
-        return tags[-1].strip() if tags else None
-    if place == "boxed":
-        return _last_box(text)
+        raise ValueError("the tag <answer> is written `answer`: give the name of the tag itself")
+    return lambda text: _in_tag(text, place)
+
+
+def _in_tag(text: str, tag: str) -> str | None:
+    """Inside the last pair of tags; of nested ones the innermost."""
+    name = re.escape(tag)
+    ends = [match.start() for match in re.finditer(f"</{name}>", text, re.IGNORECASE)]
+    if not ends:
+        return None
+    starts = [m.end() for m in re.finditer(f"<{name}>", text, re.IGNORECASE) if m.end() <= ends[-1]]
+    if not starts:
+        return None
+    return text[starts[-1] : next(end for end in ends if end >= starts[-1])].strip()
+
+
+def _in_box(text: str) -> str | None:
+    """None for a box that is not closed. Braces that TeX prints (\\{) are none."""
+    boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
+    if not boxes:
+        return None
+    begin, depth = boxes[-1].end(), 1
+    for match in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[begin : match.start()].strip()
+    return None
+
+
+def _after_hashes(text: str) -> str | None:
     _, mark, after = text.rpartition("####")
     return after.strip().partition("\n")[0].strip() if mark else None
 
 
-def _last_box(text: str) -> str | None:
-    """Inside the braces, which may hold others; None for a box that is not closed."""
-    for match in reversed(list(_BOX.finditer(text))):
-        depth = 1
-        for place in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[match.end() : place].strip()
-    return None
+def _in_auto(text: str) -> str | None:
+    for find in (lambda text: _in_tag(text, "answer"), _in_box, _after_hashes):
+        answer: str | None = find(text)
+        if answer is not None:
+            return answer
+    return text.strip()
+
+
+def _as_number(text: str) -> str | None:
+    stated = last_numeral(text)
+    return None if stated is None else stated[0]
+
+
+def _in_json(text: str, keys: list[str]) -> str | None:
+    """As it would be written: a text as it is, anything else as JSON."""
+    value = _last_json(text)
+    for key in keys:
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and _INDEX.fullmatch(key) and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    if value is None:
+        return None
+    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _last_json(text: str) -> Any:
+    """The last object or array that stands in a text; None without one."""
+    found, place, tries, left = None, 0, 0, MAX_JSON_READINGS * len(text)
+    while tries < MAX_JSON_TRIES and left > 0 and (start := _JSON_START.search(text, place)):
+        try:
+            found, place = _JSON.raw_decode(text, start.start())
+        except (ValueError, RecursionError) as error:
+            place, tries = start.end(), tries + 1
+            left -= _end_of_try(error, len(text)) - start.start()
+    return found
+
+
+def _end_of_try(error: Exception, length: int) -> int:
+    """How far a try has read a text, at most."""
+    if not isinstance(error, json.JSONDecodeError) or error.msg.startswith("Unterminated"):
+        return length
+    return error.pos
+
+
+def _stripped(find: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    def found(text: str) -> str | None:
+        answer = find(text)
+        return None if answer is None else answer.strip()
+
+    return found
+
+
+_FIXED: dict[str, Callable[[str], str | None]] = {
+    "auto": _in_auto,
+    "whole": str.strip,
+    "boxed": _in_box,
+    "hashes": _after_hashes,
+    "number": _as_number,
+}
 
 
 def normalised(text: str, ignore_case: bool) -> str:
@@ -63,23 +189,3 @@ def normalised(text: str, ignore_case: bool) -> str:
 def references(answer: Any) -> list[Any]:
     """The answers that count as right: several may be given as a list."""
     return list(answer) if isinstance(answer, (list, tuple)) else [answer]
-
-
-def last_number(text: str) -> float | None:
-    """The last number in a text: `1,234.5`, `$3`, `-2e3`, `3/4`, `50%` (0.5). None: there is
-    none."""
-    return next(iter(reversed(list(_numbers(text)))), None)
-
-
-def _numbers(text: str) -> Iterator[float]:
-    for match in _NUMBER.finditer(text):
-        value = Fraction(match["digits"].replace(",", "").rstrip("."))
-        value *= Fraction(10) ** int(match["exponent"] or 0)
-        below = Fraction(match["below"]) if match["below"] else Fraction(1)
-        if below == 0:
-            continue
-        value = value / below / (100 if match["percent"] else 1)
-        try:
-            yield float(-value if match["sign"] in ("-", "\u2212") else value)
-        except OverflowError:
-            continue

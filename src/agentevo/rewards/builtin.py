@@ -1,4 +1,4 @@
-"""The built-in rewards. Each is 1 for right and 0 for wrong, decided by a rule."""
+"""The plain built-in rewards. Each is 1 for right and 0 for wrong, decided by a rule."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ import re
 
 from pydantic import Field, field_validator
 
-from agentevo.rewards.answers import (
-    Place,
-    find_answer,
-    last_number,
-    normalised,
-    references,
-)
+from agentevo.event_loop import in_thread
+from agentevo.rewards.answers import find_answer, normalised
+from agentevo.rewards.numerals import last_number
+from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
+from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
 from agentevo.types import Task, Trajectory
-
-
-class AnswerConfig(RewardConfig):
-    """A reward that compares the stated answer with the task's."""
-
-    place: Place = "auto"
-    """Where a reply states its answer: in <answer>...</answer> (`answer_tag`), in \\boxed{...}
-    (`boxed`), after #### (`hashes`), or it is the `whole` reply. `auto` takes the first of these
-    that the reply has."""
 
 
 class TextConfig(AnswerConfig):
@@ -39,30 +28,22 @@ class NumberConfig(AnswerConfig):
 
     tolerance: float = Field(default=1e-6, ge=0)
     """Largest difference that counts as equal, as a share of the right number (of 1 for 0)."""
+    absolute_tolerance: float = Field(default=0.0, ge=0)
+    """Largest difference that counts as equal whatever the number is; either tolerance is
+    enough."""
 
 
 class FormatConfig(RewardConfig):
     """A reward for the form of a reply."""
 
     pattern: str
-    """A Python regular expression that the whole reply must match; `.` matches new lines too."""
+    """A regular expression that the whole reply must match; `.` matches new lines too."""
 
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, value: str) -> str:
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"got {value!r}; it is no regular expression: {error}") from error
+        Pattern(value)
         return value
-
-
-def _right_answers(task: Task) -> list[object]:
-    if task.answer is None or task.answer == []:
-        raise ValueError(
-            f"the task {task.id!r} has no answer to compare with: give its row one (tasks.fields)"
-        )
-    return references(task.answer)
 
 
 @reward("exact_match")
@@ -77,10 +58,8 @@ class ExactMatch:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score."""
-        right = [
-            normalised(str(answer), self.config.ignore_case) for answer in _right_answers(task)
-        ]
-        stated = find_answer(completion_of(trajectory), self.config.place)
+        right = [normalised(str(answer), self.config.ignore_case) for answer in right_answers(task)]
+        stated = await stated_answer(trajectory, task, self.config.place)
         return Score(
             float(stated is not None and normalised(stated, self.config.ignore_case) in right)
         )
@@ -96,21 +75,17 @@ class Contains:
         self.config = config
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score."""
-        stated = find_answer(completion_of(trajectory), self.config.place) or ""
+        """See Scorer.score. Raises ValueError for a task whose answers are all empty."""
+        stated = await stated_answer(trajectory, task, self.config.place) or ""
         text = normalised(stated, self.config.ignore_case)
-        right = [
-            normalised(str(answer), self.config.ignore_case) for answer in _right_answers(task)
-        ]
-        return Score(
-            float(
-                any(
-                    re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text)
-                    for answer in right
-                    if answer
-                )
+        right = [normalised(str(answer), self.config.ignore_case) for answer in right_answers(task)]
+        words = [answer for answer in right if answer]
+        if not words:
+            raise ValueError(
+                f"the answer of the task {task.id!r} has no words to look for: {task.answer!r}"
             )
-        )
+        found = any(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) for answer in words)
+        return Score(float(found))
 
 
 @reward("numeric")
@@ -125,14 +100,15 @@ class Numeric:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises ValueError for a task whose answer holds no number."""
-        right = [_number_of(answer, task) for answer in _right_answers(task)]
-        stated = last_number(find_answer(completion_of(trajectory), self.config.place) or "")
+        right = [_number_of(answer, task) for answer in right_answers(task)]
+        stated = last_number(await stated_answer(trajectory, task, self.config.place) or "")
         return Score(
             float(stated is not None and any(self._is(stated, number) for number in right))
         )
 
     def _is(self, stated: float, right: float) -> bool:
-        return abs(stated - right) <= self.config.tolerance * (abs(right) or 1.0)
+        allowed = self.config.tolerance * (abs(right) or 1.0)
+        return abs(stated - right) <= max(allowed, self.config.absolute_tolerance)
 
 
 def _number_of(answer: object, task: Task) -> float:
@@ -151,11 +127,12 @@ class Format:
     Config = FormatConfig
 
     def __init__(self, config: FormatConfig) -> None:
-        self._pattern = re.compile(config.pattern, re.DOTALL)
+        self._pattern = Pattern(config.pattern)
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. A form is no success: the other rewards of the list say that."""
-        return Score(float(bool(self._pattern.fullmatch(completion_of(trajectory).strip()))))
+        reply = completion_of(trajectory).strip()
+        return Score(float(await in_thread(self._pattern.matches_whole, reply)))
 
 
 @reward("returned")

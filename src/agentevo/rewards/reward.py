@@ -6,7 +6,8 @@ A reward is one of:
     scorer     a class with   async def score(self, trajectory, task) -> Score
     group      a class with   async def score_group(self, trajectories, task) -> list[Score]
 
-A function may ask for any of PARAMETERS, by name. It and the methods may return a number, a mapping
+A function may ask for any of PARAMETERS, by name; one of another package, whose parameters have
+other names, is registered by `register_scorer`. It and the methods may return a number, a mapping
 of named parts (their sum is the value), or a `Score`. A class may have options: its `Config` is a
 subclass of `RewardConfig`, and one object of it, `Class(config)`, serves a whole run.
 """
@@ -23,13 +24,19 @@ import pydantic
 
 from agentevo.errors import ConfigError, described, shown
 from agentevo.registry import Registry
+from agentevo.rewards.answers import find_answer, place_of
 from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
 
 R = TypeVar("R")
-PARAMETERS = ("completion", "task", "trajectory", "answer", "query")
-"""What a reward function may ask for: the policy's last reply, the task, the whole attempt, and the
-task's own answer and query."""
+PARAMETERS = (
+    *("completion", "task", "trajectory", "answer", "query", "metadata", "models"),
+    *("model_answer", "solution_str", "ground_truth", "data_source", "extra_info"),
+)
+"""What a reward function may ask for: the policy's last reply, the task, the whole attempt, the
+task's own answer, query and metadata, and the run's remote models by name. The second line is what
+AgentRL and verl call the stated answer (where the task's `answer_schema` says, else `auto`), the
+last reply, the task's answer, and two columns of its row."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -68,12 +75,34 @@ class RewardConfig(pydantic.BaseModel):
     """What its score is multiplied by before the rewards of the list are added up."""
     timeout_s: float = pydantic.Field(default=60.0, gt=0)
     """Longest time for one score, in seconds; then the attempt is recorded as failed."""
+    requires: tuple[str, ...] = ()
+    """Rewards of the list that must be met for this one to count: where one of them is no success,
+    or lacks what it requires itself, its score is 0."""
+    label: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,99}$")
+    """What it is called in metrics, in `requires` and in the `scorer` of a row, where the list has
+    the reward more than once, with other options. Default: name."""
+
+    @property
+    def title(self) -> str:
+        """Its label, else its name: unlike that of any other reward of the list."""
+        return self.label or self.name
 
 
 class Scorer(Protocol):
     """Scores attempts one by one. It may raise: the attempt is then recorded as failed."""
 
-    async def score(self, trajectory: Trajectory, task: Task) -> Score: ...
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """It may have a third parameter `models`: the run's remote models, by name."""
+        ...
+
+
+class ScorerModel(Protocol):
+    """A remote model of the run, as a scorer may ask it."""
+
+    async def generate(self, messages: Sequence[Any], *, role: str = "", attempt: str = "") -> Any:
+        """The reply, whose `text` is what the model said. `role` and `attempt` say in the price log
+        what the call is for."""
+        ...
 
 
 class GroupScorer(Protocol):
@@ -101,6 +130,38 @@ def reward(name: str) -> Callable[[R], R]:
         return item
 
     return add
+
+
+def register_scorer(name: str, function: Callable[..., Any]) -> None:
+    """Registers a function of two or three positional parameters, plain or async, whatever they are
+    called: the stated answer (a text, empty where there is none), the task's own answer, and the
+    task. AgentRL's scorers are such functions.
+
+    Raises ConfigError for any other.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the scorer {name!r} can't be called: {error}") from error
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [one for one in parameters if one.kind in positional]
+    needed = [one for one in parameters if one.default is one.empty and one in taken]
+    others = [
+        one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty
+    ]
+    if len(taken) < 2 or len(needed) > 3 or others:
+        raise ConfigError(
+            f"the scorer {name!r} needs two or three positional parameters, as in `async def "
+            "scorer(model_answer, ground_truth, task)`; agentevo.reward takes parameters by name"
+        )
+    number = 3 if len(needed) == 3 else 2
+
+    def scorer(model_answer: str, ground_truth: Any, task: Task) -> Any:
+        return function(*(model_answer, ground_truth, task)[:number])
+
+    scorer.__module__ = getattr(function, "__module__", scorer.__module__)
+    scorer.__qualname__ = getattr(function, "__qualname__", name)
+    reward(name)(scorer)
 
 
 def check_reward(name: str, item: Any) -> None:
@@ -155,18 +216,38 @@ def make_reward(config: RewardConfig) -> Any:
 
 
 def call_function(
-    function: Callable[..., Any], trajectory: Trajectory, task: Task
+    function: Callable[..., Any],
+    trajectory: Trajectory,
+    task: Task,
+    models: Mapping[str, ScorerModel],
 ) -> Callable[[], Any]:
     """The call of a reward function, with what it asks for."""
-    available = {
-        "completion": completion_of(trajectory),
-        "task": task,
-        "trajectory": trajectory,
-        "answer": task.answer,
-        "query": task.query,
+    reply = completion_of(trajectory)
+    available: dict[str, Callable[[], Any]] = {
+        "completion": lambda: reply,
+        "solution_str": lambda: reply,
+        "model_answer": lambda: find_answer(reply, place_of(task, "auto")) or "",
+        "task": lambda: task,
+        "trajectory": lambda: trajectory,
+        "answer": lambda: task.answer,
+        "ground_truth": lambda: task.answer,
+        "query": lambda: task.query,
+        "metadata": lambda: task.metadata,
+        "data_source": lambda: task.metadata.get("data_source"),
+        "extra_info": lambda: task.metadata.get("extra_info"),
+        "models": lambda: models,
     }
-    arguments = {name: available[name] for name in _asked_for(function)}
-    return lambda: function(**arguments)
+    asked = _asked_for(function)
+    return lambda: function(**{name: available[name]() for name in asked})
+
+
+def call_scorer(
+    scorer: Any, trajectory: Trajectory, task: Task, models: Mapping[str, ScorerModel]
+) -> Any:
+    """The coroutine of a scorer's `score`, with the remote models if it asks for them."""
+    if "models" in inspect.signature(scorer.score).parameters:
+        return scorer.score(trajectory, task, models=models)
+    return scorer.score(trajectory, task)
 
 
 def completion_of(trajectory: Trajectory) -> str:

@@ -9,12 +9,9 @@ scorer's with `scorer_` before it.
 from __future__ import annotations
 
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-import agentevo
 from agentevo.errors import storable
 
 ShowFailure = Callable[[str, str, str], None]
@@ -22,13 +19,11 @@ ShowFailure = Callable[[str, str, str], None]
 
 MAX_KINDS = 20
 """Kinds that are told apart; the others are `other`."""
-MAX_FRAMES = 20
 TOO_LONG = "the episode took longer than"
 NO_REWARD = (
     "the agent returned no reward, and no scorer decides: return a number, or set the recipe's "
     "rewards=[NAME] or the task's scorer"
 )
-_OURS = str(Path(agentevo.__file__).parent)
 _SCORER = re.compile(r"the reward '[^']*' failed: ")
 _CLASS = re.compile(r"([A-Za-z_]\w{0,59})[:(]")
 
@@ -69,28 +64,6 @@ def failure_words(errors: list[str | None], num_attempts: int) -> str:
 def _short(error: str) -> str:
     line = storable(error.removeprefix("the episode ").partition("\n")[0])
     return line if len(line) <= 200 else line[:197] + "..."
-
-
-def traceback_of(error: BaseException | None) -> str:
-    """The traceback, from where a user's code begins to where it ends; empty where there is
-    none."""
-    if error is None:
-        return ""
-    try:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [n for n, frame in enumerate(frames) if not frame.filename.startswith(_OURS)]
-        shown = frames[theirs[0] : theirs[-1] + 1] if theirs else frames
-        shown = shown[-MAX_FRAMES:]
-        lines = [
-            "Traceback (most recent call last):\n",
-            *traceback.format_list(shown),
-            *traceback.format_exception_only(type(error), error),
-        ]
-        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        before = traceback_of(cause) + "\n\n" if cause is not None else ""
-        return before + storable("".join(lines)).rstrip()
-    except Exception:  # noqa: BLE001 (a user's exception may break whatever looks at it)
-        return ""
 
 
 class FirstFailures:

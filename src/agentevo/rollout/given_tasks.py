@@ -21,13 +21,14 @@ from agentevo.data import RowError, RowReport, check_source
 from agentevo.data.conversation import check_text
 from agentevo.data.messages import messages_of
 from agentevo.data.rows import read_rows
+from agentevo.data.task_forms import AGENT_NAME, PlainRow, plain_row
 from agentevo.errors import BadRequestError, ConfigError
 from agentevo.files import create_atomic
 from agentevo.parsing import read_json_object
+from agentevo.paths import short
+from agentevo.rewards.answers import ANSWER_SCHEMA, check_place
 from agentevo.types import QUERY_MESSAGES, QUEUED_FOR_STEP, Task
 
-QUERY_KEYS = ("query", "question", "prompt", "problem", "instruction")
-ANSWER_KEYS = ("answer", "solution", "target", "ground_truth")
 ID_KEYS = ("id", "task_id")
 SCORER_KEYS = ("scorer",)
 RESERVED_KEYS = {
@@ -46,6 +47,8 @@ class GivenTasks:
     held_out: list[Task]
     """Empty where the recipe names no held-out ones."""
     reports: list[RowReport]
+    sizes: tuple[int, ...] = ()
+    """How many of the tasks to train on are of each source, in order."""
 
     @property
     def digest(self) -> str:
@@ -61,10 +64,11 @@ def read_tasks(section: TasksSection) -> GivenTasks:
             check_source(source, key)
     taken: dict[str, str] = {}
     reports = [RowReport("tasks.train"), RowReport("tasks.eval")]
-    train, held_out = (
-        _read(sources, section.fields, report, taken)
-        for sources, report in zip((section.train, section.eval), reports, strict=True)
-    )
+    by_source = [_read(source, section.fields, reports[0], taken) for source in section.train]
+    train = [task for tasks in by_source for task in tasks]
+    held_out = [
+        task for source in section.eval for task in _read(source, section.fields, reports[1], taken)
+    ]
     reports = [report for report in reports if report.rows]
     lines = [line for report in reports for line in report.lines()]
     if not train or (section.eval and not held_out):
@@ -72,33 +76,34 @@ def read_tasks(section: TasksSection) -> GivenTasks:
         raise ConfigError("\n".join([f"tasks.{which}: no row is a task", *lines]))
     if any(report.bad for report in reports) and not section.allow_bad_rows:
         raise ConfigError("\n".join(["tasks: tasks.allow_bad_rows is false", *lines]))
-    return GivenTasks(train, held_out, reports)
+    empty = [s for s, tasks in zip(section.train, by_source, strict=True) if not tasks]
+    if section.weights and empty:
+        raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
+    return GivenTasks(train, held_out, reports, tuple(map(len, by_source)))
 
 
-def _read(
-    sources: tuple[str, ...], fields: TaskFields, report: RowReport, taken: dict[str, str]
-) -> list[Task]:
+def _read(source: str, fields: TaskFields, report: RowReport, taken: dict[str, str]) -> list[Task]:
     """`taken`: id -> where the task of that id was read."""
     tasks = []
-    for source in sources:
-        for row in read_rows(source):
-            report.rows += 1
-            try:
-                task = task_of(row.value, fields)
-                if task.id in taken:
-                    raise RowError(
-                        "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
-                    )
-            except RowError as error:
-                report.add(row.where, error)
-                continue
-            taken[task.id] = row.where
-            tasks.append(task)
+    for row in read_rows(source):
+        report.rows += 1
+        try:
+            task = task_of(row.value, fields)
+            if task.id in taken:
+                raise RowError(
+                    "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                )
+        except RowError as error:
+            report.add(row.where, error)
+            continue
+        taken[task.id] = row.where
+        tasks.append(task)
     return tasks
 
 
-def task_of(row: Any, fields: TaskFields) -> Task:
-    """One row as a task. Raises RowError."""
+def task_of(row: Any, fields: TaskFields, form: str = "auto") -> Task:
+    """One row as a task. `form`: whose columns these are (data/task_forms.py), where `fields` does
+    not name them. Raises RowError."""
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
@@ -109,9 +114,10 @@ def task_of(row: Any, fields: TaskFields) -> Task:
             raise RowError(
                 "unknown_form", f"the key {key} is reserved for {meaning}: rename the column"
             )
-    columns = dict(row)
-    query = _take(columns, fields.query, QUERY_KEYS, "query", needed=True)
-    answer = _take(columns, fields.answer, ANSWER_KEYS, "answer")
+    is_named = fields.query is not None or fields.answer is not None
+    columns, query_keys, answer_keys = PlainRow(dict(row)) if is_named else plain_row(row, form)
+    query = _take(columns, fields.query, query_keys, "query", needed=True)
+    answer = _take(columns, fields.answer, answer_keys, "answer")
     name = _take(columns, fields.id, ID_KEYS, "id")
     scorer = _take(columns, fields.scorer, SCORER_KEYS, "scorer")
     metadata = columns
@@ -120,17 +126,43 @@ def task_of(row: Any, fields: TaskFields) -> Task:
         query = _last_text(query)
     if not isinstance(query, str) or not query.strip():
         raise RowError("empty", f"the query is {query!r}: it must be a text that is not empty")
-    if scorer is not None and not isinstance(scorer, str):
-        raise RowError("unknown_form", f"the scorer is {scorer!r}: it must be a name")
+    _check_metadata(metadata)
     if isinstance(name, (dict, list, bool)) or name == "":
         raise RowError("unknown_form", f"the id is {name!r}: it must be a text or a number")
     return Task(
         id=content_id(row) if name is None else str(name),
         query=query,
-        answer=answer,
-        scorer=scorer,
+        answer=_plain({"answer": answer})["answer"],
+        scorer=_scorer(scorer),
         metadata=_plain(metadata),
     )
+
+
+def _scorer(given: Any) -> str | None:
+    """The name of a scorer, or several in one text."""
+    if given is None:
+        return None
+    names = given.split(",") if isinstance(given, str) else given
+    is_list = isinstance(names, list) and bool(names)
+    if is_list and all(isinstance(name, str) and name.strip() for name in names):
+        names = [name.strip() for name in names]
+        if len(set(names)) == len(names):
+            return ",".join(names)
+    raise RowError(
+        "unknown_form", f"the scorer is {given!r}: it must be a name, or a list of different ones"
+    )
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """Raises RowError for a place of the answer that is none, and an agent that is no name."""
+    place, agent = metadata.get(ANSWER_SCHEMA), metadata.get(AGENT_NAME)
+    try:
+        if place is not None:
+            check_place(place if isinstance(place, str) else repr(place))
+    except ValueError as error:
+        raise RowError("unknown_form", f"{ANSWER_SCHEMA}: {error}") from error
+    if agent is not None and not (isinstance(agent, str) and agent.strip()):
+        raise RowError("unknown_form", f"the {AGENT_NAME} is {agent!r}: it must be a name")
 
 
 def content_id(row: Any) -> str:
@@ -143,10 +175,10 @@ def _take(
     row: dict[str, Any], key: str | None, names: tuple[str, ...], what: str, *, needed: bool = False
 ) -> Any:
     """Takes a value out of the row: that of the named key, or of the first of `names` that the row
-    has. `what` is the field that it becomes."""
+    has, a null being none if there is another. `what` is the field that it becomes."""
     present = [name for name in ([key] if key is not None else names) if name in row]
     if present:
-        return row.pop(present[0])
+        return row.pop(next((name for name in present if row[name] is not None), present[0]))
     if needed or key is not None:
         missing = key if key is not None else f"one of {', '.join(names)}"
         raise RowError(
@@ -200,9 +232,10 @@ def check_same_tasks(config: RunConfig, given: GivenTasks) -> None:
     if before.keys() != now.keys():
         raise ConfigError(f"{record}: is damaged: it has other keys: restore or delete it")
     if before != now:
+        source = ", ".join((*config.tasks.train, *config.tasks.eval)) or "what the agent plays"
         raise ConfigError(
-            f"tasks: the run in {config.run_dir} began with {before['train']} tasks to train on "
+            f"tasks: the run in {short(config.run_dir)} began with {before['train']} "
+            "tasks to train on "
             f"and {before['eval']} held-out ones, and they are others now ({now['train']} and "
-            f"{now['eval']}): restore {', '.join((*config.tasks.train, *config.tasks.eval))}, or "
-            "give another run.dir"
+            f"{now['eval']}): restore {source}, or give another run.dir"
         )

@@ -9,18 +9,21 @@ are broken off, and nothing of it may be written.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
 from agentevo.errors import AgentEvoError, OverreachError, described
 from agentevo.event_loop import TaskScope
-from agentevo.rollout.failures import TOO_LONG, ShowFailure, traceback_of
+from agentevo.rollout.failures import TOO_LONG, ShowFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls
-from agentevo.types import Outcome, Status, Task, Trajectory
+from agentevo.tracebacks import traceback_of
+from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
 LETTING_GO_S = 5.0
 """How long an agent that was broken off may take to end. One that goes on is left alone, with a
@@ -41,6 +44,12 @@ class InfrastructureFailure(AgentEvoError):
     """The engine failed an attempt: the group is worth nothing, its task can be tried again."""
 
 
+def _heard(task: asyncio.Task[Outcome]) -> None:
+    """Its failure counts as said, also where something else ends the attempt first."""
+    if not task.cancelled():
+        task.exception()
+
+
 class Attempt:
     """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may
     take, while the engine is awake."""
@@ -58,8 +67,8 @@ class Attempt:
         """`show` is told of a failure as it happens, with its traceback."""
         self.name, self.policy = name, policy
         self._show = show
-        self.is_unrewarded = False
-        """The agent has ended and left its reward to a scorer."""
+        self.unrewarded: set[str] = set()
+        """Ids of the trajectories whose reward the agent has left to a scorer."""
         self._agent, self._task = agent, task
         self._limit_s = limit_s
         self._scope = TaskScope()
@@ -74,17 +83,27 @@ class Attempt:
             if self._playing is not None:
                 self._playing.cancel()
 
-    async def run(self, *, task_id: str, group_id: str, number: int) -> Trajectory:
-        """Plays until the agent, the time limit or `cut` ends it, as one recorded call."""
-        with self.policy.conversation.calls.attempt(type(self._agent).__name__) as call:
-            trajectory = await self._run(task_id, group_id, number)
-            call.outcome(trajectory.status, trajectory.error)
-            return trajectory
+    @property
+    def calls(self) -> dict[str, AttemptCalls]:
+        """Where the calls of each trajectory are recorded, by its id."""
+        return {one.name: one.calls for one in self.policy.conversations.values()}
 
-    async def _run(self, task_id: str, group_id: str, number: int) -> Trajectory:
+    async def run(self, *, task_id: str, group_id: str, number: int) -> list[Trajectory]:
+        """Plays until the agent, the time limit or `cut` ends it, as one recorded call of each
+        trajectory: one for every agent of the rollout."""
+        with ExitStack() as stack:
+            name = type(self._agent).__name__
+            calls = [stack.enter_context(one.attempt(name)) for one in self.calls.values()]
+            trajectories = await self._run(task_id, group_id, number)
+            for call, trajectory in zip(calls, trajectories, strict=True):
+                call.outcome(trajectory.status, trajectory.error)
+            return trajectories
+
+    async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""
         started, clock = time.time(), time.perf_counter()
         self._playing = self._scope.start(self._play())
+        self._playing.add_done_callback(_heard)
         if self._cut is not None:
             self._playing.cancel()
         try:
@@ -92,41 +111,60 @@ class Attempt:
             late = not self._playing.done() and self._cut is None
         finally:
             await self._let_go(self._playing)
-        outcome, status, error, raised = self._ended(self._playing, late)
-        self.is_unrewarded = outcome.reward is None
-        if self.policy.conversation.broken is not None and status != "cancelled":
-            broken = self.policy.conversation.broken
+        ended, status, error, raised = self._ended(self._playing, late)
+        conversations = self.policy.conversations
+        broken = next((one.broken for one in conversations.values() if one.broken), None)
+        if broken is not None and status != "cancelled":
             raise InfrastructureFailure(
                 f"{self.name}: {type(broken).__name__}: {broken}"
             ) from broken
+        remote = self.policy.remote
         if status == "failed":
             self._show(self.name, error or "", traceback_of(raised))
-        return Trajectory(
-            id=self.name,
-            task_id=task_id,
-            group_id=group_id,
-            attempt=number,
-            turns=self.policy.conversation.recorded(outcome.turn_rewards),
-            reward=outcome.reward or 0.0,
-            reward_parts=outcome.reward_parts,
-            success=outcome.success,
-            status=status,
-            error=error,
-            truncated=outcome.truncated,
-            metrics=self.policy.conversation.metrics() | outcome.metrics,
-            started_at=started,
-            duration_s=time.perf_counter() - clock,
-        )
+        trajectories = []
+        for agent, conversation in conversations.items():
+            outcome = ended.agents.get(agent, ended)
+            if outcome.reward is None:
+                self.unrewarded.add(conversation.name)
+            is_main = conversation is self.policy.conversation
+            beside = remote if is_main else None
+            trajectories.append(
+                Trajectory(
+                    id=conversation.name,
+                    task_id=task_id,
+                    group_id=group_of_agent(group_id, agent),
+                    attempt=number,
+                    turns=conversation.recorded(outcome.turn_rewards),
+                    remote_turns=[] if beside is None else beside.recorded(),
+                    reward=outcome.reward or 0.0,
+                    reward_parts=outcome.reward_parts,
+                    success=outcome.success,
+                    status=status,
+                    error=error,
+                    truncated=outcome.truncated,
+                    metrics=conversation.metrics()
+                    | ({} if beside is None else beside.metrics())
+                    | outcome.metrics,
+                    started_at=started,
+                    duration_s=time.perf_counter() - clock,
+                )
+            )
+        return trajectories
 
     async def _play(self) -> Outcome:
         """An event loop ends with a task that raises SystemExit or KeyboardInterrupt, and with it
-        the sampler or trainer."""
+        the sampler or trainer. A process that the agent has forked, and that comes back from it,
+        is no second run: it ends."""
+        process = os.getpid()
         try:
             return await self._agent.run(self._task, self.policy)
         except Interrupt:
             raise
         except (SystemExit, KeyboardInterrupt) as error:
             raise OverreachError(error, "an agent") from error
+        finally:
+            if os.getpid() != process:
+                os._exit(os.EX_SOFTWARE)
 
     async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
         """Until the agent has ended, or has taken `limit_s` without what the engine slept
@@ -143,6 +181,7 @@ class Attempt:
         try:
             self._scope.cancel()
             if not playing.done():
+                playing.cancel()  # on a program's own event loop, scopes hold nothing
                 await asyncio.wait([playing], timeout=LETTING_GO_S)
         finally:
             await self.policy.close()
@@ -174,14 +213,17 @@ class Attempt:
     def _checked(self, returned: Any) -> Outcome:
         """What can be stored, averaged and trained on. Raises TypeError or ValueError for anything
         else."""
-        outcome = outcome_of(returned)
-        turns = self.policy.conversation.turns
-        unknown = outcome.turn_rewards.keys() - {turn.index for turn in turns}
-        if unknown:
-            raise ValueError(
-                f"the agent's turn_rewards name the turn {min(unknown)}, but it took "
-                f"{len(turns)}: the first is 0"
-            )
+        outcome = outcome_of(returned, self.policy.rewarded)
+        for agent, conversation in self.policy.conversations.items():
+            turns = conversation.turns
+            rewards = outcome.agents.get(agent, outcome).turn_rewards
+            unknown = rewards.keys() - {turn.index for turn in turns}
+            if unknown:
+                who = f"agent {agent!r}" if agent else "agent"
+                raise ValueError(
+                    f"the {who}'s turn_rewards name the turn {min(unknown)}, but it took "
+                    f"{len(turns)}: the first is 0"
+                )
         return outcome
 
 
@@ -211,8 +253,8 @@ class Group:
         return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """All members in their order, then the one beside them. Raises InfrastructureFailure;
-        cancelled or failing, it leaves nothing running."""
+        """All members in their order, then the one beside them; of several agents, those of each in
+        turn. Raises InfrastructureFailure; cancelled or failing, it leaves nothing running."""
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -234,7 +276,7 @@ class Group:
                     failed.result()
                 if len(self.members) > self._wanted and pending & members:
                     completed = sum(
-                        run.done() and run.result().status == "completed" for run in members
+                        run.done() and run.result()[0].status == "completed" for run in members
                     )
                     if completed >= self._wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
@@ -244,15 +286,17 @@ class Group:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _scored(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """The one beside the group is judged alone."""
-        unrewarded = [attempt.is_unrewarded for attempt in self.attempts]
-        count = len(self.members)
-        calls = {attempt.name: attempt.policy.conversation.calls for attempt in self.attempts}
-        members = await self._score(trajectories[:count], unrewarded[:count], calls)
-        if self.beside is None:
-            return members
-        return [*members, *await self._score(trajectories[count:], unrewarded[count:], calls)]
+    async def _scored(self, attempts: list[list[Trajectory]]) -> list[Trajectory]:
+        """The one beside the group is judged alone, and every agent beside itself."""
+        unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
+        calls = {name: own for attempt in self.attempts for name, own in attempt.calls.items()}
+        count, scored = len(self.members), list[Trajectory]()
+        for of_agent in zip(*attempts, strict=True):
+            for judged in (of_agent[:count], of_agent[count:]):
+                if judged:
+                    without = [one.id in unrewarded for one in judged]
+                    scored += await self._score(judged, without, calls)
+        return scored
 
     def cut(self, reason: str) -> None:
         """Breaks off the members that are still playing."""

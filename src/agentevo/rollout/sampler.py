@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import Policy
+from agentevo.agents.policy import Door, Policy
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import remote_agents, trained_agents
+from agentevo.config.sections import SamplingSection
+from agentevo.copies import copy_of_task
 from agentevo.errors import DeadlineExceededError, EngineError, EngineUnavailableError
 from agentevo.event_loop import gather_all
 from agentevo.gateway.gateway import Gateway
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
+from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
@@ -34,10 +39,12 @@ from agentevo.rollout.unstorable import written
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
 from agentevo.store.store import RETRIES, Split, Store
-from agentevo.types import SamplingParams, Task, Trajectory, copy_of_task
+from agentevo.types import SamplingParams, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
+REMOTE_MODELS = "remote_models"
+"""The folder of price logs in the run's folder."""
 BASELINE = "baseline"
 """Label of the greedy attempt beside a group."""
 
@@ -45,6 +52,35 @@ BASELINE = "baseline"
 def group_name(task_id: str, label: str, step: int) -> str:
     """Id of the group that a pass makes of a task."""
     return f"{task_id}/{label}@{step}"
+
+
+def group_of_all(group_id: str) -> str:
+    """The group that one of several agents' groups belongs to: the inverse of `group_of_agent`."""
+    beginning, _, step = group_id.rpartition("@")
+    return f"{beginning}@{step.partition(':')[0]}"
+
+
+def sampling_params(
+    section: SamplingSection, chat: ChatFormat, temperature: float
+) -> SamplingParams:
+    """The section's parameters at a temperature, for a model with this chat format."""
+    return SamplingParams(
+        temperature=temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        max_new_tokens=section.max_new_tokens,
+        stop_token_ids=chat.end_ids,
+        stop_strings=section.stop,
+    )
+
+
+class Player(NamedTuple):
+    """What one of several agents draws its tokens with."""
+
+    engine: Engine
+    chat: ChatFormat
+    context_length: int
 
 
 class Sampler:
@@ -60,38 +96,38 @@ class Sampler:
         context_length: int,
         calls: CallLog | None = None,
         note: Callable[[str], None] = lambda text: None,
+        players: Mapping[str, Player] = MappingProxyType({}),
+        gateway: Gateway | None = None,
     ) -> None:
         """Calls of attempts are recorded in `calls`, if given. `note` hears at once of the first
-        failure of each kind, with its traceback."""
+        failure of each kind, with its traceback. `players`: those of several agents, by name, in
+        place of `engine`, `chat` and `context_length`."""
         self._config = config
-        self._engine = engine
-        self._chat = chat
+        self._player = Player(engine, chat, context_length)
+        self._players = players
+        self._trained = trained_agents(config)
         self._agent = agent
         self._store = store
-        self._context_length = context_length
         self._calls = calls
+        self._note = note
         self.failures = FirstFailures(note)
-        self._scoring = Scoring(config.rewards, show=self.failures.show)
-        self._gateway = Gateway(
+        self._gateway = gateway or Gateway(
             config.gateway, model=config.model.name, timeout_s=config.engine.timeout_s, note=note
         )
+        self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
+        self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
 
     def close(self) -> None:
-        """Ends the gateway, if an agent used it."""
+        """Ends the gateway and the remote models, if an agent used them, and says what those have
+        cost."""
         self._gateway.close()
+        for line in self.remote_models.account():
+            self._note(line)
+        self.remote_models.close()
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The recipe's sampling parameters; filters don't matter to a greedy draw."""
-        section = self._config.sampling
-        return SamplingParams(
-            temperature=temperature,
-            top_p=section.top_p,
-            top_k=section.top_k,
-            min_p=section.min_p,
-            max_new_tokens=section.max_new_tokens,
-            stop_token_ids=self._chat.end_ids,
-            stop_strings=section.stop,
-        )
+        return sampling_params(self._config.sampling, self._player.chat, temperature)
 
     async def sample(
         self,
@@ -118,13 +154,13 @@ class Sampler:
         """
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
-        names = [group_name(task.id, name, step) for task in tasks for name in labels]
+        names = [one for task in tasks for one in self._group_names(task.id, labels, step)]
         known = await _with_retries(
             lambda: self._known(names, split, step), "looking for known groups"
         )
 
         async def group(task: Task) -> list[Trajectory]:
-            stored = [known.get(group_name(task.id, name, step), []) for name in labels]
+            stored = [known.get(one, []) for one in self._group_names(task.id, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
                 return list(itertools.chain(*stored))
             trajectories = await self._played(
@@ -147,6 +183,17 @@ class Sampler:
         groups = await gather_all([group(task) for task in tasks])
         return list(itertools.chain(*groups))
 
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """What each agent draws with, by its name; that of a single one is empty."""
+        players = self._players or {"": self._player}
+        return {name: player.engine for name, player in players.items()}
+
+    def _group_names(self, task_id: str, labels: Sequence[str], step: int) -> list[str]:
+        """Ids of the groups that a pass makes of a task: of each agent, those of all labels."""
+        names = [group_name(task_id, label, step) for label in labels]
+        return [group_of_agent(one, agent) for agent in self._players or ("",) for one in names]
+
     def group(
         self,
         task: Task,
@@ -158,54 +205,90 @@ class Sampler:
         label: str,
         baseline: bool = False,
         shown: Task | None = None,
-        engine: Engine | None = None,
+        engines: Mapping[str, Engine] = MappingProxyType({}),
     ) -> Group:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
-        `shown` is the task as the agent gets it.
+        `shown` is the task as the agent gets it. `engines`: see `policy`.
         """
         name, limit = group_name(task.id, label, step), self._config.agent.timeout_s
 
-        def attempt(group_id: str, number: int, sampling: SamplingParams) -> Attempt:
+        def attempt(group_id: str, number: int, temperature: float) -> Attempt:
             own = f"{group_id}#{number}"
             return Attempt(
                 self._agent,
                 copy_of_task(shown or task),
-                self._policy(own, sampling, engine or self._engine),
+                self.policy(own, temperature, engines),
                 name=own,
                 limit_s=limit,
                 show=self.failures.show,
             )
 
-        members = [
-            attempt(name, number, self.sampling(temperature)) for number in range(attempts + extra)
-        ]
+        members = [attempt(name, number, temperature) for number in range(attempts + extra)]
         beside = group_name(task.id, BASELINE, step)
-        greedy = (beside, attempt(beside, 0, self.sampling(0.0))) if baseline else None
+        greedy = (beside, attempt(beside, 0, 0.0)) if baseline else None
         return Group(
             task.id,
             name,
             members,
             wanted=attempts,
             beside=greedy,
-            score=partial(self._scoring.score, task=shown or task),
+            score=partial(self._scored, task=shown or task),
         )
 
-    def _policy(self, name: str, sampling: SamplingParams, engine: Engine) -> Policy:
-        return Policy(
-            Conversation(
-                engine,
-                self._chat,
-                sampling,
-                name=name,
-                seed=derive_seed(self._config.run.seed, name),
-                context_length=self._context_length,
+    def check_scorer(self, task: Task) -> None:
+        """Raises AgentEvoError where the task's own scorer is none, or can't be made."""
+        self._scoring.compares(task)
+
+    async def _scored(
+        self,
+        trajectories: Sequence[Trajectory],
+        unrewarded: Sequence[bool],
+        calls: Mapping[str, AttemptCalls],
+        *,
+        task: Task,
+    ) -> list[Trajectory]:
+        """See Scoring.score. Nobody judges an agent that is not trained: it has the reward that it
+        was given, or 0."""
+        if self._players and trajectories[0].agent not in self._trained:
+            return list(trajectories)
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+
+    def policy(
+        self,
+        name: str,
+        temperature: float,
+        engines: Mapping[str, Engine] = MappingProxyType({}),
+        *,
+        door: Door | None = None,
+    ) -> Policy:
+        """What the attempt of that name asks. `engines`: in the place of the run's own, by the
+        names of the agents, empty for a single one; `door`: where clients of its own ask, if not at
+        the gateway of this process."""
+        group_id, _, number = name.rpartition("#")
+        run_seed, models = self._config.run.seed, self.remote_models
+
+        def conversation(player: Player, agent: str = "") -> Conversation:
+            own = f"{group_of_agent(group_id, agent)}#{number}" if agent else name
+            return Conversation(
+                engines.get(agent, player.engine),
+                player.chat,
+                sampling_params(self._config.sampling, player.chat, temperature),
+                name=own,
+                seed=derive_seed(run_seed, own),
+                context_length=player.context_length,
                 timeout_s=self._config.engine.timeout_s,
-                calls=AttemptCalls(self._calls, name),
-            ),
-            self._gateway,
-        )
+                calls=AttemptCalls(self._calls, own),
+            )
+
+        agents = {name: conversation(player, name) for name, player in self._players.items()}
+        main = agents[self._trained[0]] if agents else conversation(self._player)
+        remote = None
+        if models:
+            seed = derive_seed(run_seed, main.name)
+            remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
+        return Policy(main, door or self._gateway, remote, agents, remote_agents(self._config))
 
     async def _played(self, task: Task, **arguments: Any) -> list[Trajectory]:
         """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a

@@ -3,7 +3,8 @@
 
     reward = sum of weight * score over the list;  success is what the list's first reward says
 
-A task's own scorer has the weight 1.
+A task's own scorer has the weight 1; of several (`math,format`) each has the one that the recipe's
+list gives it. A reward whose `requires` is not met has the score 0.
 
 A scorer that raises, is late or returns no number costs its attempt, which becomes a failed one
 with the reason: nothing counts as 0 because it could not be judged.
@@ -16,27 +17,41 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import pydantic
 from msgspec.structs import replace
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.copies import copy_of_task, copy_of_turn
 from agentevo.errors import AgentEvoError, ConfigError, OverreachError, described
 from agentevo.event_loop import TaskScope
 from agentevo.rewards import RewardConfig, Score, make_reward
 from agentevo.rewards.returned import plain_number
-from agentevo.rewards.reward import call_function, reward_config, score_of
-from agentevo.rollout.failures import NO_REWARD, ShowFailure, traceback_of
+from agentevo.rewards.reward import (
+    ScorerModel,
+    call_function,
+    call_scorer,
+    reward_config,
+    score_of,
+)
+from agentevo.rollout.failures import NO_REWARD, ShowFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls
-from agentevo.types import Task, Trajectory, copy_of_task, copy_of_turn
+from agentevo.tracebacks import traceback_of
+from agentevo.types import Task, Trajectory
 
 Calls = Mapping[str, AttemptCalls]
 """Trajectory id -> where its calls are recorded. Of one that is absent none is."""
 
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
+
+
+def scorers_of(task: Task) -> list[str]:
+    """The names of the rewards that a task gives itself; empty if it leaves that to the recipe."""
+    return [name.strip() for name in (task.scorer or "").split(",") if name.strip()]
 
 
 class ScorerFailure(AgentEvoError):
@@ -48,15 +63,33 @@ class ScorerFailure(AgentEvoError):
 class NamedReward:
     """One reward of a list: calls whatever is registered, within its deadline."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, models: Mapping[str, ScorerModel]) -> None:
         """Raises ConfigError for a reward that can't be made."""
         self.config = config
+        self._models = models
         self._item = make_reward(config)
         self._pace = Pace()
 
     @property
     def judges_groups(self) -> bool:
         return hasattr(self._item, "score_group")
+
+    @property
+    def asks_models(self) -> bool:
+        """Whether its scores depend on what remote models say."""
+        function = getattr(self._item, "score", self._item)
+        return "models" in inspect.signature(function).parameters
+
+    def check(self) -> None:
+        """Raises ConfigError for a remote model that it is to ask and that the recipe does not
+        have."""
+        for name in getattr(self._item, "models_asked", ()):
+            if name not in self._models:
+                raise ConfigError(
+                    f"rewards: {self.config.title} asks the remote model {name!r}, and the recipe "
+                    f"has none of that name: add remote_models.{name} with its model and base_url "
+                    "(docs/remote_models.md)"
+                )
 
     async def scores(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
@@ -72,7 +105,7 @@ class NamedReward:
         stack = ExitStack()
         for trajectory in trajectories:
             if trajectory.id in calls:
-                stack.enter_context(calls[trajectory.id].call("scorer", self.config.name))
+                stack.enter_context(calls[trajectory.id].call("scorer", self.config.title))
         return stack
 
     async def _single(
@@ -86,8 +119,8 @@ class NamedReward:
 
         async def judge() -> Score:
             if hasattr(self._item, "score"):
-                return score_of(await self._item.score(own, task))
-            return score_of(await self._call(call_function(self._item, own, task)))
+                return score_of(await call_scorer(self._item, own, task, self._models))
+            return score_of(await self._call(call_function(self._item, own, task, self._models)))
 
         return await self._within_limit(work)
 
@@ -147,7 +180,7 @@ class NamedReward:
             if isinstance(error, Interrupt):
                 raise error
             what = described(error)
-        failure = ScorerFailure(f"the reward {self.config.name!r} failed: {what}")
+        failure = ScorerFailure(f"the reward {self.config.title!r} failed: {what}")
         failure.raised = error
         return failure
 
@@ -180,15 +213,20 @@ class Scoring:
         configs: Sequence[RewardConfig],
         *,
         show: ShowFailure = lambda name, error, trace: None,
+        models: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`show` is told of attempts that could not be judged."""
+        """`show` is told of attempts that could not be judged. `models`: the remote models that
+        rewards may ask."""
         self._show = show
-        self._configured = [NamedReward(config) for config in configs]
-        self._named = {reward.config.name: reward for reward in self._configured}
+        self._models = models
+        self._configured = [NamedReward(config, models) for config in configs]
+        self._named = {reward.config.title: reward for reward in self._configured}
 
     def check(self, tasks: Sequence[Task], *, needed: bool) -> None:
-        """Raises ConfigError for a task that names no known reward, and if a scorer is `needed` for
-        one that has none."""
+        """Raises ConfigError for a task that names no known reward, if a scorer is `needed` for
+        one that has none, and for a remote model that is not there."""
+        for reward in self._configured:
+            reward.check()
         for task in tasks:
             if needed and not self._configured and task.scorer is None:
                 raise ConfigError(
@@ -197,7 +235,8 @@ class Scoring:
                 )
             if task.scorer is not None:
                 try:
-                    self._list_for(task)
+                    for reward in self._list_for(task):
+                        reward.check()
                 except ConfigError as error:
                     raise ConfigError(f"tasks: {task.id!r}: scorer: {error}") from error
 
@@ -205,10 +244,16 @@ class Scoring:
         """Whether the task's rewards depend on the other attempts of its group."""
         return any(reward.judges_groups for reward in self._list_for(task))
 
+    def asks_models(self, task: Task) -> bool:
+        """Whether the task's rewards depend on what remote models say."""
+        return any(reward.asks_models for reward in self._list_for(task))
+
     def _list_for(self, task: Task) -> list[NamedReward]:
-        name = task.scorer
-        if name is None:
+        if task.scorer is None:
             return self._configured
+        return [self._reward(name) for name in scorers_of(task)]
+
+    def _reward(self, name: str) -> NamedReward:
         if name not in self._named:
             options = reward_config(name)
             try:
@@ -219,8 +264,8 @@ class Scoring:
                     f"{name} needs options ({missing}), and a row can't give any: list it in the "
                     "recipe, rewards=[{name: " + name + ", ...}]"
                 ) from error
-            self._named[name] = NamedReward(config)
-        return [self._named[name]]
+            self._named[name] = NamedReward(config, self._models)
+        return self._named[name]
 
     async def score(
         self,
@@ -239,7 +284,7 @@ class Scoring:
                 self._failed(t, NO_REWARD) if missing and t.status == "completed" else t
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
-        own = task.scorer is not None  # judged by that reward alone, whatever it weighs in the list
+        own = len(scorers_of(task)) == 1  # judged by it alone, whatever it weighs in the list
         weights = [1.0 if own else reward.config.weight for reward in rewards]
         columns = [await reward.scores(judged, task, calls) for reward in rewards] if judged else []
         rows = {t.id: list(row) for t, *row in zip(judged, *columns, strict=True)}
@@ -281,13 +326,32 @@ def _with_scores(
     """The weighted sum. Raises ValueError for one that is no reward."""
     parts: dict[str, float] = {}
     success = False
+    met = _met(rewards, scores)
     for index, (reward, weight, score) in enumerate(zip(rewards, weights, scores, strict=True)):
         assert isinstance(score, Score)
+        if not all(met.get(name, True) for name in reward.config.requires):
+            score = Score(0.0, dict.fromkeys(score.parts, 0.0), success=False)
         if index == 0:
             success = score.is_success
-        name = reward.config.name
+        name = reward.config.title
         own = {f"{name}/{part}": value for part, value in score.parts.items()}
         for part, value in (own or {name: score.value}).items():
             parts[part] = parts.get(part, 0.0) + weight * value
     total = plain_number(sum(parts.values()), "the weighted sum of its rewards")
     return replace(trajectory, reward=total, reward_parts=parts, success=success)
+
+
+def _met(
+    rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
+) -> dict[str, bool]:
+    """Which rewards are met, by name: a success all of whose own requirements are met too."""
+    met = {
+        reward.config.title: isinstance(score, Score) and score.is_success
+        for reward, score in zip(rewards, scores, strict=True)
+    }
+    needed = {reward.config.title: reward.config.requires for reward in rewards}
+    while blocked := [
+        name for name in met if met[name] and not all(met.get(one, True) for one in needed[name])
+    ]:
+        met |= dict.fromkeys(blocked, False)
+    return met

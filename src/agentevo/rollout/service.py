@@ -31,6 +31,7 @@ from typing import TypeVar
 import msgspec
 
 from agentevo.config import RunConfig
+from agentevo.config.named_agents import by_rank, trained_agents, version_of
 from agentevo.errors import (
     DeadlineExceededError,
     EngineError,
@@ -45,7 +46,7 @@ from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.unstorable import written
 from agentevo.store.store import Lease, Store
-from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory
+from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 
 T = TypeVar("T")
 
@@ -115,6 +116,8 @@ class SamplerService:
         self._worker, self._patience_s, self._note = worker, retry_s, note
         self._rollout = config.rollout
         self._waits = self._rollout.policy == "wait"
+        self._agents = by_rank(config) or ("",)
+        self._trained = trained_agents(config) or ("",)
         self._baseline = "baseline_rewards" in config.algorithm.needs
         attempts = config.trainer.group_size + self._rollout.extra_attempts + self._baseline
         self._groups_per_step = len(tasks.train(1))
@@ -236,8 +239,10 @@ class SamplerService:
         for attempt in (
             a for work in self._works if work.group is not None for a in work.group.members
         ):
-            oldest = attempt.policy.conversation.oldest_version
-            if oldest is not None and oldest < version - bound:
+            conversations = attempt.policy.conversations
+            versions = [conversations[agent].oldest_version for agent in self._trained]
+            oldest = min((one for one in versions if one is not None), default=version)
+            if oldest < version - bound:
                 attempt.cut(
                     f"cancelled: token of version {oldest}, trainer at {version}, "
                     f"rollout.staleness={bound}"
@@ -293,12 +298,17 @@ class SamplerService:
     async def _is_known(self, work: _Work) -> bool:
         """Whether the group is in the store: a predecessor has written it, and the task was queued
         again since."""
-        name = group_name(work.lease.task.id, "train", work.step)
+        name = self._group_names(work)[0]
         return bool(
             await self._with_retries(
                 lambda: self._store.summaries(group_id=name, split="train", limit=1), "summaries"
             )
         )
+
+    def _group_names(self, work: _Work) -> list[str]:
+        """Ids of its group, of each agent."""
+        name = group_name(work.lease.task.id, "train", work.step)
+        return [group_of_agent(name, agent) for agent in self._agents]
 
     async def _play(self, work: _Work) -> list[Trajectory]:
         """The group's trajectories, of admissible weights. Raises InfrastructureFailure."""
@@ -314,7 +324,7 @@ class SamplerService:
                 label="train",
                 baseline=self._baseline,
                 shown=self._tasks.as_given(work.lease.task),
-                engine=self._engine_of(work.step),
+                engines=self._engines_of(work.step),
             )
             try:
                 trajectories = await work.group.run()
@@ -332,12 +342,19 @@ class SamplerService:
                 self._check_age(work.step, trajectories)
             return trajectories
 
-    def _engine_of(self, step: int) -> Engine:
-        """Who draws the tokens of a group for that step. Under `wait` that is one version of the
-        weights, so that the tokens do not depend on when newer ones come."""
-        if self._waits and isinstance(self._engine, VersionedEngine):
-            return self._engine.serving(max(0, step - 1 - self._rollout.staleness))
-        return self._engine
+    def _engines_of(self, step: int) -> dict[str, Engine]:
+        """Who draws the tokens of a group for that step, where it is not the run's own engines.
+        Under `wait` that is one version of the weights, so that the tokens do not depend on when
+        newer ones come."""
+        if not self._waits:
+            return {}
+        version = max(0, step - 1 - self._rollout.staleness)
+        return {
+            agent: engine.serving(own)
+            for agent, engine in self._sampler.engines.items()
+            if isinstance(engine, VersionedEngine)
+            and (own := version_of(self._config, agent, version)) is not None
+        }
 
     async def _until_admitted(self, work: _Work) -> None:
         """Waits for an engine, and under `wait` for weights that the group may be sampled from."""
@@ -347,7 +364,7 @@ class SamplerService:
             await asyncio.sleep(self._rollout.poll_s)
 
     def _check_age(self, step: int, trajectories: list[Trajectory]) -> None:
-        for trajectory in trajectories:
+        for trajectory in (one for one in trajectories if one.agent in self._trained):
             oldest = min(
                 (version for turn in trajectory.turns for version in turn.versions), default=step
             )
@@ -364,7 +381,7 @@ class SamplerService:
         if not any(
             trajectory.status == "completed"
             for trajectory in trajectories
-            if trajectory.group_id == group_name(work.lease.task.id, "train", work.step)
+            if trajectory.group_id in self._group_names(work)
         ):
             trajectories = [_useless(trajectory) for trajectory in trajectories]
 

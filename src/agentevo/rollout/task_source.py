@@ -3,14 +3,19 @@ the same ones."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
-import torch
 from msgspec.structs import replace
 
 from agentevo.config import RunConfig
+from agentevo.config.agents import brings_tasks
 from agentevo.errors import ConfigError
+from agentevo.rollout.agent_tasks import tasks_of_agent
 from agentevo.rollout.given_tasks import GivenTasks, read_tasks
+from agentevo.rollout.mixture import Mixture, permutation
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.seeds import derive_seed
 from agentevo.types import QUEUED_FOR_STEP, Task
@@ -18,22 +23,37 @@ from agentevo.types import QUEUED_FOR_STEP, Task
 
 class TaskSource:
     """Which tasks a step trains on and which are held out: an environment's, those that a program
-    gave, or those of the recipe's files (`tasks`).
+    gave, those of the recipe's files (`tasks`), or those that the agent brings.
 
     Given tasks are split once. Where none are given as held out, these are the last
     `evaluation.tasks` of them, at most a fifth; training goes round the others in an order that the
     run's seed shuffles anew each round. What does not fill a step at a round's end waits: no step
-    has a task twice.
+    has a task twice. Where sources are mixed by weights, a round has so many of each as the weights
+    say and the scarcest allows, and goes round within each source (mixture.py).
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
         """Raises ConfigError for files that can't be read, and for too few tasks."""
         self._config = config
         self.read: GivenTasks | None = None
-        """What the recipe's files gave, with the account of bad rows."""
+        """What the recipe's files or its agent gave, with the account of bad rows."""
         if given is None and config.tasks.given:
             self.read = read_tasks(config.tasks)
+        elif given is None and brings_tasks(config.agent.type):
+            self.read = tasks_of_agent(config.agent)
         self._pool, self._held_out = self._split(given)
+        self._mixture: Mixture | None = None
+        self._sources: dict[str, str] = {}
+        if self.read is not None and config.tasks.weights:
+            self._mixture = Mixture(
+                self.read.sizes,
+                config.tasks.weights,
+                config.run.seed,
+                at_least=config.trainer.groups_per_step,
+            )
+            tasks = iter(self.read.train)
+            for name, size in zip(_source_names(config.tasks.train), self.read.sizes, strict=True):
+                self._sources |= {task.id: name for task in islice(tasks, size)}
         self._by_id = {task.id: task for task in (*(self._pool or ()), *self._held_out)}
         reserved = [task.id for task in self._by_id.values() if QUEUED_FOR_STEP in task.metadata]
         if reserved:
@@ -89,22 +109,25 @@ class TaskSource:
         count = self._config.trainer.groups_per_step
         if self._pool is None:
             return self._environment("train", (step - 1) * count, count)
-        pool = self._pool
-        count = min(count, len(pool))
-        round_, place = divmod(step - 1, len(pool) // count)  # `queued` counts rounds likewise
-        return [
-            pool[index]
-            for index in self._shuffled("order", round_, len(pool))[
-                place * count : (place + 1) * count
-            ]
-        ]
+        pool, size = self._pool, self._round_size()
+        count = min(count, size)
+        round_, place = divmod(step - 1, size // count)  # `queued` counts rounds likewise
+        if self._mixture is None:
+            order = self._shuffled("order", round_, size)
+        else:
+            order = self._mixture.order(round_)
+        return [pool[index] for index in order[place * count : (place + 1) * count]]
+
+    def _round_size(self) -> int:
+        """Given tasks that a round has."""
+        return len(self._pool or ()) if self._mixture is None else self._mixture.round_size
 
     def queued(self, step: int) -> list[Task]:
         """Tasks of step `step` as samplers queue them: their metadata says for which step, and a
         given task that a later round repeats is a task of its own there, ID~ROUND."""
         tasks, round_ = self.train(step), 0
         if self._pool is not None:
-            round_ = (step - 1) // (len(self._pool) // len(tasks))
+            round_ = (step - 1) // (self._round_size() // len(tasks))
         return [
             replace(
                 task,
@@ -113,6 +136,10 @@ class TaskSource:
             )
             for task in tasks
         ]
+
+    def source_of(self, task_id: str) -> str | None:
+        """The name of the source of a task, queued or not, where sources are mixed."""
+        return self._sources.get(task_id) or self._sources.get(task_id.rpartition("~")[0])
 
     def as_given(self, task: Task) -> Task:
         """A queued task as the agent knows it."""
@@ -146,7 +173,17 @@ class TaskSource:
         )
 
     def _shuffled(self, purpose: str, number: int, size: int) -> list[int]:
-        generator = torch.Generator().manual_seed(
-            derive_seed(self._config.run.seed, purpose, number)
-        )
-        return torch.randperm(size, generator=generator).tolist()
+        return permutation(size, derive_seed(self._config.run.seed, purpose, number))
+
+
+def _source_names(sources: Sequence[str]) -> list[str]:
+    """A name for metrics of each source: that of its file, numbered where several have the same,
+    and never that of another."""
+    stems = [re.sub(r"[^\w-]+", "_", Path(source).name.partition(".")[0]) for source in sources]
+    names: list[str] = []
+    for number, stem in enumerate(stems):
+        name = stem if stems.count(stem) == 1 else f"{stem}_{number}"
+        while name in names or (name != stem and name in stems):
+            name += "_"
+        names.append(name)
+    return names

@@ -24,8 +24,10 @@ from typing import Any
 
 import msgspec
 
-from agentevo.errors import CheckpointError
+from agentevo.errors import AgentEvoError, CheckpointError, ConfigError
 from agentevo.files import must_write, write_atomic
+from agentevo.observability.metrics import digests_by_step
+from agentevo.parsing import check_file
 from agentevo.store.codec import canonical
 from agentevo.store.store import StepRecord
 
@@ -90,11 +92,12 @@ def file_digest(path: Path) -> str | None:
 def read_head(folder: Path) -> Head | None:
     """None if there is none. Raises CheckpointError for one that can't be read."""
     path = folder / HEAD
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Head)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    try:
+        check_file(path)
+        return msgspec.json.decode(path.read_bytes(), type=Head)
+    except (ConfigError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{path} can't be read ({error}): restore it from a copy, or delete it to go on from "
             "the newest step that the store has"
@@ -103,12 +106,17 @@ def read_head(folder: Path) -> Head | None:
 
 def is_given_up(folder: Path) -> bool:
     """Whether the run in the folder has ended with nothing trained, because every attempt of its
-    first evaluation or first step failed: it does not keep a new run from beginning there."""
+    first evaluation or first step failed: it does not keep a new run from beginning there. Whatever
+    head.json says, a run with a checkpoint or a row of a step has trained, and is not deleted."""
     try:
         head = read_head(folder)
-    except CheckpointError:
+        if head is None or not head.given_up or head.step:
+            return False
+        has_rows = any(digests_by_step(folder / "metrics.jsonl"))
+    except (AgentEvoError, OSError):
         return False
-    return head is not None and head.given_up and head.step == 0
+    checkpoints = (folder / "checkpoints").glob("step-*")
+    return not has_rows and not any(path.name.strip("step-0") for path in checkpoints)
 
 
 class HeadFile:

@@ -6,19 +6,16 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.files import PARTIAL, remove_leftovers
-from agentevo.paths import check_new_folder
+from agentevo.paths import check_new_folder, short
 from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
 from agentevo.runs.chain import HeadFile, is_given_up
+from agentevo.runs.folder import MADE_BY
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.shared_store import prepare_store
-
-MADE_BY = "# agentevo "
-"""Begins the first line of a run's config.yaml."""
 
 
 @contextmanager
@@ -67,11 +64,12 @@ def check_folder(config: RunConfig) -> None:
     exists = (folder / "config.yaml").is_file()
     if exists and not config.run.overwrite and not is_given_up(folder):
         raise ConfigError(
-            f"{folder} holds a run already: resume it with --resume, give another run.dir, or "
+            f"{short(folder)} holds a run already: resume it with --resume, give "
+            "another run.dir, or "
             "delete it with run.overwrite=true"
         )
     if not exists and folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
+        raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
 
 
 def write_config(config: RunConfig, command: str = "train") -> None:
@@ -86,9 +84,6 @@ def write_config(config: RunConfig, command: str = "train") -> None:
     head.write_file("config.yaml", f"{MADE_BY}{command}\n{to_yaml(config)}")
 
 
-def command_of(folder: Path) -> str | None:
-    """The command whose run is in the folder: `train` (also `learn`) or `sft`; None if its
-    config.yaml does not say."""
-    with (folder / "config.yaml").open(encoding="utf-8") as file:
-        first = file.readline().strip()
-    return first.removeprefix(MADE_BY) if first.startswith(MADE_BY) else None
+def kind_of(command: str) -> str:
+    """What `write_config` calls the run of a command."""
+    return "train" if command == "learn" else command

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SWEEP_FILE = "sweep.yaml"
+MADE_BY = "# agentevo "
+"""Begins the first line of a run's config.yaml."""
 WAIT_S = 15.0
 """How long a command for a person waits for a database that is away."""
 
@@ -52,7 +54,13 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
 
     planned = summary.get("planned_steps")
     if planned is None:  # a run of an older version
-        planned = TrainerSection(**_section(path, "trainer")).steps
+        default = TrainerSection.model_fields["steps"].default
+        planned = _section(path, "trainer").get("steps", default)
+    if not isinstance(planned, int):
+        raise ConfigError(
+            f"{path}: the number of steps in summary.json or config.yaml is "
+            f"{sources.shortened(str(planned))}: restore these files"
+        )
     missing = [key for key in ("seed", "steps", "wall_s") if key not in summary]
     if missing:
         raise ConfigError(f"{file}: is damaged: it has no {missing[0]}: restore or delete it")
@@ -99,18 +107,30 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def queued_group_size(path: Path) -> int | None:
     """How many attempts the group of a queued task has at least, which a resumed run can't change;
-    None where sampling and training take turns, so that nothing is queued, and where config.yaml
-    does not say."""
+    None where sampling and training take turns, or a program's own loop samples, so that nothing is
+    queued, and where config.yaml does not say."""
     from agentevo.config import TrainerSection
 
     try:
         rollout, trainer = _section(path, "rollout"), _section(path, "trainer")
     except ConfigError:
         return None
+    if command_of(path) == "loop":
+        return None
     counts = [rollout.get("staleness", 0), rollout.get("samplers", 0)]
     size = trainer.get("group_size", TrainerSection.model_fields["group_size"].default)
     queues = any(isinstance(count, int) and count > 0 for count in counts)
     return size if queues and isinstance(size, int) else None
+
+
+def command_of(folder: Path) -> str | None:
+    """The command whose run is in the folder: `train` (also `learn`), `sft`, or `loop` for that of
+    a program's own loop; None if its config.yaml does not say, or is not there."""
+    if not is_run_folder(folder):
+        return None
+    with (folder / "config.yaml").open(encoding="utf-8") as file:
+        first = file.readline().strip()
+    return first.removeprefix(MADE_BY) if first.startswith(MADE_BY) else None
 
 
 def read_store(
@@ -122,8 +142,20 @@ def read_store(
 
 
 def run_store_url(path: Path) -> str:
-    """The URL of the store of the run in that folder, wherever it lies now."""
-    return _section(path, "store").get("url") or f"sqlite:///{path / 'store.sqlite'}"
+    """The URL of the store of the run in that folder, wherever it lies now. Raises ConfigError if
+    config.yaml has something else in its place."""
+    url = _section(path, "store").get("url")
+    if url is not None and not isinstance(url, str):
+        raise ConfigError(
+            f"{path / 'config.yaml'}: store.url: {sources.shortened(str(url))} is not a text: "
+            "restore the file"
+        )
+    return url or f"sqlite:///{path / 'store.sqlite'}"
+
+
+def remote_model_names(path: Path) -> list[str]:
+    """The remote models of the run's recipe."""
+    return list(_section(path, "remote_models"))
 
 
 def use_store(
@@ -154,8 +186,16 @@ def use_store(
 
 
 def token_texts(path: Path) -> Decode | None:
-    """Token id -> text, by the tokenizer of the run's newest checkpoint, else of its model; None
-    where neither has been saved here."""
+    """Token id -> text, by `saved_tokenizer`; None where there is none."""
+    tokenizer = saved_tokenizer(path)
+    if tokenizer is None:
+        return None
+    return lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
+def saved_tokenizer(path: Path) -> Any | None:
+    """The tokenizer of the run's newest checkpoint, else of its model; None where neither has been
+    saved here."""
     saved = sorted(
         path.glob("checkpoints/**/tokenizer_config.json"),
         key=lambda tokenizer_file: tokenizer_file.stat().st_mtime,
@@ -168,13 +208,12 @@ def token_texts(path: Path) -> Decode | None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # of damaged files anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{source}: its tokenizer can't be read ({reason}): restore it, or delete that folder"
         ) from error
-    return lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 def _saved_model(name: str) -> str | None:
@@ -183,8 +222,9 @@ def _saved_model(name: str) -> str | None:
     from agentevo.models.cache import cache_folder, is_complete
     from agentevo.models.known import known_models
 
-    if (Path(name).expanduser() / "config.json").is_file():
-        return str(Path(name).expanduser())
+    folder = os.path.expanduser(name)
+    if os.path.isfile(os.path.join(folder, "config.json")):  # false for what no path can be
+        return folder
     if name in known_models.names() and is_complete(known_models.get(name), cache_folder(name)):
         return str(cache_folder(name))
     return None

@@ -12,7 +12,7 @@ from agentevo.credentials import without_passwords
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.files import create_atomic
-from agentevo.paths import check_new_folder
+from agentevo.paths import check_new_folder, short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.resume_rules import changes
 from agentevo.runs.shared_store import content_of
@@ -65,7 +65,8 @@ def ensure_run_folder(
         ]
         more = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
         raise ConfigError(
-            f"{folder} is a run with {', '.join(shown)}{more}: all processes of a run need the "
+            f"{short(folder)} is a run with {', '.join(shown)}{more}: all processes of "
+            "a run need the "
             "same recipe and overrides "
             f"(give {target} as the recipe), or give another run.dir"
         )
@@ -77,7 +78,7 @@ def _check_place(config: RunConfig) -> None:
     check_new_folder(folder, "run.dir")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if "config.yaml" not in names and any(not name.startswith(STAGING) for name in names):
-        raise ConfigError(f"{folder} is not empty and not a run: give another run.dir")
+        raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
 
 
 async def _held(

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from agentevo.errors import ConfigError
+from agentevo.paths import short
 
 LOCK = "trainer.lock"
 
@@ -22,7 +23,7 @@ def only_trainer(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ConfigError(
-            f"{folder}: another process trains there: stop it first, or give another run.dir"
+            f"{short(folder)}: another process trains there: stop it first, or give another run.dir"
         ) from None
     except OSError as error:
         raise ConfigError(

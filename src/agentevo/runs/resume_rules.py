@@ -8,15 +8,21 @@ from agentevo.config import RunConfig, sources, with_defaults
 from agentevo.config.interpolation import escaped
 from agentevo.credentials import is_same_place, without_passwords
 from agentevo.errors import ConfigError
-from agentevo.runs.creation import command_of
+from agentevo.paths import short
+from agentevo.runs.folder import command_of
 
-FIXED_SECTIONS = ("model", "environment", "agent", "rewards", "cold_start", "data")
+FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_start", "data")
 """Keys that a resumed run can't change: it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
 QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
 the store have that size."""
+KINDS = {
+    "loop": "the run of a program's own loop (`agentevo.open_model`)",
+    "train": "a run of `agentevo train`",
+    "sft": "a run of `agentevo sft`",
+}
 UNIMPORTANT_KEYS = (
     "run.dir",
     "run.name",
@@ -37,25 +43,33 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder}: there is no run to resume: leave --resume out, or give its folder with "
+            f"{short(folder)}: there is no run to resume: leave --resume out, or give "
+            "its folder with "
             "run.dir"
         )
     began = command_of(folder) or command
     if began != command:
         raise ConfigError(
-            f"{folder} is a run of `agentevo {began}`: resume it with `agentevo {began} RECIPE "
+            f"{short(folder)} is a run of `agentevo {began}`: resume it with `agentevo "
+            f"{began} RECIPE "
             "--resume`, or give another run.dir"
+            if "loop" not in (began, command)
+            else f"{short(folder)} is {KINDS.get(began, KINDS['train'])}: resume it so, or give "
+            "another folder"
         )
     changed = changes(config)
-    beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
+    beside = command != "loop" and (config.rollout.staleness > 0 or config.rollout.samplers > 0)
     refused = [
-        key for key in ("rollout.staleness", "rollout.samplers") if 0 in changed.get(key, ())
+        key
+        for key in ("rollout.staleness", "rollout.samplers")
+        if command != "loop" and 0 in changed.get(key, ())
     ]
     if beside and "wait" in changed.get("rollout.policy", ()):
         refused.append("rollout.policy")
     if refused:
         raise ConfigError(
-            f"{folder} was started with {refused[0]}={changed[refused[0]][0]!r}, and its tasks "
+            f"{short(folder)} was started with {refused[0]}={changed[refused[0]][0]!r}, "
+            "and its tasks "
             "are queued for that: resume it so, or "
             "give another run.dir"
         )
@@ -65,7 +79,8 @@ def check_resume(config: RunConfig, command: str = "train") -> dict[str, tuple[A
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:
             raise ConfigError(
-                f"{folder} was started with {key}={before} and not {after}: resume it with the "
+                f"{short(folder)} was started with {key}={before} and not {after}: "
+                "resume it with the "
                 "same recipe and overrides, or give another "
                 "run.dir"
             )

@@ -1,13 +1,15 @@
 """A trajectory's turns as one compressed blob.
 
-    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise])
+    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *remote])
     heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature,
-               seed, reward, messages as JSON]
+               seed, reward, messages as JSON], and overrides, tools, constraint and
+               penalties where it has any
     columns  = prompt_ids, completion_ids, logprobs and versions: each of all turns, one after the
                other, little-endian int32 (log-probs: float32), as byte planes: the lowest byte of
                every number, then the second, ...
     noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the
                others
+    remote   = zlib(what remote models said, as JSON), where there is any
 
 One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
 from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
@@ -28,14 +30,25 @@ from typing import Any, cast
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.types import TURN_COLUMNS, Message, SamplingOverrides, Turn
+from agentevo.penalties import Penalties
+from agentevo.types import (
+    TURN_COLUMNS,
+    Constraint,
+    Message,
+    RemoteTurn,
+    SamplingOverrides,
+    Turn,
+)
 
 _VERSION = b"\x01"
 _LEVEL = 1
 _HEAD = ("finish_reason", "temperature", "seed", "reward", "messages")
+_OPTIONS = ("overrides", "tools", "constraint", "penalties")
 _MSGPACK = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
 _MESSAGES = msgspec.json.Decoder(list[Message])
+_REMOTE = msgspec.json.Decoder(list[RemoteTurn])
+_BROKEN = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
 
 
 def to_bytes(column: Sequence[float]) -> bytes:
@@ -56,41 +69,44 @@ def from_bytes(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
-def pack_turns(turns: Sequence[Mapping[str, Any]]) -> bytes:
+def pack_turns(turns: Sequence[Mapping[str, Any]], remote: str = "") -> bytes:
     """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in
-    decimal and `messages` as JSON text."""
+    decimal and `messages` as JSON text. `remote`: turns of remote models as JSON text."""
     heads = [
         [
             turn["parent"],
             len(turn["prompt_ids"]) // 4,
             len(turn["completion_ids"]) // 4,
             *(turn[name] for name in _HEAD),
-            *([turn["overrides"]] if "overrides" in turn else []),
+            *_options(turn),
         ]
         for turn in turns
     ]
     columns = {name: _planes(b"".join(turn[name] for turn in turns)) for name in TURN_COLUMNS}
     half = len(columns["logprobs"]) // 2
     noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
-    return _VERSION + _MSGPACK.encode(
-        [zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL), noise]
-    )
+    packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
+    said = [zlib.compress(remote.encode(), _LEVEL)] if remote else []
+    return _VERSION + _MSGPACK.encode([packed, noise, *said])
+
+
+def _options(turn: Mapping[str, Any]) -> list[Any]:
+    """What most turns don't have, up to the last that this one has."""
+    options = [turn.get(name) for name in _OPTIONS]
+    while options and options[-1] is None:
+        options.pop()
+    return options
 
 
 def unpack_turns(blob: bytes) -> list[Turn]:
     """Raises StoreError for bytes that pack_turns has not made."""
     try:
-        if blob[:1] != _VERSION:
-            raise ValueError(f"its format is {blob[:1]!r}")
-        packed, noise = _DECODER.decode(memoryview(blob)[1:])
+        packed, noise, *_ = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
             zlib.decompress(packed)
         )
-    except (zlib.error, ValueError, TypeError, msgspec.MsgspecError) as error:
-        raise StoreError(
-            f"the tokens of a trajectory can't be read: {error}; was the store written by a "
-            "newer AgentEvo?"
-        ) from error
+    except _BROKEN as error:
+        raise _unreadable(error) from error
     columns = (prompt_ids, completion_ids, noise + logprobs, versions)
     numbers = {
         name: from_bytes(code, _from_planes(data))
@@ -106,8 +122,9 @@ def unpack_turns(blob: bytes) -> list[Turn]:
         seed,
         reward,
         messages,
-        *overrides,
+        *options,
     ) in enumerate(heads):
+        overrides, tools, constraint, penalties = (*options, None, None, None, None)[:4]
         new = slice(completion, completion + num_completion)
         turn = Turn(
             index=index,
@@ -121,11 +138,37 @@ def unpack_turns(blob: bytes) -> list[Turn]:
             seed=int(seed),
             reward=reward,
             messages=_MESSAGES.decode(messages),
-            overrides=msgspec.convert(overrides[0], SamplingOverrides) if overrides else None,
+            overrides=msgspec.convert(overrides, SamplingOverrides | None),
+            tools=tools or "",
+            constraint=msgspec.convert(constraint, Constraint | None),
+            penalties=msgspec.convert(penalties, Penalties | None),
         )
         turns.append(turn)
         prompt, completion = prompt + num_prompt, new.stop
     return turns
+
+
+def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
+    """Likewise."""
+    try:
+        _, _, *said = _parts(blob)
+        return _REMOTE.decode(zlib.decompress(said[0])) if said else []
+    except _BROKEN as error:
+        raise _unreadable(error) from error
+
+
+def _parts(blob: bytes) -> list[bytes]:
+    if blob[:1] != _VERSION:
+        raise ValueError(f"its format is {blob[:1]!r}")
+    parts: list[bytes] = _DECODER.decode(memoryview(blob)[1:])
+    return parts
+
+
+def _unreadable(error: Exception) -> StoreError:
+    return StoreError(
+        f"the tokens of a trajectory can't be read: {error}; was the store written by a newer "
+        "AgentEvo?"
+    )
 
 
 def _planes(data: bytes) -> bytes:

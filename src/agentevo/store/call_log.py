@@ -36,6 +36,7 @@ from agentevo.errors import (
     StoreUnavailableError,
     described,
 )
+from agentevo.event_loop import in_thread
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
 from agentevo.types import Call, Status
@@ -77,7 +78,8 @@ class CallLog:
         self.dropped = 0
         """Number of calls that were not recorded."""
         self._open_store, self._tell = open_store, tell
-        self._problem = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
+        self._problem = ""
+        """Why the first of them were not."""
         self._lock = threading.Lock()
         self._new: dict[int, RunningCall] = {}  # to be written, by number
         self._writing: list[tuple[int, RunningCall]] = []
@@ -94,6 +96,9 @@ class CallLog:
         with self._lock:
             if self._closed or self._num_held >= MAX_HELD or self._num_started >= MAX_STARTS:
                 self.dropped += 1
+                if not self._closed:
+                    many = f"more than {MAX_STARTS} began within {FLUSH_S:g} s"
+                    self._problem = self._problem or many
                 return False
             self._num_held += 1
             self._num_started += 1
@@ -111,7 +116,7 @@ class CallLog:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await asyncio.to_thread(self.close)
+        await in_thread(self.close)
 
     def close(self) -> None:
         """Writes what is left, for CLOSE_S at most; what is left then is counted as dropped."""
@@ -127,7 +132,8 @@ class CallLog:
             self.dropped += len(self._new.keys() | dict(self._writing).keys())
             self._new, self._writing = {}, []
         if self.dropped:
-            self._tell(f"{self.dropped} calls of attempts were not recorded: {self._problem}")
+            why = self._problem or "the run ended before the store had taken them"
+            self._tell(f"{self.dropped} calls of attempts were not recorded: {why}")
 
     def _work(self) -> None:
         asyncio.run(self._write_until_closed())

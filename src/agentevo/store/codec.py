@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.store.blobs import pack_turns, to_bytes, unpack_turns
+from agentevo.store.blobs import pack_turns, to_bytes, unpack_remote_turns, unpack_turns
 from agentevo.store.damage import readable
 from agentevo.store.store import (
     SPLITS,
@@ -233,10 +233,10 @@ def is_as_written(stored: StoredTrajectory) -> bool:
     """Whether a trajectory that has its turns says what was written: no column of its row and none
     of its turns was changed since. Its place in the ledger is not part of that, nor are times."""
     try:
-        facts, turns = _content(stored.trajectory)
+        facts, *said = _content(stored.trajectory)
     except _UNSTORABLE:
         return False
-    return _row_digest(facts, turns, stored.split, stored.step) == stored.digest
+    return _row_digest(facts, said, stored.split, stored.step) == stored.digest
 
 
 def content_digest(trajectory: Trajectory) -> bytes:
@@ -249,10 +249,10 @@ def content_digest(trajectory: Trajectory) -> bytes:
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
-    facts, turns = _content(trajectory)
+    facts, turns, *remote = _content(trajectory)
     numbers = {"started_at": trajectory.started_at, "duration_s": trajectory.duration_s}
     _check_finite(numbers)
-    digest = _row_digest(facts, turns, split, step)
+    digest = _row_digest(facts, [turns, *remote], split, step)
     row = facts | {
         "split": split,
         "step": int(step),
@@ -264,12 +264,14 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         **{name: float(value) for name, value in numbers.items()},
         "digest": digest,
     }
-    return EncodedTrajectory(id=trajectory.id, digest=digest, row=row, data=pack_turns(turns))
+    return EncodedTrajectory(
+        id=trajectory.id, digest=digest, row=row, data=pack_turns(turns, *remote)
+    )
 
 
-def _content(trajectory: Trajectory) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """Everything that a trajectory says but the times: columns of its row, and its turns. Raises
-    what is in _UNSTORABLE."""
+def _content(trajectory: Trajectory) -> tuple[Any, ...]:
+    """Everything that a trajectory says but the times: columns of its row, its turns and, where
+    there are any, those of remote models as JSON. Raises what is in _UNSTORABLE."""
     if trajectory.status not in _STATUSES:
         raise ValueError(
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
@@ -297,13 +299,15 @@ def _content(trajectory: Trajectory) -> tuple[dict[str, object], list[dict[str, 
         "truncated": bool(trajectory.truncated),
         "metrics": JSON.encode({name: float(value) for name, value in measured.items()}).decode(),
     }
-    return facts, turns
+    if not trajectory.remote_turns:
+        return facts, turns
+    _check_finite({"the cost of a remote turn": sum(t.cost for t in trajectory.remote_turns)})
+    return facts, turns, JSON.encode(trajectory.remote_turns).decode()
 
 
-def _row_digest(
-    facts: Mapping[str, object], turns: list[dict[str, object]], split: Split, step: int
-) -> bytes:
-    return _digest(_MSGPACK.encode(({**facts, "split": split, "step": int(step)}, turns)))
+def _row_digest(facts: Mapping[str, object], said: list[Any], split: Split, step: int) -> bytes:
+    """`said`: what `_content` gives behind the columns."""
+    return _digest(_MSGPACK.encode(({**facts, "split": split, "step": int(step)}, *said)))
 
 
 def _digest(content: bytes) -> bytes:
@@ -358,6 +362,13 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         "reward": _number(turn.reward),
         "messages": JSON.encode(turn.messages).decode(),
         **({} if turn.overrides is None else {"overrides": turn.overrides.given()}),
+        **({"tools": turn.tools} if turn.tools else {}),
+        **(
+            {}
+            if turn.constraint is None
+            else {"constraint": msgspec.structs.asdict(turn.constraint)}
+        ),
+        **({} if turn.penalties is None else {"penalties": msgspec.to_builtins(turn.penalties)}),
     }
 
 
@@ -370,6 +381,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         group_id=row["group_id"],
         attempt=int(row["attempt"]),
         turns=[] if data is None else unpack_turns(data),
+        remote_turns=[] if data is None else unpack_remote_turns(data),
         reward=float(row["reward"]),
         reward_parts={
             name.removeprefix(REWARD_PARTS): value

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gzip
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Unpack, cast
 
@@ -56,7 +56,7 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
     Raises StoreError for another extension and for a path that can't be written.
     """
     count = 0
-    with _whole_file(Path(path)) as file:
+    with whole_file(Path(path)) as file:
         async for stored in store.trajectories(**filters):
             file.write(_JSON.encode(_flat(stored)) + b"\n")
             count += 1
@@ -70,7 +70,7 @@ async def export_store(store: Store, path: Path | str) -> int:
     raises StoreError, and leaves the path as it was, if something did.
     """
     count = 0
-    with _whole_file(Path(path)) as file:
+    with whole_file(Path(path)) as file:
 
         def write(kind: str, fields: dict[str, Any]) -> None:
             nonlocal count
@@ -170,14 +170,16 @@ class _Kind(msgspec.Struct):
 
 
 @contextmanager
-def _whole_file(target: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that takes its name only when the block ends well."""
+def whole_file(target: Path) -> Iterator[IO[bytes]]:
+    """Opens a file that takes its name only when the block ends well. Else nothing is left, and no
+    folder that was made for it."""
     if not target.name.endswith((".jsonl", ".jsonl.gz")):
         raise UnusableStoreError(
             f"can't export to {target}: the name must end in .jsonl or .jsonl.gz"
         )
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
+        missing = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("wb") as raw:
@@ -189,7 +191,11 @@ def _whole_file(target: Path) -> Iterator[IO[bytes]]:
                 raw.flush()
                 os.fsync(raw.fileno())
             temporary.replace(target)
-        finally:
+        except BaseException:
             temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # somebody else has put something there
+                for folder in missing:
+                    folder.rmdir()
+            raise
     except OSError as error:
         raise UnusableStoreError(f"can't export to {target}: {error.strerror or error}") from error

@@ -12,7 +12,9 @@ from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from agentevo.errors import UnusableStoreError
 from agentevo.store.blobs import pack_turns
+from agentevo.store.tables import SCHEMA_VERSION
 
 PAGE = 500
 """Number of trajectories that are rewritten at a time."""
@@ -120,3 +122,16 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
     "postgresql": {2: partial(_from_2_to_3, serial="BIGSERIAL", double="DOUBLE PRECISION")},
 }
 """Database -> a version of the schema -> the step from it to the next."""
+
+
+def migrations(database: str, version: int, where: str) -> list[Migration]:
+    """The steps from that version of the schema to this one's. Raises UnusableStoreError for a
+    version that never was."""
+    known = MIGRATIONS[database]
+    missing = [old for old in range(version, SCHEMA_VERSION) if old not in known]
+    if missing:
+        raise UnusableStoreError(
+            f"{where} says that its schema is {version}, which no AgentEvo has made (the oldest is "
+            f"{min(known)}): it is damaged; restore it from a copy; it was left as it is"
+        )
+    return [known[old] for old in range(version, SCHEMA_VERSION)]

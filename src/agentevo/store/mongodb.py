@@ -10,7 +10,6 @@ begun again until its deadline. Leases are timed by the server's clock.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -18,6 +17,7 @@ import msgspec
 
 from agentevo.credentials import without_password
 from agentevo.errors import MissingExtraError, UnusableStoreError
+from agentevo.event_loop import in_thread
 from agentevo.store import rules
 from agentevo.store.clock import CLOCK_TOLERANCE_S, Clock, Now
 from agentevo.store.codec import (
@@ -85,7 +85,7 @@ class MongoDBStore(MongoCalls):
                 "a store in MongoDB needs pymongo 4.13 or newer: pip install 'agentevo[mongodb]'"
             ) from error
         try:
-            name = await asyncio.to_thread(lambda: parse_uri(url)["database"])
+            name = await in_thread(lambda: parse_uri(url)["database"])
             if not name:
                 raise UnusableStoreError(
                     "the URL of a store in MongoDB names a database: write mongodb://HOST/DATABASE"
@@ -230,7 +230,7 @@ class MongoDBStore(MongoCalls):
         step: int,
         lease: Lease | None = None,
     ) -> int:
-        encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
+        encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
         first, now = await self._numbers("trajectories", len(encoded)), await self._now()
 
         async def work(rows: Rows) -> int:
@@ -330,9 +330,7 @@ class MongoDBStore(MongoCalls):
         calls: Iterable[Call] = (),
     ) -> int:
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
-        encoded = await asyncio.to_thread(
-            lambda: [encode_stored(stored) for stored in trajectories]
-        )
+        encoded = await in_thread(lambda: [encode_stored(stored) for stored in trajectories])
         new_steps = [encode_step(step) for step in steps]
         first_task = await self._numbers("tasks", len(encoded_tasks))
         first = await self._numbers("trajectories", len(encoded))

@@ -34,7 +34,7 @@ from agentevo.credentials import without_password
 from agentevo.errors import UnusableStoreError
 from agentevo.extras import load_extra
 from agentevo.store.clock import Clock, Now
-from agentevo.store.migrations import MIGRATIONS
+from agentevo.store.migrations import migrations
 from agentevo.store.sql import Lock, SQLStore, T, Work
 from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
@@ -251,8 +251,9 @@ async def _check_or_make_schema(
                 f"AgentEvo knows {SCHEMA_VERSION}: upgrade with pip install -U agentevo; it was "
                 "left as it is"
             )
-        for old in range(version, SCHEMA_VERSION):
-            await MIGRATIONS["postgresql"][old](connection)
+        where = f"{store.where}: the schema {store.schema!r}"
+        for migrate in migrations("postgresql", version, where):
+            await migrate(connection)
         if version < SCHEMA_VERSION:
             await connection.execute(
                 text("UPDATE agentevo_store SET version = :version"), {"version": SCHEMA_VERSION}

@@ -25,6 +25,7 @@ from agentevo.errors import (
     StoreUnavailableError,
     UnusableStoreError,
 )
+from agentevo.event_loop import in_thread
 from agentevo.store import call_rows, leases, ledger, queries, rules
 from agentevo.store.calls import NEVER_SEEN, CallState, StoredCall, check_recorder, encode_call
 from agentevo.store.clock import Now
@@ -213,7 +214,7 @@ class SQLStore(Streaming):
         step: int,
         lease: Lease | None = None,
     ) -> int:
-        encoded = await asyncio.to_thread(encode_trajectories, list(trajectories), split, step)
+        encoded = await in_thread(encode_trajectories, list(trajectories), split, step)
 
         async def work(connection: AsyncConnection) -> int:
             now = await self._now(connection)
@@ -388,9 +389,7 @@ class SQLStore(Streaming):
         calls: Iterable[Call] = (),
     ) -> int:
         encoded_tasks = [encode_stored_task(stored) for stored in tasks]
-        encoded = await asyncio.to_thread(
-            lambda: [encode_stored(stored) for stored in trajectories]
-        )
+        encoded = await in_thread(lambda: [encode_stored(stored) for stored in trajectories])
         new_steps = [encode_step(step) for step in steps]
         call_list = [encode_call(call, NEVER_SEEN) for call in calls]
 

@@ -31,8 +31,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentevo.errors import UnusableStoreError
+from agentevo.event_loop import in_thread
 from agentevo.store.clock import Clock, MachineClock, Now
-from agentevo.store.migrations import MIGRATIONS
+from agentevo.store.migrations import migrations
 from agentevo.store.sql import Lock, SQLStore, T, Work
 from agentevo.store.store import AWAY_S, RETRIES, RetryPolicy, stores
 from agentevo.store.tables import SCHEMA_VERSION, metadata
@@ -178,24 +179,27 @@ class SQLiteStore(SQLStore):
 
     async def close(self) -> None:
         async with self._deadline("close"):
-            await asyncio.to_thread(self._threads.shutdown)
+            await in_thread(self._threads.shutdown)
             self._engine.dispose()
 
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"
     ) -> T:
         """Runs the whole transaction in one thread. A call that is cancelled, or late, stops the
-        statement that is running: see `_engine`."""
+        statement that is running (see `_engine`), and is not committed afterwards."""
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
 
         def transaction() -> T:
             with engine.begin() as connection:
-                return _drive(
+                result = _drive(
                     cast(
                         Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))
                     )
                 )
+                if time.monotonic() > limit.stop_at:
+                    raise TimeoutError  # the caller was told that there is no answer
+                return result
 
         async with self._deadline(what), self._writer if write else nullcontext():
             try:
@@ -347,8 +351,8 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
                 f"{SCHEMA_VERSION}: upgrade with "
                 "pip install -U agentevo; the file was left as it is"
             )
-        for old in range(version, SCHEMA_VERSION):
-            await MIGRATIONS["sqlite"][old](connection)
+        for migrate in migrations("sqlite", version, str(path)):
+            await migrate(connection)
         if version < SCHEMA_VERSION:
             await _tell_the_planner(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")

@@ -22,8 +22,9 @@ import re
 import shutil
 import uuid
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,18 +90,24 @@ class Checkpoints:
         value: float | None,
         *,
         prune: bool = True,
+        beside: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = MappingProxyType(
+            {}
+        ),
     ) -> tuple[Path, str]:
         """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of
         it (`Manifest.sha256`).
 
-        `value` is its evaluation, if there was one. `prune=False` leaves `prune` to the caller, who
-        commits the step in between: until then the older checkpoints may be the only ones that a
+        `value` is its evaluation, if there was one. `beside`: further models, each in a folder
+        below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in
+        between: until then the older checkpoints may be the only ones that a
         resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
         behind and the older ones as they were. Where several processes train, all of them call it,
         and the first one writes.
         """
         sha256 = on_first(
-            lambda: self._write(step, model, tokenizer, trainer_state, run_state, value)
+            lambda: self._write(
+                step, {"": (model, tokenizer), **beside}, trainer_state, run_state, value
+            )
         )
         self.best_value, self.best_step = on_first(self._best)
         if prune:
@@ -112,17 +119,18 @@ class Checkpoints:
     def _write(
         self,
         step: int,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        models: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]],
         trainer_state: dict[str, Any],
         run_state: dict[str, Any],
         value: float | None,
     ) -> str:
-        self.folder.mkdir(parents=True, exist_ok=True)
         value = float(value) if value is not None and math.isfinite(value) else None
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with atomic_folder(self.path(step)) as staging:
-                write_model(model, tokenizer, staging)
+                for folder, (model, tokenizer) in models.items():
+                    (staging / folder).mkdir(parents=True, exist_ok=True)
+                    write_model(model, tokenizer, staging / folder)
                 _write_state(trainer_state, staging / "trainer.pt")
                 (staging / "state.json").write_text(
                     json.dumps(run_state, indent=1), encoding="utf-8"

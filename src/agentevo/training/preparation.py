@@ -19,6 +19,9 @@ from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.value import explained_variance
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
 from agentevo.config import AlgorithmSection
+from agentevo.config.credit import find_credit
+from agentevo.models.grammar import Grammars
+from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
 from agentevo.training.batching.samples import Row, Tables, advantages_of, trajectory_rows
@@ -45,10 +48,19 @@ class Roles:
 class Preparation:
     """Makes a step's samples; see the module."""
 
-    def __init__(self, section: AlgorithmSection, max_tokens: int, *, merge: bool = True) -> None:
+    def __init__(
+        self,
+        section: AlgorithmSection,
+        max_tokens: int,
+        *,
+        merge: bool = True,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self.grammars = grammars
         self.section, self.max_tokens, self.merge = section, max_tokens, merge
         algorithm = section.resolved()
         self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
+        self.credit = None if section.credit is None else find_credit(section.credit)
         self.kl = bind_kl(section.kl)
         self.collision = "sum_pi_squared" in self.advantage.needs
         self.recomputed = (
@@ -67,9 +79,10 @@ class Preparation:
     ) -> PreparedBatch:
         """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust
         no critic (while one is pretrained)."""
-        rows = [row for trajectory in trajectories for row in trajectory_rows(trajectory)]
+        masks, masked = masks_of(trajectories, self.grammars)
+        rows = [row for t in trajectories for row in trajectory_rows(t, masks.get(t.id, {}))]
         if not rows:
-            return PreparedBatch([])
+            return PreparedBatch([], masked)
         tables, metrics = self._tables(rows, roles)
         bonus, bonus_metrics = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
@@ -79,12 +92,13 @@ class Preparation:
             bonus=bonus,
             baselines=baselines,
             weights=self.section.reward_weights,
+            credit=self.credit,
         )
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))
         if roles.critic is not None:
             bonus_metrics["critic/vf_explained_var"] = _foreseen(samples)
-        return PreparedBatch(samples, metrics | bonus_metrics)
+        return PreparedBatch(samples, metrics | bonus_metrics | masked)
 
     def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
         """Name -> table [S, T] float32, of all that the advantage and the update need."""

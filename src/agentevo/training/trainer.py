@@ -22,6 +22,7 @@ from agentevo.config import (
     ProcessRewardSection,
     TrainerSection,
 )
+from agentevo.models.grammar import Grammars
 from agentevo.training.batching.passes import device_of, micro_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
 from agentevo.training.kernels.output_layer import Listener
@@ -53,14 +54,19 @@ class Trainer:
         process_reward: ProcessRewardSection | None = None,
         reward_model: TokenRewardModel | None = None,
         memory: MemorySection | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: those of the policy's tokens, needed for turns that were drawn under one."""
         self.section, self.algorithm = trainer, algorithm
         self.critic_section = critic or CriticSection()
         self.process_section = process_reward or ProcessRewardSection()
         self.roles = Roles(model, reward_model=reward_model)
         self.objective = MinibatchLoss(algorithm)
         self.preparation = Preparation(
-            algorithm, trainer.micro_batch_tokens, merge=trainer.prefix_merging
+            algorithm,
+            trainer.micro_batch_tokens,
+            merge=trainer.prefix_merging,
+            grammars=grammars,
         )
         self.memory = memory or MemorySection()
         self.optimization = Optimization(model.parameters(), trainer, memory=self.memory)

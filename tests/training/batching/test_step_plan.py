@@ -11,9 +11,10 @@ import pytest
 
 from agentevo.config import AlgorithmSection
 from agentevo.errors import TrainingError
+from agentevo.penalties import Penalties
 from agentevo.training.batching.shaping import shape_by_length
 from agentevo.training.batching.step_plan import Plan, plan_digest
-from agentevo.types import Message, SamplingOverrides, Trajectory, Turn
+from agentevo.types import Constraint, Message, RemoteTurn, SamplingOverrides, Trajectory, Turn
 
 
 def turn(index: int, **changes: Any) -> Turn:
@@ -58,6 +59,7 @@ OTHER: dict[str, Any] = {
     "group_id": "h",
     "attempt": 1,
     "turns": [],
+    "remote_turns": [RemoteTurn(index=0, model="teacher", messages=[Message("user", "hello")])],
     "reward": 1.25,
     "reward_parts": {"environment": 1.5},
     "success": True,
@@ -77,6 +79,9 @@ OTHER_TURN: dict[str, Any] = {
     "temperature": 0.5,
     "seed": 8,
     "overrides": SamplingOverrides(temperature=1.0),
+    "constraint": Constraint(grammar="start: /a/", end_ids=(7,), masks="0"),
+    "penalties": Penalties(presence=0.5),
+    "tools": "[]",
     "reward": 0.0,
     "messages": [Message(role="user", content="hello")],
 }

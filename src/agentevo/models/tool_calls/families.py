@@ -10,7 +10,14 @@ from agentevo.errors import UnknownNameError
 from agentevo.models.tool_calls.harmony import read_harmony
 from agentevo.models.tool_calls.json_objects import read_blocks, read_json
 from agentevo.models.tool_calls.llama import read_llama, read_pythonic
-from agentevo.models.tool_calls.named_json import read_deepseek, read_kimi, read_mistral
+from agentevo.models.tool_calls.named_json import (
+    CALL_BEGIN,
+    KIMI_BEGIN,
+    TOOL_CALLS,
+    read_deepseek,
+    read_kimi,
+    read_mistral,
+)
 from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS, Read, ToolCallParser
 from agentevo.models.tool_calls.tags import DSML, XML, read_glm, read_qwen_coder
 from agentevo.registry import nearest
@@ -47,7 +54,27 @@ _SHOWN_BY = (
     ("llama", r"<\|python_(?:tag|start)\|>|<\|start_header_id\|>|<\|header_start\|>"),
 )
 """Parsers by what their templates say, the first that is found. Others are read as `json`."""
-_PARSERS = {name: ToolCallParser(name, read) for name, read in _READERS.items()}
+_OBJECT = r'\{[ \t\n\r]*"(?:(?:name|arguments|parameters|type|id)"|[napti][a-z]*\\)'
+"""A key may have escapes in place of letters."""
+_MARKED = r"<\|(?:python_tag|python_start|tool_call_start)\|>"
+_EXPRESSION = r"\[[^!-\-/:-@\[-\^`{-~]*\("
+"""Words, dots and white space between the brackets. These three are written so that a grammar of
+texts without them stays cheap: `\\w` would not, nor one alternative for each mark."""
+_BEGINS = {
+    "kimi": re.escape(KIMI_BEGIN),
+    "deepseek": re.escape(CALL_BEGIN),
+    "mistral": re.escape(TOOL_CALLS),
+    "hermes": "<tool_call>",
+    "phi": re.escape("<|tool_call|>"),
+    "nemotron": "<TOOLCALL>",
+    "llama": "|".join([_MARKED, _OBJECT, _EXPRESSION]),
+    "json": _OBJECT,
+}
+"""See ToolCallParser.begins; of the families whose calls can be prescribed."""
+_PARSERS = {
+    name: ToolCallParser(name, read, begins=_BEGINS.get(name, ""))
+    for name, read in _READERS.items()
+}
 
 
 def parser_names() -> list[str]:

@@ -43,6 +43,9 @@ class ToolCallParser:
     """Reads a text without its thoughts."""
     thoughts: tuple[str, ...] = ("<think>",)
     """The marks that begin a thought; keys of THOUGHTS."""
+    begins: str = ""
+    """A regular expression of all that `read` may take for the beginning of a call. It may match
+    more than that; empty where it is not known."""
 
     def parse(
         self, text: str, *, opening: str = "", tools: Tools | None = None, calls: bool = True

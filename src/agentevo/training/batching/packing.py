@@ -3,13 +3,15 @@ and what it weighs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from agentevo.penalties import Changes
+from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
 from agentevo.training.tree import build_tree
 from agentevo.types import Sample
@@ -26,7 +28,8 @@ class PackedBatch:
     """[1, N]"""
     plan: TreeAttention
     logit_nodes: torch.Tensor
-    """[R]: the nodes that predict a trained token, each once."""
+    """[R]: the nodes that predict a trained token, each once for every mask that it predicts
+    under, and for every token under penalties."""
     rows: torch.Tensor
     """[M]: which of the R nodes predicts the token."""
     targets: torch.Tensor
@@ -46,6 +49,11 @@ class PackedBatch:
     mask: torch.Tensor
     """[S, T] bool: where the tables have a trained token."""
     temperature: float
+    masks: torch.Tensor | None
+    """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None where
+    nothing is constrained."""
+    penalties: PenaltyTable | None
+    """What changes at these rows; None where nothing does."""
     num_logical: int
     """The number of tokens of all samples, counted even where they share a node."""
 
@@ -90,8 +98,8 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     counts = np.array([len(part) for part in nodes])
     mask = np.arange(counts.max()) < counts[:, None]
     trained, predicting = np.concatenate(nodes), np.concatenate(predictors)
-    predicts = np.zeros(tree.num_nodes, dtype=np.int64)
-    predicts[predicting] = 1
+    changes = _changes(samples)
+    logit_nodes, rows, masks = _logit_rows(samples, predicting, tree.num_nodes, changes)
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array, device=device)
@@ -105,8 +113,8 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         input_ids=tensor(tree.ids).unsqueeze(0),
         position_ids=tensor(tree.positions).unsqueeze(0),
         plan=TreeAttention(tree, device),
-        logit_nodes=tensor(np.flatnonzero(predicts)),
-        rows=tensor(np.cumsum(predicts)[predicting] - 1),
+        logit_nodes=tensor(logit_nodes),
+        rows=tensor(rows),
         targets=tensor(tree.ids[trained]),
         nodes=tensor(trained),
         rollout_logprobs=table(s.logprobs[s.loss_mask] for s in samples),
@@ -116,8 +124,58 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
         places=tensor(np.concatenate([np.arange(count) for count in counts])),
         mask=tensor(mask),
         temperature=temperature,
+        masks=None if masks is None else tensor(masks),
+        penalties=PenaltyTable.of({int(rows[m]): c for m, c in changes.items()}, device),
         num_logical=sum(len(s.ids) for s in samples),
     )
+
+
+def _changes(samples: Sequence[Sample]) -> dict[int, Changes]:
+    """Number of a trained token, 0 to M - 1 -> what penalties change where it was drawn."""
+    found: dict[int, Changes] = {}
+    first = 0
+    for sample in samples:
+        if sample.penalties is not None:
+            places = np.flatnonzero(sample.loss_mask)
+            changes = sample.penalties.changes(sample.ids, places)
+            found |= {first + n: changes[p] for n, p in enumerate(places.tolist()) if p in changes}
+        first += sample.num_trained
+    return found
+
+
+def _logit_rows(
+    samples: Sequence[Sample],
+    predicting: np.ndarray,
+    num_nodes: int,
+    changes: Collection[int],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The batch's logit_nodes [R], rows [M] and masks [R, W], given the node [M] that predicts each
+    trained token; the tokens of `changes` have rows of their own."""
+    if not changes and all(sample.masks is None for sample in samples):
+        predicts = np.zeros(num_nodes, dtype=np.int64)
+        predicts[predicting] = 1
+        return np.flatnonzero(predicts), np.cumsum(predicts)[predicting] - 1, None
+    numbers: dict[bytes, int] = {}
+    of_tokens = [_numbers_of_masks(sample, numbers) for sample in samples]
+    kinds = len(numbers) + 1  # 0: all tokens
+    alone = np.zeros(len(predicting), dtype=np.int64)
+    alone[list(changes)] = np.arange(1, len(changes) + 1)
+    keys = (predicting * (len(changes) + 1) + alone) * kinds + np.concatenate(of_tokens)
+    keys, rows = np.unique(keys, return_inverse=True)
+    nodes = keys // kinds // (len(changes) + 1)
+    if not numbers:
+        return nodes, rows, None
+    different = [np.frombuffer(mask, dtype=np.int32) for mask in numbers]
+    table = np.stack([np.full_like(different[0], -1), *different])
+    return nodes, rows, table[keys % kinds]
+
+
+def _numbers_of_masks(sample: Sample, numbers: dict[bytes, int]) -> np.ndarray:
+    """[M] of a sample's trained tokens: 0, or the number that its mask has, from 1."""
+    if sample.masks is None:
+        return np.zeros(sample.num_trained, dtype=np.int64)
+    own = [numbers.setdefault(mask.tobytes(), len(numbers) + 1) for mask in sample.masks.table]
+    return np.array([0, *own])[sample.masks.rows[sample.loss_mask] + 1]
 
 
 def _one_temperature(samples: Sequence[Sample]) -> float:

@@ -8,7 +8,7 @@ turns' rewards is paid at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,7 +18,11 @@ import torch
 
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import Advantage
+from agentevo.config.credit import CreditFunction
 from agentevo.errors import TrainingError
+from agentevo.penalties import TokenPenalties
+from agentevo.training.batching.constrained import TurnMasks, joined
+from agentevo.training.batching.credit import credit_table
 from agentevo.types import Sample, Trajectory, Turn
 
 Tables: TypeAlias = Mapping[str, torch.Tensor]
@@ -45,13 +49,14 @@ def advantages_of(
     bonus: torch.Tensor | None = None,
     baselines: Mapping[str, float] = MappingProxyType({}),
     weights: Mapping[str, float] = MappingProxyType({}),
+    credit: CreditFunction | None = None,
 ) -> list[Sample]:
     """Samples with their advantages and with the columns that the update needs.
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given). Raises TrainingError for rewards that the advantage can't be made
-    from.
+    parts (1 where none is given). `credit` says what each turn has earned. Raises TrainingError for
+    rewards that the advantage can't be made from, and for what `credit` does wrong.
     """
     if not rows:
         return []
@@ -59,20 +64,9 @@ def advantages_of(
     mask = turn_ids >= 0
     if bonus is not None:
         rewards += torch.where(mask, bonus.double(), 0.0)
-    needs = advantage.needs
-    inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
-    if "baseline_rewards" in needs:
-        inputs["baseline_rewards"] = torch.tensor(
-            [baselines[row.trajectory.task_id] for row in rows], dtype=torch.float64
-        )
-    if "reward_parts" in needs:
-        parts = _reward_parts(rows)
-        inputs |= {
-            "reward_parts": parts,
-            "reward_weights": {name: weights.get(name, 1.0) for name in parts},
-        }
-    if "turn_parents" in needs:
-        inputs["turn_parents"] = _parent_table(rows, turn_ids)
+    inputs = _inputs_of(rows, turn_ids, advantage.needs, tables, baselines, weights)
+    if credit is not None:
+        inputs["turn_credit"] = credit_table([row.trajectory for row in rows], turn_ids, credit)
     try:
         advantages, returns = advantage(
             AdvantageTables(
@@ -97,6 +91,31 @@ def advantages_of(
         )
         for index, row in enumerate(rows)
     ]
+
+
+def _inputs_of(
+    rows: Sequence[Row],
+    turn_ids: torch.Tensor,
+    needs: Collection[str],
+    tables: Tables,
+    baselines: Mapping[str, float],
+    weights: Mapping[str, float],
+) -> dict[str, Any]:
+    """What an advantage needs beside rewards, groups and turns, by its name in AdvantageTables."""
+    inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
+    if "baseline_rewards" in needs:
+        inputs["baseline_rewards"] = torch.tensor(
+            [baselines[row.trajectory.task_id] for row in rows], dtype=torch.float64
+        )
+    if "reward_parts" in needs:
+        parts = _reward_parts(rows)
+        inputs |= {
+            "reward_parts": parts,
+            "reward_weights": {name: weights.get(name, 1.0) for name in parts},
+        }
+    if "turn_parents" in needs:
+        inputs["turn_parents"] = _parent_table(rows, turn_ids)
+    return inputs
 
 
 def _finished(
@@ -155,12 +174,15 @@ def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     }
 
 
-def trajectory_rows(trajectory: Trajectory) -> list[Row]:
+def trajectory_rows(trajectory: Trajectory, masks: TurnMasks = MappingProxyType({})) -> list[Row]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
     the others it is context, as is everywhere a turn that was drawn from another distribution than
-    the recipe's. A path on which nothing is trained gives no row."""
+    the recipe's, or under a grammar whose masks are None. A path on which nothing is trained gives
+    no row. `masks`: those of the turns under a grammar, where the loss is of the distribution that
+    they were drawn from."""
     parents = {turn.parent for turn in trajectory.turns}
     trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
+    trained |= {index for index, of_turn in masks.items() if of_turn is None}
     rows = []
     for leaf in trajectory.turns:
         if leaf.index in parents:
@@ -169,12 +191,12 @@ def trajectory_rows(trajectory: Trajectory) -> list[Row]:
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
         if any(turn.index not in trained for turn in path):
-            rows.append(_path_row(trajectory, path, trained))
+            rows.append(_path_row(trajectory, path, trained, masks))
         trained.update(turn.index for turn in path)
     return rows
 
 
-def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Row:
+def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int], masks: TurnMasks) -> Row:
     fresh = [turn.index not in trained for turn in path]
     sizes = [size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))]
     chosen = [kind for is_fresh in fresh for kind in (False, is_fresh)]
@@ -185,6 +207,12 @@ def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Ro
     if fresh_turns:
         logprobs[mask] = np.concatenate([turn.logprobs for turn in fresh_turns])
         versions[mask] = np.concatenate([turn.versions for turn in fresh_turns])
+    masks_of_turns = [
+        masks.get(turn.index) if is_fresh else None
+        for turn, is_fresh in zip(path, fresh, strict=True)
+    ]
+    of_pieces = [of_piece for of_turn in masks_of_turns for of_piece in (None, of_turn)]
+    penalties = [of_piece for turn in path for of_piece in (None, turn.penalties)]
     sample = Sample(
         trajectory_id=trajectory.id,
         group_id=trajectory.group_id,
@@ -196,6 +224,8 @@ def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int]) -> Ro
         versions=versions,
         advantages=np.zeros(len(mask)),
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
+        masks=joined(list(zip(sizes, of_pieces, strict=True))),
+        penalties=TokenPenalties.joined(list(zip(sizes, penalties, strict=True))),
     )
     turns = np.repeat(
         np.array([turn.index for turn in fresh_turns], dtype=np.int64),

@@ -46,6 +46,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     token's."""
     policy: str = "wait"
     """`rollout.policy` at that time."""
+    credit: str = ""
+    """What decided how much each turn was worth (`AlgorithmSection.credit_rule`); empty in records
+    that were written before there were several rules."""
     masked_tokens: int = 0
     """The number of tokens of these trajectories that were too old to be trained on."""
     digests: list[str] = []
@@ -64,6 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         staleness: int,
         policy: str,
         masked_tokens: int = 0,
+        credit: str = "",
         dropped: Mapping[str, str] | None = None,
     ) -> Self:
         """Makes the plan of trajectories that stand in training order and have their final rewards;
@@ -84,6 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             staleness=staleness,
             policy=policy,
             masked_tokens=masked_tokens,
+            credit=credit,
             digests=[digest.hex()[:SHOWN] for digest in digests],
             digest=_whole(digests),
         )

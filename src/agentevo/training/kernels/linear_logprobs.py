@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 
 from agentevo.models.linear import available, product
+from agentevo.training.kernels.token_masks import LOWEST, masked
+from agentevo.training.kernels.token_penalties import PenaltyTable
 
 KEPT_BYTES = 256 * 2**20
 """Size of the products that are kept for the backward pass."""
@@ -40,8 +42,6 @@ CELL_ROWS = {"cpu": 1024}
 OTHER_CELL_ROWS = 4096
 COLUMN_STEP = 64
 """Columns of a cell are a multiple of this, where the vocabulary has as many."""
-LOWEST = -1e30
-"""Where a running maximum starts: finite, so that nothing times its distance is nothing."""
 
 
 def linear_logprobs(
@@ -53,22 +53,30 @@ def linear_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    *,
+    masks: torch.Tensor | None = None,
+    penalties: PenaltyTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [R, H], weight [V, H], bias [V], rows [M] and targets [M] int64 -> log-probs [M] of
     token targets[m] under softmax(z[rows[m]] / temperature), and the entropy [R] of each row, in
     nats.
 
-    z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). Once
-    differentiable in hidden, weight and bias. Products are made in their dtype, all else in float32
-    at least. Memory beside the gradients: KEPT_BYTES and a few cells.
+    z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
+    the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
+    what is done to z before (token_penalties.py). Once differentiable in hidden, weight and bias.
+    Products are made in their dtype, all else in float32 at least. Memory beside the gradients:
+    KEPT_BYTES and a few cells.
     """
-    tail = _Tail(temperature, softcap, logit_scale)
+    tail = _Tail(temperature, softcap, logit_scale, masks, penalties)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     needed = trained or (torch.is_grad_enabled() and hidden.requires_grad)
     ahead = (
-        needed and not trained and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
+        needed
+        and not trained
+        and penalties is None
+        and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
     )
     return _LinearLogprobs.apply(
         hidden, weight, bias, rows, targets, tail, KEPT_BYTES if needed and not ahead else 0, ahead
@@ -85,12 +93,21 @@ def linear_logprobs_and_squares(
     temperature: float = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    *,
+    masks: torch.Tensor | None = None,
+    penalties: PenaltyTable | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
     cells = _Cells.of(hidden, weight, rows, targets)
     sums = _sweep(
-        hidden, weight, bias, cells, _Tail(temperature, softcap, logit_scale), 0, squares=True
+        hidden,
+        weight,
+        bias,
+        cells,
+        _Tail(temperature, softcap, logit_scale, masks, penalties),
+        0,
+        squares=True,
     )
     return sums.logprobs(rows), sums.squares / sums.total.square()
 
@@ -101,6 +118,9 @@ class _Tail(NamedTuple):
     temperature: float
     softcap: float | None
     logit_scale: float
+    masks: torch.Tensor | None = None
+    """[R, W]; see token_masks.py."""
+    penalties: PenaltyTable | None = None
 
     @property
     def slope(self) -> float:
@@ -112,12 +132,26 @@ class _Tail(NamedTuple):
         assert self.softcap is not None
         return (products.to(_exact(products)) * (self.logit_scale / self.softcap)).tanh_()
 
-    def scores(self, products: torch.Tensor, bent: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 at least; the products themselves where there is nothing to do."""
+    def scores(
+        self, products: torch.Tensor, cell: _Cell, bent: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float32 at least, LOWEST where a token is forbidden; the products themselves where there
+        is nothing to do."""
+        scores = self.plain_scores(products, bent)
+        if self.penalties is not None:
+            here = self.penalties.within(cell.rows, cell.columns)
+            scores = here.applied(scores, self.temperature)
+        if self.masks is None:
+            return scores
+        return masked(scores, self.masks[cell.rows], cell.columns.start)
+
+    def plain_scores(self, products: torch.Tensor, bent: torch.Tensor | None) -> torch.Tensor:
+        """Without penalties and masks."""
         if self.softcap is None:
             exact = products.to(_exact(products))
             return exact if self.slope == 1.0 else exact * self.slope
-        return (self.bend(products) if bent is None else bent) * (self.softcap / self.temperature)
+        bent = self.bend(products) if bent is None else bent
+        return bent * (self.softcap / self.temperature)
 
 
 class _Cell(NamedTuple):
@@ -253,7 +287,7 @@ def _sweep(
             # Step 1: the cell's scores; its products are kept while there is room.
             products = _products(hidden, weight, bias, cell)
             bent = None if tail.softcap is None else tail.bend(products)
-            scores = tail.scores(products, bent)
+            scores = tail.scores(products, cell, bent)
             room -= products.nbytes
             if room >= 0:
                 sums.kept.append(products)
@@ -366,7 +400,7 @@ class _Slopes(NamedTuple):
         # Step 1: the part of every token of the vocabulary, -p times what comes in, where p is
         # e^(z - a) / s, and log p + H is z - a - t / s.
         rows = cell.rows
-        below = self.tail.scores(products, bent) - self.top[rows].unsqueeze(1)
+        below = self.tail.scores(products, cell, bent) - self.top[rows].unsqueeze(1)
         slope = below.exp()
         if self.of_entropy is None:
             slope.mul_((-self.of_row[rows] / self.total[rows]).unsqueeze(1))
@@ -375,8 +409,11 @@ class _Slopes(NamedTuple):
                 -(self.of_entropy[rows] / self.total[rows]).unsqueeze(1)
             )
             slope.mul_(factor.sub_((self.of_row[rows] / self.total[rows]).unsqueeze(1)))
-        # Step 2: the part of the targets alone, then through the cap.
+        # Step 2: the part of the targets alone, then through penalties and cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
+        if self.tail.penalties is not None:
+            here = self.tail.penalties.within(rows, cell.columns)
+            slope[here.rows, here.tokens] *= here.slopes(self.tail.plain_scores(products, bent))
         return slope if bent is None else slope.mul_(_slope_of(bent))
 
     def of_hidden(

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from agentevo.models.linear import FastLinear, PackedWeights
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
+from agentevo.training.kernels.token_masks import masked
 
 if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
@@ -44,7 +45,7 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
     output = linear_output(model, batch)
     if output is None:
         return selected_logprobs(
-            all_logits(model, batch), batch.rows, batch.targets, batch.temperature
+            allowed_logits(model, batch), batch.rows, batch.targets, batch.temperature
         )
     return linear_logprobs(
         output.hidden,
@@ -54,6 +55,8 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
         batch.targets,
         batch.temperature,
         *output.tail,
+        masks=batch.masks,
+        penalties=batch.penalties,
     )
 
 
@@ -64,7 +67,7 @@ def token_logprobs_and_squares(
     vocabulary of p^2 [R], the chance that two draws agree; no gradient."""
     output = linear_output(model, batch)
     if output is None:
-        logits = all_logits(model, batch)
+        logits = allowed_logits(model, batch)
         logp, _ = selected_logprobs(logits, batch.rows, batch.targets, batch.temperature)
         return logp, sum_of_squares(logits, batch.temperature)
     return linear_logprobs_and_squares(
@@ -75,6 +78,8 @@ def token_logprobs_and_squares(
         batch.targets,
         batch.temperature,
         *output.tail,
+        masks=batch.masks,
+        penalties=batch.penalties,
     )
 
 
@@ -82,6 +87,14 @@ def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     """Logits [R, V] of the nodes that predict, differentiable."""
     outputs: Any = model(**batch.inputs)
     return outputs.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+
+
+def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """`all_logits` under the batch's penalties, LOWEST for the tokens that a grammar forbids."""
+    logits = all_logits(model, batch)
+    if batch.penalties is not None:
+        logits = batch.penalties.applied(logits.float())
+    return logits if batch.masks is None else masked(logits.float(), batch.masks)
 
 
 class Tail(NamedTuple):

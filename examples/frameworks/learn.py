@@ -1,0 +1,73 @@
+"""Trains one example: the cold start, then reinforcement learning, then success on held-out hunts.
+
+python openai_sdk.py --out runs/frameworks/openai    # any of the examples
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import agentevo
+from agentevo.agents.agent import FunctionAgent
+from cold_start import make_policy
+from hunt import make_tasks
+
+STEPS, HELD_OUT = 4, 64
+
+
+def learn(
+    rollout: Callable[..., Any] | None = None,
+    *,
+    command: Sequence[str] | None = None,
+    sections: dict[str, Any] | None = None,
+    **cold_start: Any,
+) -> dict[str, float]:
+    """Trains the agent, prints success before and after, and leaves both in result.json.
+
+    `cold_start`: options of `make_policy`; `sections`: of `agentevo.train`, over those below."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    name = Path(sys.argv[0]).stem
+    parser.add_argument("--out", type=Path, default=Path("runs/frameworks") / name)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="tasks of an evaluation")
+    parser.add_argument("--conversations", type=int, default=1536, help="of the cold start")
+    given = parser.parse_args()
+    if command is not None:
+        from agentevo.agents.command import CommandAgent, CommandAgentSection
+
+        player: Any = CommandAgent(CommandAgentSection(type="command", command=list(command)))
+    else:
+        player = FunctionAgent(rollout)
+    policy = make_policy(given.out, player, conversations=given.conversations, **cold_start)
+    run = agentevo.train(
+        rollout,
+        make_tasks(1200, seed=0),
+        command=command,
+        model=str(policy),
+        **{
+            "sampling": {"max_new_tokens": 48},
+            "algorithm": {"name": "grpo"},
+            "trainer": {
+                "steps": given.steps,
+                "groups_per_step": 8,
+                "group_size": 8,
+                "learning_rate": given.learning_rate,
+            },
+            "evaluation": {"tasks": given.held_out, "samples": 0, "every": 0},
+            "checkpoint": {"every": 0},
+            "run": {"dir": str(given.out / "run"), "overwrite": True},
+            "tracking": {"report": False, "tensorboard": False},
+            **(sections or {}),
+        },
+    )
+    result = {name: run.summary["eval"][name] for name in ("before", "after")}
+    result["steps"] = given.steps
+    (given.out / "result.json").write_text(json.dumps(result))
+    print(f"{name}: {result['before']:.0%} -> {result['after']:.0%} of the held-out hunts")
+    return result

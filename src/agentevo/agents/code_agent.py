@@ -1,0 +1,232 @@
+"""The code agent: the policy writes Python, reads what it prints, and goes on until a reply has no
+code.
+
+Code as action (Wang et al. 2024, arXiv 2402.01030): the blocks between ```python and ``` of a reply
+run in one interpreter in a sandbox, whose variables live for the whole attempt. The agent's tools
+are functions in it; what they give is a value where it is JSON, else a text, and what goes wrong
+with one is raised.
+
+    reward = what the tools say of the state that they are left in, where any does
+             + what results of tools earned - agent.code_penalty for each turn whose code failed
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentevo.agents.history import History
+from agentevo.agents.named_by_task import ask_once, asks_once
+from agentevo.agents.policy import Policy
+from agentevo.agents.single_turn import conversation_of
+from agentevo.agents.tools_outcome import outcome_with_tools, said_by
+from agentevo.config.agents import CodeAgentSection, agents
+from agentevo.errors import RequestTooLongError, ToolError
+from agentevo.rewards.answers import find_answer
+from agentevo.sandbox import Execution, Sandbox, Sandboxes, SandboxTool
+from agentevo.seeds import derive_seed
+from agentevo.store.call_log import record_call
+from agentevo.tools.shorten import shortened
+from agentevo.tools.toolbox import AttemptTools, Toolbox
+from agentevo.types import Message, Outcome, Task, ToolCall
+
+ENDS = ("answer", "turns", "tokens", "context")
+"""How an attempt may end: with the final answer, or by a limit."""
+_BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:\n[ \t]*)?```", re.DOTALL | re.IGNORECASE)
+_OPENED = re.compile(r"```(?:python|py)[ \t]*(?:\n|\Z)", re.IGNORECASE)
+_NO_ANSWER = "Write code, or give the final answer as <answer>...</answer>."
+_NOT_CLOSED = "Error: the block of code is not closed: end it with ```"
+RULES = """Solve the task by writing Python code. Put it into a block:
+```python
+print(6 * 7)
+```
+You are then told what it printed, and the value of its last expression. Variables stay from one \
+block to the next. When you know the answer, write it without a block of code."""
+_FUNCTIONS = "The code may call these functions:"
+
+
+def read_code(text: str) -> str | None:
+    """The blocks of code of a reply, one after the other; None where it has none. A block that is
+    not closed is no code: `is_unfinished`."""
+    blocks = _BLOCK.findall(text)
+    return "\n".join(blocks) if blocks else None
+
+
+def is_unfinished(text: str) -> bool:
+    """Whether the reply ends within a block of code."""
+    return _OPENED.search(_BLOCK.sub("", text)) is not None
+
+
+@dataclass
+class _Progress:
+    """What has happened so far in one attempt."""
+
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    earned: float = 0.0
+    """What results of tools paid in the turn that runs."""
+    total_earned: float = 0.0
+    num_cuts: int = 0
+    num_blocks: int = 0
+    num_failed: int = 0
+
+
+@agents.register("code_agent")
+class CodeAgent:
+    """See the module. One object serves every attempt of a process."""
+
+    Config = CodeAgentSection
+
+    def __init__(self, section: CodeAgentSection) -> None:
+        """Raises ConfigError for tools that can't be made."""
+        self._section = section
+        self._toolbox = Toolbox(section.tools)
+        self._sandboxes = Sandboxes(section.sandbox)
+        self.needs_scorer = not self._toolbox.has_outcome
+
+    async def close(self) -> None:
+        """See FunctionAgent.close."""
+        await self._toolbox.close()
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run."""
+        if asks_once(task):
+            section = self._section
+            asked = conversation_of(task, system=None, instruction=section.instruction)
+            return await ask_once(asked, policy)
+        progress = _Progress()
+        async with AsyncExitStack() as stack:
+            with policy.waiting():
+                seed = derive_seed(task.seed, "tools", policy.name)
+                tools = await stack.enter_async_context(self._toolbox.open(task, seed))
+                functions = _functions(tools, progress)
+                sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
+            end = await self._play(self._opening(task, functions), policy, sandbox, progress)
+            said = await said_by(tools)
+        return outcome_with_tools(
+            tools,
+            said,
+            has_judges=self._toolbox.has_outcome,
+            own_parts={
+                "tool_results": progress.total_earned,
+                "code_penalty": 0.0 - self._section.code_penalty * progress.num_failed,
+            },
+            turn_rewards=progress.turn_rewards,
+            metrics={
+                "num_context_cuts": float(progress.num_cuts),
+                "num_code_blocks": float(progress.num_blocks),
+                "num_failed_code_blocks": float(progress.num_failed),
+            },
+            end=end,
+            ends=ENDS,
+        )
+
+    def _opening(self, task: Task, functions: Mapping[str, SandboxTool]) -> list[Message]:
+        section = self._section
+        rules = RULES if section.system_prompt is None else section.system_prompt
+        if functions:
+            rules = "\n".join([rules, _FUNCTIONS, *map(_described, functions.values())])
+        return conversation_of(task, system=rules, instruction=section.instruction)
+
+    async def _play(
+        self, messages: list[Message], policy: Policy, sandbox: Sandbox, progress: _Progress
+    ) -> str:
+        """Until the attempt ends; how, as one of ENDS."""
+        section, num_tokens = self._section, 0
+        history = History(messages, section.context)
+        for turns_left in reversed(range(section.max_turns)):
+            try:
+                reply = await history.answered(policy.generate, policy)
+            except RequestTooLongError:
+                if not progress.turn_rewards:
+                    raise
+                return "context"
+            progress.turn_rewards[reply.turn] = 0.0
+            num_tokens += len(policy.conversation.turns[reply.turn].completion_ids)
+            text = reply.answer
+            code = read_code(text)
+            unfinished = is_unfinished(text)
+            if code is None and not unfinished and self._is_final(text):
+                return "answer"
+            if section.max_tokens is not None and num_tokens >= section.max_tokens:
+                return "tokens"
+            if code is None:
+                observation = _NOT_CLOSED if unfinished else _NO_ANSWER
+                failed = unfinished
+            else:
+                observation, failed = await self._ran(code, sandbox)
+                progress.num_blocks += 1
+            progress.num_failed += failed
+            progress.turn_rewards[reply.turn] += progress.earned
+            progress.turn_rewards[reply.turn] -= section.code_penalty if failed else 0.0
+            progress.total_earned += progress.earned
+            progress.earned = 0.0
+            if turns_left:
+                history.add(reply.message, [Message("user", observation)])
+                await history.look(reply.turn, policy)
+                progress.num_cuts = history.num_cuts
+        return "turns"
+
+    def _is_final(self, text: str) -> bool:
+        return self._section.final == "reply" or find_answer(text, "answer") is not None
+
+    async def _ran(self, code: str, sandbox: Sandbox) -> tuple[str, bool]:
+        """What the policy reads of it, and whether it failed."""
+        async with record_call("tool", "python") as call:
+            call.keep(code=code)
+            execution = await sandbox.run(code)
+            text = shortened(_written(execution), self._section.max_output_chars)
+            call.keep(output=text)
+            if execution.error is not None:
+                call.outcome("failed", f"{execution.error.type}: {execution.error.message}")
+        return text, execution.error is not None
+
+
+def _written(execution: Execution) -> str:
+    """What a block of code came to, for the policy."""
+    parts = [execution.stdout.rstrip("\n"), execution.stderr.rstrip("\n"), execution.value or ""]
+    error = execution.error
+    if error is not None:
+        parts.append(error.traceback.rstrip() or f"{error.type}: {error.message}")
+        if not execution.is_alive:
+            parts.append("The interpreter has ended: variables are lost.")
+    if execution.is_new:
+        parts.insert(0, "A new interpreter has started: earlier variables are lost.")
+    return "Output:\n" + ("\n".join(part for part in parts if part) or "(nothing was printed)")
+
+
+def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxTool]:
+    """The tools as functions of the code, under names that Python takes."""
+    functions = {}
+    for schema in tools.schemas:
+        function = schema["function"]
+        name = re.sub(r"\W", "_", function["name"])
+        functions[name] = SandboxTool(
+            name=name,
+            parameters=tuple((function["parameters"].get("properties") or {}).keys()),
+            description=function["description"],
+            call=_caller(tools, function["name"], progress),
+        )
+    return functions
+
+
+def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
+    async def call(arguments: dict[str, Any]) -> Any:
+        (result,) = await tools.call([ToolCall(name, json.dumps(arguments))])
+        progress.earned += result.reward
+        if result.is_error:
+            raise ToolError(result.text.removeprefix("Error: "))
+        try:
+            return json.loads(result.text)
+        except (ValueError, RecursionError):
+            return result.text
+
+    return call
+
+
+def _described(tool: SandboxTool) -> str:
+    about = " ".join(tool.description.split())
+    return f"- {tool.name}({', '.join(tool.parameters)}): {about}".rstrip(": ")

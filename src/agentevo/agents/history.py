@@ -1,0 +1,118 @@
+"""What an agent of many turns shows the policy: the task, and a round for each reply with what came
+of it, cut by `agent.context` when it grows long.
+
+Whoever cuts edits the history, so the next prompt branches where the edit is: the turns before it
+are trained as they were seen, and so are those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from agentevo.agents.policy import Policy
+from agentevo.agents.tool_format import Tools
+from agentevo.config.context import ContextSection
+from agentevo.errors import RequestTooLongError
+from agentevo.types import Message
+
+T = TypeVar("T")
+
+LEFT_OUT = "[this result is left out]"
+_SUMMARY = "What was done and found so far: "
+
+
+class Round(NamedTuple):
+    """A reply as it stands in the history, and what the policy was told then."""
+
+    reply: Message
+    answers: list[Message]
+
+
+@dataclass
+class History:
+    """See the module. One of an attempt."""
+
+    opening: list[Message]
+    """The task."""
+    section: ContextSection
+    num_cuts: int = 0
+
+    def __post_init__(self) -> None:
+        self._rounds: list[Round] = []
+        self._summary = ""
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the policy is to see."""
+        shown = list(self.opening)
+        if self._summary:
+            last = shown[-1]
+            shown[-1] = replace(last, content=f"{last.text}\n\n{_SUMMARY}{self._summary}")
+        for one in self._rounds:
+            shown += [one.reply, *one.answers]
+        return shown
+
+    def add(self, reply: Message, answers: list[Message]) -> None:
+        """One more round."""
+        self._rounds.append(Round(reply, answers))
+
+    async def look(self, turn: int, policy: Policy, tools: Tools = None) -> None:
+        """Cuts the history if that turn, prompt and reply, has more than `max_tokens` tokens."""
+        limit = self.section.max_tokens
+        if limit is not None and _num_tokens(policy, turn) > limit:
+            await self.cut(policy, tools)
+
+    async def answered(self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy) -> T:
+        """What `ask` gives for the history, which is cut where it is too long for the context.
+        Raises RequestTooLongError where nothing is left to cut."""
+        while True:
+            try:
+                return await ask(self.messages)
+            except RequestTooLongError:
+                if self.section.strategy == "summary" or not await self.cut(policy):
+                    raise
+
+    async def cut(self, policy: Policy, tools: Tools = None) -> bool:
+        """Makes the history shorter; false where nothing is left to cut. `tools` are those that the
+        policy is told of. Raises what asking for a summary raises."""
+        section, keep = self.section, self.section.keep_turns
+        old = self._rounds[: len(self._rounds) - keep]
+        if section.strategy == "full" or not old:
+            return False
+        recent = self._rounds[len(old) :]
+        if section.strategy == "discard_results":
+            cut = [Round(one.reply, [_emptied(answer) for answer in one.answers]) for one in old]
+            if cut == old:
+                return False
+            self._rounds = [*cut, *recent]
+        else:
+            if section.strategy == "summary":
+                self._summary = await self._summarised(old, policy, tools)
+            self._rounds = recent
+        self.num_cuts += 1
+        return True
+
+    async def _summarised(self, old: list[Round], policy: Policy, tools: Tools) -> str:
+        rounds, self._rounds = self._rounds, old
+        try:
+            asked = [*self.messages, Message("user", self.section.summary_prompt)]
+        finally:
+            self._rounds = rounds
+        name = self.section.summary_model
+        if name is not None:
+            return (await policy.model(name).generate(asked)).text.strip()
+        # With the same tools the request extends what the policy has seen.
+        return (await policy.generate(asked, tools=tools)).answer.strip()
+
+
+def _num_tokens(policy: Policy, turn: int) -> int:
+    drawn = policy.conversation.turns[turn].completion_ids
+    return len(policy.conversation.prompt_ids(turn)) + len(drawn)
+
+
+def _emptied(answer: Message) -> Message:
+    return replace(answer, content=LEFT_OUT)

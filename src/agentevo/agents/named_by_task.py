@@ -1,0 +1,50 @@
+"""Which agent a task asks for: the row's `agent_name`, as verl's data has it.
+
+`single_turn_agent` asks once, without tools; any other name is the recipe's own agent, or verl's
+word for it. A task without a name is played by the recipe's agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from agentevo.agents.policy import Policy
+from agentevo.data.task_forms import AGENT_NAME
+from agentevo.errors import ConfigError, shown
+from agentevo.types import Message, Outcome, Task
+
+ONCE = ("single_turn", "single_turn_agent")
+"""Names of the agent that asks once."""
+NAMES = {
+    "single_turn": ONCE,
+    "tool_agent": (*ONCE, "tool_agent", "tool_agent_loop"),
+    "code_agent": (*ONCE, "code_agent"),
+}
+"""`agent.type` -> the names that its tasks may have; agents of other types read what they like."""
+
+
+def asks_once(task: Task) -> bool:
+    """Whether the task is to be asked once, without tools."""
+    return task.metadata.get(AGENT_NAME) in ONCE
+
+
+async def ask_once(messages: list[Message], policy: Policy) -> Outcome:
+    """One reply to the messages, which a scorer judges."""
+    await policy.generate(messages)
+    return Outcome(reward=None)
+
+
+def check_agent_names(tasks: Iterable[Task], kind: str) -> None:
+    """Raises ConfigError for a task that asks for an agent which this recipe's is not."""
+    known = NAMES.get(kind)
+    if known is None:
+        return
+    for task in tasks:
+        name = task.metadata.get(AGENT_NAME)
+        if name is not None and name not in known:
+            others = [one for one, names in NAMES.items() if name in names]
+            remedy = f"set agent.type={others[0]}" if others else f"use {', '.join(known)}"
+            raise ConfigError(
+                f"tasks: {task.id!r} has the {AGENT_NAME} {shown(name)}, and agent.type={kind} "
+                f"plays no such tasks: {remedy}, or leave the column out (tasks.fields)"
+            )

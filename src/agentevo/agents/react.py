@@ -1,0 +1,87 @@
+"""ReAct (Yao et al. 2022, arXiv 2210.03629): thoughts, actions and observations as plain text, for
+models whose chat template knows no tools.
+
+    Thought: I need the sum.
+    Action: add
+    Action Input: {"a": 1, "b": 2}
+                                        Observation: 3
+    Thought: That is it.
+    Final Answer: 3
+
+A reply holds one action; it ends where an observation would begin. A reply without an action is the
+final answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.agents.policy import Policy
+from agentevo.agents.tool_format import Said, Tools, tools_as_text
+from agentevo.models.tool_calls import MalformedCall
+from agentevo.tools.tool import ToolResult
+from agentevo.types import Message, ToolCall
+
+STOP = "\nObservation:"
+"""Where a reply ends: what follows is not the policy's to say."""
+_ACTION = re.compile(r"^Action:[ \t]*(?P<name>[^\n]*)$", re.MULTILINE)
+_INPUT = re.compile(r"\s*^Action Input:(?P<text>.*)\Z", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+_RULES = """You may use these tools, each given by its JSON schema:
+{tools}
+
+Use this form:
+Thought: what to do next
+Action: the name of one tool
+Action Input: its arguments, as a JSON object
+Observation: what the tool gave (you are told it; never write it yourself)
+... (these lines may come again)
+Thought: I know the answer
+Final Answer: the answer"""
+
+
+class ReActFormat:
+    """See the module, and ToolFormat."""
+
+    def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._policy, self._schemas = policy, schemas
+        self.tools: Tools = None
+
+    def opening(self, messages: list[Message]) -> list[Message]:
+        """See ToolFormat.opening: the rules stand at the end of the system message."""
+        rules = _RULES.format(tools=tools_as_text(self._schemas))
+        if messages[0].role == "system":
+            return [Message("system", f"{messages[0].text}\n\n{rules}"), *messages[1:]]
+        return [Message("system", rules), *messages]
+
+    async def ask(self, messages: Sequence[Message]) -> Said:
+        """See ToolFormat.ask."""
+        reply = await self._policy.generate(list(messages), stop=STOP)
+        calls, malformed = read_action(reply.answer)
+        drawn = len(self._policy.conversation.turns[reply.turn].completion_ids)
+        return Said(reply, reply.message, calls, malformed, drawn)
+
+    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+        """See ToolFormat.answers."""
+        texts = [one.text for one in results] + [f"Error: {one.problem}" for one in said.malformed]
+        return [Message("user", f"Observation: {text}") for text in texts]
+
+
+def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
+    """The action of a reply, or what began as one; neither for a final answer. What stands behind a
+    `Final Answer:` is no action."""
+    text = text.split(STOP, 1)[0]
+    action = _ACTION.search(text)
+    final = text.find("Final Answer:")
+    if action is None or 0 <= final < action.start():
+        return [], []
+    name = action["name"].strip()
+    given = _INPUT.match(text, action.end())
+    if given is None:
+        problem = "an action needs a line `Action Input:` with a JSON object behind it"
+        return [], [MalformedCall(text[action.start() :], problem, name)]
+    arguments = given["text"].split("\nFinal Answer:")[0].strip()
+    fenced = _FENCE.match(arguments)
+    return [ToolCall(name, fenced[1] if fenced else arguments or "{}")], []

@@ -1,0 +1,62 @@
+"""Search-R1's way to write searches (Jin et al. 2025, arXiv 2503.09516): queries and what was found
+as tags in plain text.
+
+    <think>I need the capital.</think><search>capital of Australia</search>
+                                        <information>[1] Canberra ...</information>
+    <answer>Canberra</answer>
+
+What was found is the user's message: it is never trained. A reply ends with its query.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.agents.policy import Policy
+from agentevo.agents.tool_format import Said, Tools
+from agentevo.tools.tool import ToolResult
+from agentevo.types import Message, ToolCall
+
+STOP = "</search>"
+RULES = """Answer the question. You may search as often as you like: write \
+<search>a query</search>, and you are told what was found between <information> and \
+</information>. Think between <think> and </think> whenever you learn something new. When you know \
+the answer, write it as <answer>...</answer>."""
+_QUERY = re.compile(r"<search>(.*?)(?:</search>|\Z)", re.DOTALL)
+
+
+class SearchTags:
+    """See the module, and ToolFormat. The first tool is what searches, by its first parameter."""
+
+    tools: Tools = None
+
+    def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._policy = policy
+        function = schemas[0]["function"]
+        self._name = function["name"]
+        self._parameter = next(iter(function["parameters"].get("properties") or {"query": {}}))
+
+    def opening(self, messages: list[Message]) -> list[Message]:
+        """See ToolFormat.opening: the rules stand before the question, as in the paper."""
+        if messages[0].role == "system":
+            return messages
+        first = messages[0]
+        return [Message("user", f"{RULES}\n\nQuestion: {first.text}"), *messages[1:]]
+
+    async def ask(self, messages: Sequence[Message]) -> Said:
+        """See ToolFormat.ask."""
+        reply = await self._policy.generate(list(messages), stop=STOP)
+        drawn = len(self._policy.conversation.turns[reply.turn].completion_ids)
+        query = _QUERY.search(reply.answer)
+        answered = "<answer>" in reply.answer[: query.start() if query else None]
+        calls = []
+        if query is not None and not answered:
+            calls = [ToolCall(self._name, json.dumps({self._parameter: query[1].strip()}))]
+        return Said(reply, reply.message, calls, [], drawn)
+
+    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+        """See ToolFormat.answers."""
+        return [Message("user", f"<information>{one.text}</information>") for one in results]

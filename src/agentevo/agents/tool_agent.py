@@ -1,0 +1,187 @@
+"""The tool agent: ask, call, read the results, until a reply is the final answer or a limit is met.
+
+Every reply goes back as the ids that the policy drew, so each prompt extends the ids before it;
+results are the messages of role `tool` that the chat template writes (format `native`) or
+observations in the user's place (`react`). A call that can't be made is answered with the reason:
+the policy reads it, the attempt goes on, and the trajectory's metrics count it (tools/toolbox.py).
+
+    reward = what the tools say of the state that they are left in, where any does
+             + what results earned - agent.call_penalty for each turn with a wrong call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from agentevo.agents.history import History
+from agentevo.agents.named_by_task import ask_once, asks_once
+from agentevo.agents.policy import Policy, Reply
+from agentevo.agents.react import ReActFormat
+from agentevo.agents.search_tags import SearchTags
+from agentevo.agents.single_turn import conversation_of
+from agentevo.agents.tool_format import NativeFormat, Said, ToolFormat
+from agentevo.agents.tools_outcome import outcome_with_tools, said_by
+from agentevo.config.agents import ToolAgentSection, agents
+from agentevo.errors import RequestTooLongError
+from agentevo.rewards.answers import find_answer
+from agentevo.seeds import derive_seed
+from agentevo.tools.tool import ToolResult
+from agentevo.tools.toolbox import AttemptTools, Toolbox
+from agentevo.types import Message, Outcome, Task, ToolCall
+
+ENDS = ("answer", "turns", "tokens", "context", "repeats")
+"""How an attempt may end: with the final answer, or by a limit."""
+WRONG = ("num_unknown_tools", "num_wrong_arguments")
+"""Metrics of calls that cost `agent.call_penalty`, beside the malformed ones."""
+_FORMATS: dict[str, type[ToolFormat]] = {
+    "native": NativeFormat,
+    "react": ReActFormat,
+    "search_tags": SearchTags,
+}
+_NO_ANSWER = "Call a tool, or give the final answer as <answer>...</answer>."
+_NO_SEARCH = "Search by <search>...</search>, or give the final answer as <answer>...</answer>."
+
+
+@dataclass
+class _Progress:
+    """What has happened so far in one attempt."""
+
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    earned: float = 0.0
+    """What results paid."""
+    num_wrong: int = 0
+    """Turns with a wrong call."""
+    num_calls: int = 0
+    num_malformed: int = 0
+    num_cuts: int = 0
+    num_repeats: int = 0
+    last_calls: tuple[tuple[str, str], ...] = ()
+
+
+@agents.register("tool_agent")
+class ToolAgent:
+    """See the module. One object serves every attempt of a process."""
+
+    Config = ToolAgentSection
+
+    def __init__(self, section: ToolAgentSection) -> None:
+        """Raises ConfigError for tools that can't be made."""
+        self._section = section
+        self._toolbox = Toolbox(section.tools)
+        self.needs_scorer = not self._toolbox.has_outcome
+
+    async def close(self) -> None:
+        """See FunctionAgent.close."""
+        await self._toolbox.close()
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run."""
+        if asks_once(task):
+            return await ask_once(self._asked(task), policy)
+        seed = derive_seed(task.seed, "tools", policy.name)
+        async with AsyncExitStack() as stack:
+            with policy.waiting():
+                tools = await stack.enter_async_context(self._toolbox.open(task, seed))
+            progress = _Progress()
+            end = await self._play(task, policy, tools, progress)
+            said = await said_by(tools)
+        return outcome_with_tools(
+            tools,
+            said,
+            has_judges=self._toolbox.has_outcome,
+            own_parts={
+                "tool_results": progress.earned,
+                "call_penalty": 0.0 - self._section.call_penalty * progress.num_wrong,
+            },
+            turn_rewards=progress.turn_rewards,
+            metrics={
+                "num_malformed_calls": float(progress.num_malformed),
+                "num_context_cuts": float(progress.num_cuts),
+            },
+            end=end,
+            ends=ENDS,
+        )
+
+    async def _play(
+        self, task: Task, policy: Policy, tools: AttemptTools, progress: _Progress
+    ) -> str:
+        """Until the attempt ends; how, as one of ENDS."""
+        section = self._section
+        form = _FORMATS[section.format](policy, tools.schemas)
+        history = History(form.opening(self._asked(task)), section.context)
+        num_tokens = 0
+        for turns_left in reversed(range(section.max_turns)):
+            try:
+                said = await history.answered(form.ask, policy)
+            except RequestTooLongError:
+                if not progress.turn_rewards:
+                    raise
+                return "context"
+            progress.turn_rewards[said.reply.turn] = 0.0
+            num_tokens += said.num_tokens
+            if not said.calls and not said.malformed and self._is_final(said.reply):
+                return "answer"
+            if self._repeats(said, progress):
+                return "repeats"
+            # Also of the last reply, whose results nobody reads: calls change the state, and earn.
+            answers = await self._answers(form, said, tools, progress)
+            if section.max_tokens is not None and num_tokens >= section.max_tokens:
+                return "tokens"
+            if turns_left:
+                history.add(said.message, answers)
+                await history.look(said.reply.turn, policy, form.tools)
+                progress.num_cuts = history.num_cuts
+        return "turns"
+
+    def _asked(self, task: Task) -> list[Message]:
+        section = self._section
+        return conversation_of(task, system=section.system_prompt, instruction=section.instruction)
+
+    def _is_final(self, reply: Reply) -> bool:
+        return self._section.final == "reply" or find_answer(reply.answer, "answer") is not None
+
+    def _repeats(self, said: Said, progress: _Progress) -> bool:
+        """Whether the policy has said the same calls once too often."""
+        calls = tuple((call.name, call.arguments) for call in said.calls)
+        same = bool(calls) and calls == progress.last_calls
+        progress.num_repeats = progress.num_repeats + 1 if same else 0
+        progress.last_calls = calls
+        return progress.num_repeats >= self._section.max_repeats
+
+    async def _answers(
+        self, form: ToolFormat, said: Said, tools: AttemptTools, progress: _Progress
+    ) -> list[Message]:
+        """What the policy reads next."""
+        before = sum(tools.metrics[name] for name in WRONG)
+        made, refused = self._split(said.calls, progress)
+        results = [*await tools.call(made), *refused]
+        progress.num_malformed += len(said.malformed)
+        wrong = bool(said.malformed) or sum(tools.metrics[name] for name in WRONG) > before
+        earned = sum(result.reward for result in results)
+        progress.earned += earned
+        progress.num_wrong += wrong
+        turn = said.reply.turn
+        progress.turn_rewards[turn] += earned - (self._section.call_penalty if wrong else 0.0)
+        if not said.calls and not said.malformed:
+            searches = self._section.format == "search_tags"
+            return [Message("user", _NO_SEARCH if searches else _NO_ANSWER)]
+        return form.answers(said, results)
+
+    def _split(
+        self, calls: Sequence[ToolCall], progress: _Progress
+    ) -> tuple[Sequence[ToolCall], list[ToolResult]]:
+        """The calls that are made, and the refusals of the others."""
+        section = self._section
+        left = section.max_calls_per_turn
+        why = f"a reply may hold {left} calls, and this one is beyond them"
+        if (
+            section.max_tool_calls is not None
+            and section.max_tool_calls - progress.num_calls < left
+        ):
+            left = section.max_tool_calls - progress.num_calls
+            why = f"all {section.max_tool_calls} calls are used up: give the final answer"
+        made, others = calls[:left], calls[left:]
+        progress.num_calls += len(made)
+        return made, [ToolResult(text=f"Error: {why}", is_error=True) for _ in others]

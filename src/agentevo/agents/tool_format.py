@@ -1,0 +1,94 @@
+"""How the policy is told of tools, how its calls are read, and how results go back to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentevo.agents.policy import Policy, Reply
+from agentevo.models.tool_calls import MalformedCall
+from agentevo.tools.tool import ToolResult
+from agentevo.types import Message, ToolCall
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Said:
+    """A reply of the policy, taken apart."""
+
+    reply: Reply
+    message: Message
+    """The reply as it goes into the history."""
+    calls: Sequence[ToolCall]
+    malformed: Sequence[MalformedCall]
+    num_tokens: int
+    """That the policy drew for it."""
+
+
+class ToolFormat(Protocol):
+    """One of an attempt."""
+
+    def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None: ...
+
+    tools: Tools
+    """What each request names as its tools."""
+
+    def opening(self, messages: list[Message]) -> list[Message]:
+        """The conversation before the first reply."""
+        ...
+
+    async def ask(self, messages: Sequence[Message]) -> Said:
+        """The policy's reply to the conversation. Raises what Policy.generate raises."""
+        ...
+
+    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+        """What the policy reads next: the results of its calls, in their order, and of what began
+        as a call why it is none."""
+        ...
+
+
+class NativeFormat:
+    """As the model's chat template writes tools, calls and results."""
+
+    def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._policy = policy
+        self.tools: Tools = list(schemas)
+
+    def opening(self, messages: list[Message]) -> list[Message]:
+        """See ToolFormat.opening."""
+        return messages
+
+    async def ask(self, messages: Sequence[Message]) -> Said:
+        """See ToolFormat.ask."""
+        reply = await self._policy.generate(list(messages), tools=self.tools)
+        conversation = self._policy.conversation
+        parsed = conversation.chat.parser.parse(reply.text, opening=reply.opening, tools=self.tools)
+        calls = tuple(
+            ToolCall(call.name, call.arguments, f"c{reply.turn % 10_000:04}{number % 10_000:04}")
+            for number, call in enumerate(parsed.tool_calls)
+        )
+        content = parsed.content + "".join(one.text for one in parsed.malformed)
+        message = Message("assistant", content, calls, reasoning=parsed.reasoning)
+        conversation.recognise(reply.turn, message)
+        drawn = len(conversation.turns[reply.turn].completion_ids)
+        return Said(reply, message, calls, parsed.malformed, drawn)
+
+    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+        """See ToolFormat.answers."""
+        answered = [
+            Message("tool", result.text, tool_call_id=call.id, name=call.name)
+            for call, result in zip(said.calls, results, strict=True)
+        ]
+        problems = [
+            f"Error: failed to decode the tool call: {one.problem}" for one in said.malformed
+        ]
+        # No call that was read is what these answer.
+        return answered + [Message("user", problem) for problem in problems]
+
+
+def tools_as_text(schemas: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each tool: its schema as JSON, for prompts of models whose template has none."""
+    return "\n".join(json.dumps(one["function"], ensure_ascii=False) for one in schemas)

@@ -1,0 +1,53 @@
+"""How an attempt ended that called tools: what they say of the state that they are left in, beside
+what the agent counts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agentevo.agents.agent import outcome_of
+from agentevo.tools.toolbox import METRICS, AttemptTools
+from agentevo.types import Outcome
+
+
+async def said_by(tools: AttemptTools) -> dict[str, Outcome]:
+    """What each toolset that judges says, asked once. Raises what it raises."""
+    return {name: outcome_of(returned) for name, returned in (await tools.outcomes()).items()}
+
+
+def outcome_with_tools(
+    tools: AttemptTools,
+    said: Mapping[str, Outcome],
+    *,
+    has_judges: bool,
+    own_parts: Mapping[str, float],
+    turn_rewards: dict[int, float],
+    metrics: Mapping[str, float],
+    end: str,
+    ends: Sequence[str],
+) -> Outcome:
+    """The reward is the sum of what was `said` and of the agent's `own_parts`; None, a scorer's
+    affair, where there are toolsets that judge (`has_judges`) and nobody said or earned anything.
+    `end` is one of `ends`, the first of which is the final answer."""
+    parts = parts_of(said) | dict(own_parts)
+    counted = {key: one for judge in said.values() for key, one in judge.metrics.items()}
+    counted |= {name: float(tools.metrics[name]) for name in METRICS}
+    counted |= metrics
+    is_unsaid = has_judges and not said and not any(parts.values())
+    return Outcome(
+        reward=None if is_unsaid else sum(parts.values()),
+        success=bool(said) and all(one.success for one in said.values()),
+        reward_parts=parts,
+        turn_rewards=turn_rewards,
+        truncated=end != ends[0],
+        metrics=counted | {f"ended_by_{one}": float(one == end) for one in ends},
+    )
+
+
+def parts_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+    """The parts of a reward that several judge: each one's own, or where it names parts these."""
+    parts: dict[str, float] = {}
+    for name, one in outcomes.items():
+        named = {f"{name}.{part}": value for part, value in one.reward_parts.items()}
+        parts |= named or {name: one.reward or 0.0}
+    return parts

@@ -1,0 +1,206 @@
+"""The commands that make data to train on: of what others have recorded, of tasks in other forms,
+of known data sets, and of an environment's solver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentevo.cli.arguments import Overrides, Recipe, path_word
+from agentevo.cli.row_account import tell_of_rows
+from agentevo.errors import ConfigError
+
+data = typer.Typer(
+    no_args_is_help=True, help="Conversations and tasks to train on, from other data."
+)
+
+
+@data.command("import")
+def import_traces(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Records: a .jsonl or .json file (also .gz), a .parquet file, or a folder of "
+            "them.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write.")
+    ],
+    form: Annotated[
+        str,
+        typer.Option(
+            metavar="FORM",
+            help="openai (chat completions, responses, batches), anthropic (messages), "
+            "opentelemetry (spans and events of generative AI), or auto, which goes by each row.",
+        ),
+    ] = "auto",
+) -> None:
+    """Make conversations for `agentevo sft` of recorded calls: logs of OpenAI's and of Anthropic's
+    APIs, or traces of OpenTelemetry. What can't be used is left out, and named with its reason."""
+    import json
+    import sys
+
+    from agentevo.data.rows import check_not_a_source, check_source
+    from agentevo.data.traces import FORMS
+    from agentevo.data.traces import import_traces as imported_of
+    from agentevo.store.export import whole_file
+
+    if form not in FORMS:
+        raise ConfigError(f"--form {form}: there are {', '.join(FORMS)}")
+    check_source(source, "data import")
+    check_not_a_source(out, source, "data import")
+    imported = imported_of([source], form)
+    if imported.num_other_spans:
+        print(f"import: {imported.num_other_spans} spans are no calls of a model", file=sys.stderr)
+    if not imported.rows:
+        raise ConfigError("\n".join(["nothing was written:", *imported.report.lines()]))
+    with whole_file(out) as file:
+        for row in imported.rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    tell_of_rows(imported.report, out)
+
+
+Out = Annotated[
+    Path,
+    typer.Argument(parser=path_word, metavar="OUT", help="File to write: .jsonl[.gz] or .parquet."),
+]
+
+
+@data.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="Tasks: a file, a folder of them, or a dataset of the hub."
+        ),
+    ],
+    out: Out,
+    read_form: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="FORM",
+            help="agentrl, verl, art or agentevo; auto goes by each row.",
+        ),
+    ] = "auto",
+    form: Annotated[
+        str, typer.Option("--to", metavar="FORM", help="agentevo, agentrl or verl.")
+    ] = "agentevo",
+) -> None:
+    """Write tasks in the form of another system. What can't be said in it is left out, and named
+    with its line and reason."""
+    from agentevo.data import RowReport
+    from agentevo.data.rows import check_not_a_source, check_source
+    from agentevo.data.task_forms import FORMS, READ_FORMS
+    from agentevo.rollout.task_files import converted, write_rows
+
+    for option, given, known in (
+        ("--from", read_form, ("auto", *READ_FORMS)),
+        ("--to", form, FORMS),
+    ):
+        if given not in known:
+            raise ConfigError(f"{option} {given}: there are {', '.join(known)}")
+    check_source(source, "data convert")
+    check_not_a_source(out, source, "data convert")
+    report = RowReport("tasks")
+    rows = converted(source, read_form, form, report)
+    if not rows:
+        raise ConfigError("\n".join(["nothing was written:", *report.lines()]))
+    write_rows(rows, out)
+    tell_of_rows(report, out, "tasks")
+
+
+@data.command()
+def prepare(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="gsm8k, or reasoning_gym/DATASET such as reasoning_gym/chain_sum."
+        ),
+    ],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            parser=path_word, metavar="FOLDER", help="Where train.jsonl and eval.jsonl are written."
+        ),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="SOURCE",
+            help="gsm8k: rows with question and answer, a file or a dataset such as "
+            "openai/gsm8k:train.",
+        ),
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Agent that is to play the tasks (agent_name)."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=2, help="reasoning_gym: how many tasks.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="reasoning_gym: seed of the dataset.")] = 0,
+    eval_share: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the tasks that is held out.")
+    ] = 0.1,
+) -> None:
+    """Write the task files of a known data set: train.jsonl, and the last ones as eval.jsonl."""
+    from agentevo.data import RowReport
+    from agentevo.data.rows import check_not_a_source, check_source
+    from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
+    from agentevo.rollout.task_files import write_split as write
+
+    kind, _, dataset = name.partition("/")
+    if not (name == "gsm8k" or (kind == "reasoning_gym" and dataset)):
+        raise ConfigError(f"data prepare {name}: there are gsm8k and reasoning_gym/DATASET")
+    if (source is not None) != (name == "gsm8k"):
+        given = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"
+        raise ConfigError(f"data prepare {name} {given}")
+    report = RowReport("tasks")
+    if source is not None:
+        check_source(source, "data prepare")
+        for out in (TRAIN, HELD_OUT):
+            check_not_a_source(folder / out, source, "data prepare")
+        tasks = gsm8k_tasks(source, agent, report)
+    else:
+        tasks = reasoning_gym_tasks(dataset, count, seed, agent)
+        report.rows = len(tasks)
+    if len(tasks) < 2:
+        raise ConfigError("\n".join(["nothing was written: too few tasks", *report.lines()]))
+    number = write(tasks, eval_share, folder)
+    tell_of_rows(report, folder / TRAIN, f"tasks ({number} of them held out, {HELD_OUT})")
+
+
+@data.command("demonstrate")
+def demonstrate_command(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    *,
+    out: Annotated[
+        Path,
+        typer.Option("--out", parser=path_word, metavar="OUT.jsonl[.gz]", help="File to write."),
+    ],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes that are played.")] = 500,
+) -> None:
+    """Write what the solver of a recipe's environment says as conversations for `agentevo sft`:
+    the episodes that it solves, on seeds that no training or evaluation has."""
+    import json
+
+    from agentevo.config import load_config
+    from agentevo.console import to_stderr
+    from agentevo.orchestration.demonstrations import demonstration_rows
+    from agentevo.store.export import whole_file
+
+    config = load_config(recipe, overrides or [])
+    if config.environment is None:
+        raise ConfigError("data demonstrate: the recipe has no environment to play")
+    rows = list(demonstration_rows(config, episodes, to_stderr))
+    if not rows:
+        raise ConfigError(f"data demonstrate: none of {episodes} episodes was solved: play more")
+    with whole_file(out) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    print(f"{len(rows)} conversations written to {out}")

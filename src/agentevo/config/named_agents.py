@@ -1,0 +1,233 @@
+"""The section `agents`: the agents of one rollout by name, and whose weights each of them plays
+with.
+
+    agents:
+      solver: {}                             # trained: the recipe's model
+      critic: {train: false}                 # the same model, as it is before training
+      writer: {model: {name: ./other}}       # trained as well, a model of its own
+      twin:   {weights_of: solver}           # the solver's weights, which learn by it as well
+      rival:  {weights_of: solver, lag: 5}   # the solver of five steps ago
+      judge:  {remote: teacher}              # a remote model (section remote_models)
+
+A *policy* is a set of weights. It has the name of the agent that it belongs to, and every agent but
+a remote one plays with one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, model_validator
+
+from agentevo.config.section import Section
+from agentevo.config.sections import ModelSection
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.recipe import RunConfig
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+"""A name is part of ids and of the names of metrics and folders."""
+
+_ONE_POLICY = ("code_agent", "environment", "single_turn", "tool_agent")
+"""Built-in agents, which ask one policy."""
+
+_OTHER_WORDS = ("frozen", "freeze", "trained", "trainable")
+"""What other systems call `train`, or its contrary."""
+
+
+class NamedAgentSection(Section):
+    """One of several agents in a rollout, `policy["NAME"]`."""
+
+    train: bool | None = None
+    """Whether what it says is trained on. Default: yes, unless version, lag or remote say that it
+    is not."""
+    model: ModelSection | None = None
+    """A model of its own. Default: the recipe's, with adapters or a copy of its own."""
+    weights_of: str | None = None
+    """The agent whose weights it plays with (self-play): the newest ones, unless version or lag say
+    otherwise."""
+    version: int | None = Field(default=None, ge=0)
+    """Self-play against one version: what that many steps left behind; before that, the newest."""
+    lag: int | None = Field(default=None, ge=1)
+    """Self-play against the weights of so many steps ago."""
+
+    remote: str | None = None
+    """The remote model (a name of remote_models) that plays it, and is never trained."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _says_train(cls, given: Any) -> Any:
+        """Other words for `train` are refused with ours."""
+        other = next(
+            (key for key in _OTHER_WORDS if isinstance(given, Mapping) and key in given), ""
+        )
+        if other:
+            raise ValueError(
+                f"`{other}` is no key of an agent: write `train: false` for one whose weights stay "
+                "as they are, and `train: true` for one that learns"
+            )
+        return given
+
+    @property
+    def is_earlier(self) -> bool:
+        """Whether it plays with earlier weights of another agent."""
+        return self.version is not None or self.lag is not None
+
+    @property
+    def is_trained(self) -> bool:
+        is_fixed = self.is_earlier or self.remote is not None
+        return not is_fixed if self.train is None else self.train
+
+    def version_at(self, step: int) -> int:
+        """The version that it plays with when `step` is the newest."""
+        if self.version is not None:
+            return min(self.version, step)
+        return max(0, step - (self.lag or 0))
+
+
+def policy_of(config: RunConfig, agent: str) -> str:
+    """The policy that an agent plays with; empty in a run without named agents."""
+    section = config.agents.get(agent)
+    if section is None or section.weights_of is None or section.is_earlier:
+        return agent
+    return section.weights_of
+
+
+def trained_agents(config: RunConfig) -> tuple[str, ...]:
+    """The agents whose words are trained on, in the recipe's order; the first is the main one."""
+    return tuple(name for name, section in config.agents.items() if section.is_trained)
+
+
+def weights_of(config: RunConfig, agent: str) -> str:
+    """The policy that an agent's weights are, or were, those of."""
+    section = config.agents.get(agent)
+    return agent if section is None or section.weights_of is None else section.weights_of
+
+
+def with_model_of(config: RunConfig, policy: str) -> RunConfig:
+    """The recipe with the model of one policy in the place of the main one's."""
+    section = config.agents.get(policy)
+    if section is None or section.model is None:
+        return config
+    return config.model_copy(update={"model": section.model})
+
+
+def by_rank(config: RunConfig) -> tuple[str, ...]:
+    """All agents but the remote ones, those first that are trained."""
+    trained, remote = trained_agents(config), remote_agents(config)
+    return (
+        *trained,
+        *(name for name in config.agents if name not in trained and name not in remote),
+    )
+
+
+def remote_agents(config: RunConfig) -> dict[str, str]:
+    """The agents that a remote model plays, and which."""
+    return {name: one.remote for name, one in config.agents.items() if one.remote is not None}
+
+
+def version_of(config: RunConfig, agent: str, version: int) -> int | None:
+    """The version of its own weights that an agent plays with beside that version of those that are
+    trained. None where its weights never change."""
+    section = config.agents.get(agent)
+    if section is not None and section.is_earlier:
+        return section.version_at(version)
+    return version if policy_of(config, agent) in (trained_policies(config) or ("",)) else None
+
+
+def check_one_policy(config: RunConfig) -> None:
+    """Raises ConfigError for named agents where samplers or engines are processes apart."""
+    if config.agents:
+        raise ConfigError(
+            "agents: the engines of a run in several processes serve one policy: train several "
+            "agents in one process, with `agentevo train` (rollout.staleness may be above 0), or "
+            "by a program's own loop, here or through `agentevo server`"
+        )
+
+
+def trained_policies(config: RunConfig) -> tuple[str, ...]:
+    """The policies that are trained; the first is that of the recipe's `model`."""
+    return tuple(dict.fromkeys(policy_of(config, name) for name in trained_agents(config)))
+
+
+def named_agent_contradictions(config: RunConfig) -> list[str]:
+    """What named agents can't be, and what a run with them can't do, as 'what: remedy'."""
+    if not config.agents:
+        return []
+    problems = [
+        f"agents: {name!r} is no name: take a letter, then letters, digits, _ and -, 64 at most"
+        for name in config.agents
+        if not _NAME.fullmatch(name)
+    ]
+    problems += [
+        f"agents: {name!r} is a remote model too, and clients could not tell which they ask: give "
+        "one of them another name"
+        for name, section in config.agents.items()
+        if name in config.remote_models and section.remote != name
+    ]
+    problems += [
+        f"agents.{name}{problem}"
+        for name, section in config.agents.items()
+        for problem in _of_one(config, section)
+    ]
+    if not trained_agents(config):
+        problems.append(
+            f"agents: none ({', '.join(config.agents)}) is trained: at least one must be"
+        )
+    elif not problems and config.agents[trained_policies(config)[0]].model is not None:
+        main = trained_policies(config)[0]
+        problems.append(
+            f"agents.{main}.model: the first agent that is trained has the recipe's model: set "
+            "model in its place"
+        )
+    return problems + _of_the_run(config)
+
+
+def _of_one(config: RunConfig, section: NamedAgentSection) -> list[str]:
+    """Each begins with the key below the agent's name."""
+    problems, other = [], section.weights_of
+    target = None if other is None else config.agents.get(other)
+    if section.is_earlier and other is None:
+        problems.append(": version and lag are of another agent's weights: add weights_of=NAME")
+    if section.version is not None and section.lag is not None:
+        problems.append(": version and lag are two ways to choose weights: leave one out")
+    if section.is_earlier and section.train:
+        problems.append(".train: earlier weights are not trained: leave train, or version and lag")
+    if section.remote is not None and section.remote not in config.remote_models:
+        known = ", ".join(config.remote_models) or "none"
+        problems.append(f".remote: {section.remote!r} is not in remote_models ({known})")
+    others = (section.train, section.model, section.weights_of, section.version, section.lag)
+    if section.remote is not None and any(others):
+        problems.append(".remote: nothing else can be said of a remote model's agent")
+    if other is not None and section.model is not None:
+        problems.append(f".model: it has the weights of {other}: leave one of the two out")
+    if other is not None and (target is None or target.weights_of is not None):
+        own = [name for name, one in config.agents.items() if one.weights_of is None]
+        problems.append(f".weights_of: {other!r} has no weights of its own: name one of {own}")
+    elif target is not None and not target.is_trained and (section.is_earlier or section.train):
+        problems.append(f".weights_of: {other} is not trained, so there is nothing to follow")
+    return problems
+
+
+def _of_the_run(config: RunConfig) -> list[str]:
+    """What is made for one policy."""
+    algorithm, problems = config.algorithm, []
+    refused = {
+        f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY,
+        "rollout.samplers": config.rollout.samplers > 0,
+        "cold_start.episodes": config.cold_start.episodes > 0,
+        "data": config.data.given,
+        "reward_model.name": config.reward_model.name is not None,
+        "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 1,
+        "algorithm.keep_groups": algorithm.keep_groups < 1,
+        "algorithm.rlpr_beta": algorithm.rlpr_beta is not None,
+        f"algorithm.name={algorithm.name}": algorithm.preference() is not None
+        or "baseline_rewards" in algorithm.needs,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            problems.append(f"{key}: not in a run with named agents: leave it, or agents, out")
+    return problems

@@ -1,0 +1,146 @@
+"""The section `remote_models`: models behind somebody else's HTTP API, by the name that agents and
+clients call them. They answer and are never trained."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from agentevo.config.section import Section
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,99}")
+DEFAULT_URLS = {"openai": "https://api.openai.com/v1", "anthropic": "https://api.anthropic.com"}
+
+
+_OWN_FIELDS = {
+    *("model", "messages", "system", "tools", "tool_choice", "stream", "stream_options"),
+    *("max_tokens", "max_completion_tokens", "n", "best_of"),
+}
+"""Fields of a request that are not `extra`."""
+
+
+class PriceSection(Section):
+    """What a remote model costs, in one currency for the whole recipe, per million tokens."""
+
+    prompt: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of prompts."""
+    cached: float | None = Field(default=None, ge=0)
+    """Price of a million tokens of prompts that the server had already. Default: the price of the
+    others."""
+    completion: float = Field(default=0.0, ge=0)
+    """Price of a million tokens of answers."""
+
+    def of(self, prompt: int, cached: int, completion: int) -> float:
+        """What so many tokens cost; `cached` of those of the prompt were known."""
+        per_cached = self.prompt if self.cached is None else self.cached
+        prompt_price = (prompt - cached) * self.prompt + cached * per_cached
+        return (prompt_price + completion * self.completion) / 1e6
+
+
+class BudgetSection(Section):
+    """What a run may use of a remote model, all of its processes and resumptions together. A call
+    that might go beyond it is not made."""
+
+    requests: int | None = Field(default=None, ge=1)
+    """Most requests, repeated ones among them."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Most tokens, of prompts and answers together."""
+    cost: float | None = Field(default=None, gt=0)
+    """Most money, in the currency of `price`."""
+
+    @property
+    def limits(self) -> bool:
+        return (self.requests, self.tokens, self.cost) != (None, None, None)
+
+
+class RemoteModelSection(Section):
+    """One remote model."""
+
+    api: Literal["openai", "anthropic"] = "openai"
+    """Which API the server has: OpenAI's chat completions (vLLM, SGLang, Ollama and most others
+    have it, too), or Anthropic's messages."""
+    base_url: str = ""
+    """Where the server is, such as http://127.0.0.1:8000/v1. Default: the API's own."""
+    model: str = Field(min_length=1)
+    """What the server calls the model."""
+    api_key: str | None = None
+    """`${env:NAME}`, the environment variable that holds the key; the key itself is refused, as it
+    would be written into the run's folder. null sends none."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Longest answer, in tokens, where a call does not say."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature, where a call does not say. null leaves it to the server."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus sampling, likewise."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every request, as the server knows them, such as {reasoning_effort:
+    low}."""
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+    """Longest time for one request."""
+    deadline_s: float = Field(default=600.0, gt=0, le=86400)
+    """Longest time for a call with all its repeated requests, and its wait for its turn."""
+    max_tries: int = Field(default=6, ge=1)
+    """Most requests for one call, where the server is busy, away or answers nonsense."""
+    max_at_once: int = Field(default=16, ge=1, le=1024)
+    """Most requests at once, in one process."""
+    budget: BudgetSection = BudgetSection()
+    price: PriceSection | None = None
+    """Prices per million tokens."""
+    cache: bool = False
+    """Keep answers in the run's folder, by all that was asked, the seed included: what was asked
+    before is answered from there, and costs nothing."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if "@" in parts.netloc:
+            raise ValueError(
+                "a user or a password in a URL would be written into the run's folder: give the "
+                "key as api_key: ${env:NAME}"
+            )
+        if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError(f"{url!r} is no URL: give one such as http://127.0.0.1:8000/v1")
+        return url.rstrip("/")
+
+    @field_validator("extra")
+    @classmethod
+    def _extra_is_further(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(_OWN_FIELDS.intersection(extra))
+        if taken:
+            raise ValueError(
+                f"{', '.join(taken)}: each call sets this by itself, and the budget counts with "
+                "it: leave it out; the length of answers is max_new_tokens"
+            )
+        return extra
+
+    @model_validator(mode="after")
+    def _cost_needs_a_price(self) -> Self:
+        if self.budget.cost is not None and self.price is None:
+            raise ValueError(
+                "budget.cost counts money, and nothing says what a token costs: give price, such "
+                "as {prompt: 0.4, completion: 1.6} per million tokens"
+            )
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.base_url or DEFAULT_URLS[self.api]
+
+
+def name_problems(names: list[str], policy: str) -> list[str]:
+    """Names that no remote model can have, as 'what: remedy'. `policy`: the model that is
+    trained."""
+    taken = [name for name in names if name in (policy, "policy")]
+    return [
+        f"remote_models: {name!r} is what clients call the policy: choose another name"
+        for name in taken
+    ] + [
+        f"remote_models: {name[:100]!r} is no name: use letters and digits, and behind the first "
+        "any of _.:/- too"
+        for name in names
+        if not _NAME.fullmatch(name)
+    ]

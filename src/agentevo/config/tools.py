@@ -1,0 +1,136 @@
+"""The tools of an agent: entries of `agent.tools`, each a name or a section, and how a user's own
+are registered.
+
+    @agentevo.tool("add")                 a function: its type hints and docstring are the schema
+    def add(a: int, b: int) -> int: ...
+
+    @agentevo.tool("account")             a class: one object for each attempt, whose public methods
+    class Account: ...                    are the tools
+
+The sections are here, because reading a recipe must not import what connects to anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import Field
+
+from agentevo.config.section import Section
+from agentevo.errors import ConfigError
+from agentevo.registry import Registry
+
+T = TypeVar("T")
+RESERVED = ("close", "outcome")
+"""Methods of a class of tools that are none: what ends an attempt's object, and what the attempt
+is worth by the state that it left."""
+
+
+class ToolSection(Section):
+    """What every entry of `agent.tools` has."""
+
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Longest time for one call, in seconds. Then the policy is told that no answer came."""
+    max_result_chars: int = Field(default=10_000, ge=100)
+    """Longest result, in characters. Of a longer one the policy gets the head and the tail, and is
+    told how much is left out."""
+    max_concurrent: int = Field(default=256, ge=1)
+    """Calls of these tools that are under way at once in one process; others wait, which is no part
+    of their time."""
+    retries: int = Field(default=2, ge=0)
+    """Further tries of a call that the tool's server could not be asked at all. A call that was
+    sent and not answered is tried again only where `cache` says that it changes nothing."""
+    cache: bool | None = None
+    """Whether equal calls have equal results and change nothing: then they are made once in a
+    process. Default: what the tool says of itself, else false."""
+    include: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names, or patterns with * and ?, of the tools that the policy gets. Default: all."""
+    exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Names or patterns of those that it does not get."""
+
+
+class FunctionToolSection(ToolSection):
+    """A function or class registered with @agentevo.tool."""
+
+    type: Literal["function"] = "function"
+    name: str
+    """Its registered name (`agentevo list tools`)."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Arguments by name for a class, whose constructor takes them beside the task."""
+
+
+Tool: TypeAlias = str | Mapping[str, Any] | Section | Callable[..., Any] | type
+"""A tool by name, as an entry of `agent.tools`, or as a function or class."""
+tools: Registry[Any] = Registry("tools")
+"""Name -> function or class."""
+_cached: set[str] = set()
+"""Names of those that were registered with cache=True."""
+
+
+def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
+    """Decorator: registers a function, async or not, or a class as the tool `name`, for recipes
+    that import its module (key `import`) and for `agentevo.train(tools=[...])`.
+
+    `cache`: equal calls have equal results and change nothing, so one serves all. Raises
+    ConfigError for what can't be a tool.
+    """
+
+    def add(item: T) -> T:
+        check_tool(name, item)
+        if cache and inspect.isclass(item):
+            raise ConfigError(
+                f"the tool {name!r} is a class with a state of its own for each attempt: its calls "
+                "can't be cached"
+            )
+        tools.register(name)(item)
+        if cache:
+            _cached.add(name)
+        return item
+
+    return add
+
+
+def says_cached(name: str) -> bool:
+    """Whether a registered tool says of itself that equal calls have equal results."""
+    return name in _cached
+
+
+def named_tool(given: Tool) -> Any:
+    """A tool as the recipe's list would hold it. A function or class is registered under its own
+    name. Raises ConfigError."""
+    if isinstance(given, (str, Mapping)):
+        return given
+    if isinstance(given, Section):
+        return given.model_dump(mode="json", exclude_defaults=True) | {"type": given.type}  # type: ignore[attr-defined]
+    name = getattr(given, "__name__", None)
+    if not callable(given) or not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(
+            f"tools: {given!r} has no name: give a function, a class, the name of a registered "
+            "tool, or an entry as in a recipe's agent.tools"
+        )
+    filed = tools.name_of(given)
+    if filed is None:
+        tool(name)(given)
+    return filed or name
+
+
+def public_methods(item: type) -> dict[str, Any]:
+    """Name -> function of every tool of a class."""
+    found = inspect.getmembers(item, inspect.isfunction)
+    return {name: one for name, one in found if not name.startswith("_") and name not in RESERVED}
+
+
+def check_tool(name: str, item: Any) -> None:
+    """Raises ConfigError for what can't be a tool. Types and docstrings are read when it is
+    used."""
+    if inspect.isclass(item):
+        if not public_methods(item):
+            raise ConfigError(
+                f"the tool {name!r}: the class {item.__name__} has no public method, and those "
+                "would be its tools"
+            )
+        return
+    if not callable(item):
+        raise ConfigError(f"the tool {name!r} is {item!r}: give a function or a class")

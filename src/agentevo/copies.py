@@ -1,0 +1,27 @@
+"""Copies of records for a user's code, which may change what it is given."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+
+from agentevo.types import TURN_COLUMNS, Task, Turn
+
+
+def copy_of_task(task: Task) -> Task:
+    """A task for a user's code: what it does to its answer and metadata changes nothing for
+    others."""
+    return msgspec.structs.replace(
+        task, answer=copy.deepcopy(task.answer), metadata=copy.deepcopy(task.metadata)
+    )
+
+
+def copy_of_turn(turn: Turn) -> Turn:
+    """A turn for a user's code: what it does to its columns and messages changes nothing that is
+    recorded."""
+    return msgspec.structs.replace(
+        turn,
+        messages=list(turn.messages),
+        **{column: getattr(turn, column)[:] for column in TURN_COLUMNS},
+    )

@@ -1,0 +1,117 @@
+"""A user's blocking code on a thread of its own, so that code that hangs costs what waits for it
+and nobody else.
+
+A thread has the context of whoever called: calls that are recorded in it (store/call_log.py) belong
+to the attempt. A thread can't be killed: one that nobody waits for any more is left alone, and a
+process bears MAX_LEFT of those that never end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from agentevo.errors import AgentEvoError, OverreachError
+
+T = TypeVar("T")
+
+MAX_LEFT = 500
+"""Threads that nobody waits for any more, in one process."""
+
+_left: set[threading.Thread] = set()
+
+
+class OwnThread:
+    """Runs functions one after the other on one thread: some objects insist on that. `who` is whose
+    code it is, for messages, such as "agent"."""
+
+    def __init__(self, who: str) -> None:
+        """Raises AgentEvoError if too many threads were left behind already."""
+        _left.intersection_update(threading.enumerate())
+        if len(_left) >= MAX_LEFT:
+            raise AgentEvoError(
+                f"{len(_left)} {who}s of attempts that have ended still run and keep their "
+                "threads: give what they wait for deadlines of its own, and start anew"
+            )
+        self._who = who
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._given_up: Future[Any] | None = None
+        self._thread = threading.Thread(target=self._work, name=who, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call that nobody waits for any more still runs."""
+        return self._given_up is not None and not self._given_up.done()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What the function returns or raises. Cancelled, it leaves the thread behind."""
+        answer: Future[T] = Future()
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more, and it has not begun
+            try:
+                result = context.run(function)
+            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+                answer.set_exception(self._as_failure(error))
+            else:
+                answer.set_result(result)
+
+        self._calls.put(work)
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            if not answer.done():
+                self._given_up = answer
+                _left.add(self._thread)
+
+    def has_ended(self, within_s: float) -> bool:
+        """Whether the thread has ended, waiting so long at most."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def end(self, last: Callable[[], object] = lambda: None) -> None:
+        """The thread ends with `last`, after its calls. Nobody waits for that, or hears of it."""
+
+        def work() -> None:
+            with suppress(BaseException):
+                last()
+
+        self._calls.put(work)
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _as_failure(self, error: BaseException) -> Exception:
+        """The exception as one that a coroutine may raise and that fails nothing but its
+        attempt."""
+        article = "an" if self._who[0] in "aeiou" else "a"
+        if isinstance(error, StopIteration):
+            failure: Exception = RuntimeError(
+                f"the {self._who} raised StopIteration({error.value!r})"
+            )
+        elif isinstance(error, Exception):
+            return error
+        else:
+            failure = OverreachError(error, f"{article} {self._who}")
+        failure.__cause__ = error
+        return failure
+
+
+async def run_in_thread(function: Callable[[], T], who: str) -> T:
+    """What the function returns or raises on a thread of its own."""
+    thread = OwnThread(who)
+    try:
+        return await thread.call(function)
+    finally:
+        thread.end()

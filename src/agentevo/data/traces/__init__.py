@@ -1,0 +1,5 @@
+"""Calls of models that somebody has recorded -> conversations for `agentevo sft`."""
+
+from agentevo.data.traces.rows import FORMS, Imported, import_traces
+
+__all__ = ["FORMS", "Imported", "import_traces"]

@@ -1,0 +1,105 @@
+"""Records of Anthropic's Messages API.
+
+{"request": {"system": ..., "messages": [...]}, "response": {"content": [...], ...}}
+{"system": ..., "messages": [...], "content": [...], "stop_reason": ...}    both in one
+{"system": ..., "messages": [...], "tools": [...]}                          a conversation
+
+A result of a tool, which is part of the user's message there, is a message of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.data.row_report import RowError
+from agentevo.data.traces.call import (
+    CUT_OFF,
+    RecordedCall,
+    halves,
+    message,
+    objects,
+    text_of,
+    tools_of,
+)
+
+_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+"""Kinds of blocks that this API alone has."""
+
+
+def is_anthropic(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a record of this API, and not one of OpenAI's, or nothing tells which."""
+    request, answer = halves(row)
+    if answer is not request and isinstance(answer.get("content"), list):
+        return "choices" not in answer and "output" not in answer
+    if "stop_reason" in answer or answer.get("type") == "message":
+        return True
+    messages = request.get("messages")
+    if not isinstance(messages, list):
+        return False
+    kinds = {
+        block.get("type")
+        for one in messages
+        if isinstance(one, Mapping) and isinstance(one.get("content"), list)
+        for block in one["content"]
+        if isinstance(block, Mapping)
+    }
+    return "system" in request or any(kind in kinds for kind in _BLOCKS)
+
+
+def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
+    """The call in a row. Raises RowError."""
+    request, answer = halves(row)
+    messages: list[dict[str, Any]] = []
+    if request.get("system"):
+        messages.append({"role": "system", "content": text_of(request["system"])})
+    for one in objects(request, "messages"):
+        messages += _of_blocks(one)
+    is_given = "content" not in answer
+    if not is_given:
+        (said,) = _of_blocks({"role": "assistant", "content": answer["content"]}) or [{}]
+        if not said:
+            raise RowError("empty", "its answer is empty")
+        if answer.get("stop_reason") in CUT_OFF:
+            said["weight"] = 0
+        messages.append(said)
+    model = str(answer.get("model", request.get("model", "")))
+    return [RecordedCall(where, messages, _tools(request), is_given, model)]
+
+
+def _of_blocks(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A message of blocks in OpenAI's form; results of tools are messages of their own."""
+    content = given.get("content")
+    if not isinstance(content, list):
+        return [message(given)]
+    said = message({"role": given.get("role")})
+    results: list[dict[str, Any]] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        if kind == "text":
+            said["content"] += text_of(block.get("text"))
+        elif kind == "thinking":
+            thought = said.get("reasoning_content", "") + text_of(block.get("thinking"))
+            said["reasoning_content"] = thought
+        elif kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            function = {"name": block.get("name"), "arguments": arguments}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            said.setdefault("tool_calls", []).append(call)
+        elif kind == "tool_result":
+            result = {"role": "tool", "content": text_of(block.get("content"))}
+            results.append(result | {"tool_call_id": block.get("tool_use_id")})
+        elif kind != "redacted_thinking":
+            raise RowError("unknown_form", f"a message has a block {kind!r}, which is no text")
+    is_said = said["content"] or said.get("tool_calls") or said.get("reasoning_content")
+    return [*results, *([said] if is_said else [])]
+
+
+def _tools(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Those of the client: the server's own, such as web_search, have no schema."""
+    given = request.get("tools")
+    if not isinstance(given, Sequence):
+        return tools_of(given)
+    is_server = [isinstance(one, Mapping) and "input_schema" not in one for one in given]
+    return tools_of([one for one, own in zip(given, is_server, strict=True) if not own])

@@ -1,0 +1,152 @@
+"""One recorded call of a model, whoever recorded it, and what all readers of records need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentevo.data.messages import REASONING_KEYS
+from agentevo.data.row_report import RowError
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""What recorders call a role -> the role."""
+CUT_OFF = {"length", "max_tokens", "max_output_tokens", "content_filter", "incomplete"}
+"""How answers end that are not whole."""
+
+
+@dataclass
+class RecordedCall:
+    """A call of a model: the whole history, and last of all its answer."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    """In OpenAI's form."""
+    tools: list[dict[str, Any]] | None = None
+    is_given: bool = False
+    """It is no record of one call but a conversation to learn, of which every answer is taught."""
+    model: str = ""
+
+
+def message(value: Any) -> dict[str, Any]:
+    """A message in OpenAI's form, or nearly, with what a conversation may hold. Raises RowError."""
+    if not isinstance(value, Mapping):
+        raise RowError("unknown_form", f"a message is a {type(value).__name__}, not an object")
+    role = ROLES.get(str(value.get("role")))
+    if role is None:
+        raise RowError("wrong_roles", f"a message has the role {value.get('role')!r}")
+    said: dict[str, Any] = {"role": role, "content": text_of(value.get("content"))}
+    calls = value.get("tool_calls")
+    if not calls and value.get("function_call"):
+        calls = [value["function_call"]]
+    if calls:
+        said["tool_calls"] = calls
+    thought = next((value[key] for key in REASONING_KEYS if value.get(key)), None)
+    for key, item in (
+        (
+            "tool_call_id",
+            value.get("tool_call_id") or (value.get("id") if role == "tool" else None),
+        ),
+        ("name", value.get("name")),
+        ("reasoning_content", thought),
+        ("weight", value.get("weight")),
+    ):
+        if item is not None and (key != "weight" or role == "assistant"):
+            said[key] = item
+    return said
+
+
+def text_of(content: Any) -> str:
+    """A content as one text: None is empty, parts of text are joined. Raises RowError for anything
+    else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Mapping):
+        content = [content]
+    if not isinstance(content, Sequence):
+        raise RowError("unknown_form", f"a content is a {type(content).__name__}, not a text")
+    texts = []
+    for part in content:
+        text = part.get("text", part.get("content")) if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RowError("unknown_form", f"a content has a part {kind!r}, which is no text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def tools_of(values: Any) -> list[dict[str, Any]] | None:
+    """Tools in OpenAI's nesting, whichever of the usual forms they have; those that are no
+    functions are left out. Raises RowError."""
+    values = parsed(values, "tools")
+    if not values:
+        return None
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise RowError("bad_tool_call", "tools is no list of JSON schemas")
+    tools = []
+    for value in values:
+        function = parsed(value, "a tool")
+        function = function.get("function", function) if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            if isinstance(value, Mapping) and value.get("type") not in (None, "function"):
+                continue  # a tool of the server's own, such as web_search
+            raise RowError("bad_tool_call", "a tool has no name")
+        schema = function.get("parameters", function.get("input_schema"))
+        described = {key: function[key] for key in ("description",) if function.get(key)}
+        kept = {"name": function["name"], **described}
+        tools.append(
+            {"type": "function", "function": kept | ({"parameters": schema} if schema else {})}
+        )
+    return tools or None
+
+
+def parsed(value: Any, what: str) -> Any:
+    """The value; where it is a text, what that says as JSON. Raises RowError."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError("not_json", f"{what} can't be read as JSON ({error})") from error
+
+
+def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What was asked, and what was answered: the same where the row is both, or a conversation.
+    Raises RowError."""
+    request = row.get("request", row.get("body", row))
+    answer = row.get("response", row)
+    for _ in range(2):  # a batch wraps both
+        request = request.get("body", request) if isinstance(request, Mapping) else request
+        answer = answer.get("body", answer) if isinstance(answer, Mapping) else answer
+    if not isinstance(request, Mapping):
+        raise RowError("unknown_form", "its request is no object")
+    if not isinstance(answer, Mapping):
+        raise RowError("failed_call", "it has no answer")
+    if answer.get("error"):
+        raise RowError("failed_call", f"it failed: {str(answer['error'])[:200]}")
+    return request, answer
+
+
+def objects(value: Mapping[str, Any], key: str) -> list[Any]:
+    """The objects under a key. Raises RowError where there are none."""
+    items = value.get(key)
+    if not isinstance(items, list) or not items:
+        raise RowError("empty" if items == [] else "unknown_form", f"{key} is no list, or empty")
+    if not all(isinstance(item, Mapping) for item in items):
+        raise RowError("unknown_form", f"{key} holds what is no object")
+    return items

@@ -1,0 +1,150 @@
+"""Records of OpenAI's APIs.
+
+{"messages": [...], "tools": [...]}                       a conversation, as for fine-tuning
+{"messages": [...], "choices": [{"message": ...}]}        a stored chat completion
+{"request": {...}, "response": {...}}                     a body and its answer, of either API
+{"body": {...}, "response": {"body": {...}}}              likewise, as batches have them
+{"input": ..., "output": [...], "instructions": ...}      a response with its input
+{"items": [...]}                                          items of the Responses API
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.data.row_report import RowError
+from agentevo.data.traces.call import (
+    CUT_OFF,
+    RecordedCall,
+    halves,
+    message,
+    objects,
+    text_of,
+    tools_of,
+)
+
+
+def calls_of(where: str, row: Mapping[str, Any]) -> list[RecordedCall]:
+    """The calls in a row; several where one has several answers. Raises RowError."""
+    request, answer = halves(row)
+    if "choices" in answer:
+        return _of_chat(where, request, answer)
+    if "output" in answer or "items" in answer or "input" in request:
+        return [_of_responses(where, request, answer)]
+    if "response" in row and "messages" in request:
+        keys = ", ".join(list(answer)[:6]) or "no key"
+        raise RowError(
+            "unknown_form",
+            f"its response has {keys}; that of a chat completion has choices, that of the "
+            "Responses API output, and that of Anthropic's messages content",
+        )
+    if "messages" in request:
+        messages = [message(one) for one in objects(request, "messages")]
+        return [RecordedCall(where, messages, _tools(request), is_given=True)]
+    keys = ", ".join(list(row)[:6]) or "no key"
+    raise RowError(
+        "unknown_form",
+        f"has {keys}; a record of OpenAI's or Anthropic's APIs has messages, request and "
+        "response, or input and output; one of OpenTelemetry resourceSpans, or attributes",
+    )
+
+
+def _of_chat(
+    where: str, request: Mapping[str, Any], answer: Mapping[str, Any]
+) -> list[RecordedCall]:
+    history = [message(one) for one in objects(request, "messages")]
+    choices = objects(answer, "choices")
+    calls = []
+    for number, choice in enumerate(choices):
+        said = message({"role": "assistant", **choice.get("message", {})})
+        if choice.get("finish_reason") in CUT_OFF:
+            said["weight"] = 0
+        place = where if len(choices) == 1 else f"{where}, choice {number}"
+        model = str(answer.get("model", request.get("model", "")))
+        calls.append(RecordedCall(place, [*history, said], _tools(request), model=model))
+    return calls
+
+
+def _of_responses(
+    where: str, request: Mapping[str, Any], answer: Mapping[str, Any]
+) -> RecordedCall:
+    if answer.get("previous_response_id") or request.get("previous_response_id"):
+        raise RowError(
+            "unknown_form",
+            "it goes on from a previous_response_id, so its history is not in it: record the "
+            "whole input, or the items of the conversation",
+        )
+    messages: list[dict[str, Any]] = []
+    instructions = request.get("instructions", answer.get("instructions"))
+    if instructions:
+        messages.append({"role": "system", "content": text_of(instructions)})
+    is_given = "items" in answer
+    given = answer["items"] if is_given else request.get("input", answer.get("input"))
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    elif isinstance(given, Sequence):
+        messages += _of_items(given)
+    else:
+        raise RowError("empty", "its input is not in it")
+    if not is_given:
+        said = _of_items(objects(answer, "output"))
+        if len(said) != 1:
+            raise RowError("empty", f"its output is {len(said)} messages and not one")
+        if answer.get("status") in CUT_OFF:
+            said[0]["weight"] = 0
+        messages += said
+    tools = _tools(request) or _tools(answer)
+    return RecordedCall(where, messages, tools, is_given, str(answer.get("model", "")))
+
+
+def _of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Items of the Responses API as messages: what the assistant says in several is one."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise RowError("unknown_form", f"an item is a {type(item).__name__}, not an object")
+        kind = item.get("type") or "message"
+        if kind == "message" and item.get("role") != "assistant":
+            messages.append(message(item))
+        elif kind == "function_call_output":
+            output = item.get("output")
+            result = {"content": text_of(output), "tool_call_id": item.get("call_id")}
+            messages.append({"role": "tool", **result})
+        elif kind in ("message", "reasoning", "function_call"):
+            _add(_answer_at(messages, kind), item, kind)
+        else:
+            raise RowError(
+                "unknown_form", f"an item is of type {kind!r}, which no chat template has"
+            )
+    for one in messages:
+        if one["role"] == "assistant" and not one.get("reasoning_content"):
+            one.pop("reasoning_content", None)
+    return messages
+
+
+def _answer_at(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The assistant's message at the end, or a new one: a text or a thought after a text begins
+    another answer."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == "assistant" and (
+        kind == "function_call" or last.get("tool_calls") or not last["content"]
+    ):
+        return last
+    messages.append({"role": "assistant", "content": "", "reasoning_content": ""})
+    return messages[-1]
+
+
+def _add(answer: dict[str, Any], item: Mapping[str, Any], kind: str) -> None:
+    if kind == "message":
+        answer["content"] += text_of(item.get("content"))
+    elif kind == "reasoning":
+        answer["reasoning_content"] += text_of(item.get("content") or item.get("summary"))
+    else:
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+
+
+def _tools(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    return tools_of(request.get("tools") or request.get("functions"))

@@ -1,0 +1,300 @@
+"""Spans and events of OpenTelemetry's conventions for generative AI
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/), in each of the ways they have been recorded:
+
+    attributes of a span, or of its event    gen_ai.input.messages, gen_ai.output.messages,
+                                             gen_ai.system_instructions, gen_ai.tool.definitions
+    events of a span, and log records        gen_ai.system.message, gen_ai.user.message,
+                                             gen_ai.assistant.message, gen_ai.tool.message,
+                                             gen_ai.choice
+    numbered attributes                      gen_ai.prompt.0.role, gen_ai.completion.0.content
+
+A row is what an exporter has written: OTLP as JSON (resourceSpans, resourceLogs) or a span as the
+SDKs print it. The records of one span belong together, in whichever rows they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentevo.data.row_report import RowError
+from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parsed, text_of, tools_of
+
+_INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
+_SYSTEM, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
+_MESSAGES = (_INPUT, _OUTPUT, _SYSTEM, _TOOLS)
+_EVENT = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message")
+_NUMBERED = re.compile(r"gen_ai\.(prompt|completion)\.(\d+)\.(.+)")
+_TOOL_NUMBERED = re.compile(r"llm\.request\.functions\.(\d+)\.(\w+)")
+_OPERATIONS = ("chat", "text_completion", "generate_content", "completion")
+_UNCAPTURED = (
+    "its messages were not captured: let the instrumentation record them (in most, "
+    "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT)"
+)
+
+
+def is_telemetry(row: Mapping[str, Any]) -> bool:
+    """Whether a row is what an exporter writes."""
+    keys = ("resourceSpans", "resource_spans", "resourceLogs", "resource_logs")
+    is_printed = "attributes" in row and ("context" in row or "span_id" in row or "spanId" in row)
+    return any(key in row for key in keys) or is_printed
+
+
+@dataclass
+class Span:
+    """What is known of one span."""
+
+    where: str
+    name: str = ""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def is_model_call(self) -> bool:
+        """Whether it is a call of a model: not of a tool, an agent or anything else."""
+        operation = self.attributes.get("gen_ai.operation.name")
+        if operation is not None:
+            return operation in _OPERATIONS
+        names = [*self.attributes, *(name for name, _ in self.events)]
+        return any(
+            _NUMBERED.match(name)
+            or _EVENT.match(name)
+            or name in (_INPUT, _OUTPUT, "gen_ai.choice")
+            for name in names
+        )
+
+
+def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> None:
+    """Adds what a row has recorded to the spans, by trace and span."""
+    for number, (kind, record) in enumerate(_records(row)):
+        context = record.get("context") or record
+        name = f"{_id(context, 'trace')}/{_id(context, 'span')}"
+        if name == "/":
+            name = f"{where}#{number}"
+        span = spans.setdefault(name, Span(f"{where}, span {name.rpartition('/')[2] or number}"))
+        attributes = _attributes(record.get("attributes"))
+        if kind == "log":
+            event = record.get("eventName") or record.get("event_name")
+            body = _value(record.get("body"))
+            fields = attributes | (dict(body) if isinstance(body, Mapping) else {})
+            span.events.append((str(event or attributes.get("event.name")), fields))
+            continue
+        span.name = str(record.get("name", ""))
+        span.attributes |= attributes
+        for event in record.get("events") or ():
+            span.events.append((str(event.get("name")), _attributes(event.get("attributes"))))
+        status = record.get("status") or {}
+        code = str(status.get("code", status.get("status_code", "")))
+        if code in ("2", "ERROR", "STATUS_CODE_ERROR"):
+            failed = status.get("message") or status.get("description") or "its status is an error"
+            span.failed = str(failed)
+
+
+def call_of(span: Span) -> RecordedCall:
+    """The call that a span is. Raises RowError."""
+    if span.failed:
+        raise RowError("failed_call", f"it failed: {span.failed[:200]}")
+    attributes = dict(span.attributes)
+    for _, fields in span.events:  # some record the same in an event of the span
+        attributes |= {key: fields[key] for key in _MESSAGES if key in fields}
+    tools = tools_of(attributes.get(_TOOLS)) or _numbered_tools(attributes)
+    for read in (_of_attributes, _of_events, _of_numbered):
+        messages = read(attributes, span.events)
+        if messages:
+            break
+    else:
+        raise RowError("no_content", _UNCAPTURED)
+    if messages[-1]["role"] != "assistant":
+        raise RowError("empty", "no answer was recorded")
+    model = attributes.get("gen_ai.response.model", attributes.get("gen_ai.request.model", ""))
+    return RecordedCall(span.where, messages, tools, model=str(model))
+
+
+def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
+    """gen_ai.input.messages and its like, as objects or as JSON."""
+    if _INPUT not in attributes and _OUTPUT not in attributes:
+        return []
+    messages: list[dict[str, Any]] = []
+    instructions = parsed_or_text(attributes.get(_SYSTEM))
+    if instructions:
+        messages.append({"role": "system", "content": text_of(instructions)})
+    for key in (_INPUT, _OUTPUT):
+        values = parsed(attributes.get(key), key) or []
+        if not isinstance(values, Sequence):
+            raise RowError("unknown_form", f"{key} is no list")
+        for value in values[:1] if key == _OUTPUT else values:
+            messages += _of_parts(value)
+    return messages
+
+
+def parsed_or_text(value: Any) -> Any:
+    """JSON where it is some, else the text."""
+    try:
+        return parsed(value, "")
+    except RowError:
+        return value
+
+
+def _of_parts(value: Any) -> list[dict[str, Any]]:
+    """A message of parts; results of tools are messages of their own."""
+    if not isinstance(value, Mapping) or "parts" not in value:
+        return [message(value)]
+    said = message({"role": value.get("role")})
+    results: list[dict[str, Any]] = []
+    for part in value["parts"]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text":
+            said["content"] += text_of(part.get("content"))
+        elif kind in ("reasoning", "thinking"):
+            thought = said.get("reasoning_content", "") + text_of(part.get("content"))
+            said["reasoning_content"] = thought
+        elif kind == "tool_call":
+            function = {"name": part.get("name"), "arguments": part.get("arguments") or {}}
+            call = {"type": "function", "function": function}
+            given = {"id": part["id"]} if part.get("id") else {}
+            said.setdefault("tool_calls", []).append({**given, **call})
+        elif kind == "tool_call_response":
+            output = part.get("response", part.get("result"))
+            content = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+            named = {"tool_call_id": part["id"]} if part.get("id") else {}
+            results.append({"role": "tool", "content": content, **named})
+        else:
+            raise RowError("unknown_form", f"a message has a part {kind!r}, which is no text")
+    if value.get("finish_reason") in CUT_OFF:
+        said["weight"] = 0
+    is_said = said["content"] or said.get("tool_calls") or said.get("reasoning_content")
+    return [*results, *([said] if is_said or not results else [])]
+
+
+def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
+    """gen_ai.user.message and its like; of several choices the first one counts."""
+    messages: list[dict[str, Any]] = []
+    answer: dict[str, Any] | None = None
+    for name, given in events:
+        fields = {k.removeprefix("gen_ai.event."): parsed_or_text_of(v) for k, v in given.items()}
+        if (kind := _EVENT.fullmatch(name)) is not None:
+            content = parsed_or_text_of(fields.get("content"))
+            messages.append(message({"role": kind[1], **fields, "content": content}))
+        elif name == "gen_ai.choice" and answer is None:
+            said = fields.get("message", fields)
+            said = said if isinstance(said, Mapping) else {"content": said}
+            calls = said.get("tool_calls") or fields.get("tool_calls")
+            answer = message({**said, "role": "assistant", "tool_calls": calls})
+            if fields.get("finish_reason") in CUT_OFF:
+                answer["weight"] = 0
+    if not any(
+        one["content"] or one.get("tool_calls") for one in [*messages, *filter(None, [answer])]
+    ):
+        return []
+    return messages if answer is None else [*messages, answer]
+
+
+def parsed_or_text_of(value: Any) -> Any:
+    """An attribute of an event: lists and objects come as JSON, whatever else stays a text."""
+    if isinstance(value, str) and value[:1] in "[{":
+        inner = parsed_or_text(value)
+        is_structure = isinstance(inner, list) and inner and isinstance(inner[0], Mapping)
+        return inner if is_structure or isinstance(inner, Mapping) else value
+    return value
+
+
+def _of_numbered(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dict[str, Any]]:
+    """gen_ai.prompt.0.role and its like."""
+    halves: dict[str, dict[int, dict[str, Any]]] = {"prompt": {}, "completion": {}}
+    for key, value in attributes.items():
+        if (place := _NUMBERED.fullmatch(key)) is not None:
+            halves[place[1]].setdefault(int(place[2]), {})[place[3]] = value
+    messages = []
+    for half, numbered in halves.items():
+        for number in sorted(numbered)[: 1 if half == "completion" else None]:
+            fields = numbered[number]
+            calls: dict[int, dict[str, Any]] = {}
+            for key, value in fields.items():
+                if (
+                    call := re.fullmatch(r"tool_calls\.(\d+)\.(id|name|arguments)", key)
+                ) is not None:
+                    calls.setdefault(int(call[1]), {})[call[2]] = value
+            role = fields.get("role", "assistant" if half == "completion" else None)
+            content = parsed_or_text_of(fields.get("content"))
+            said = {**fields, "role": role, "content": content}
+            said["tool_calls"] = [calls[n] for n in sorted(calls)]
+            messages.append(message(said))
+            if fields.get("finish_reason") in CUT_OFF:
+                messages[-1]["weight"] = 0
+    return messages
+
+
+def _numbered_tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    tools: dict[int, dict[str, Any]] = {}
+    for key, value in attributes.items():
+        if (place := _TOOL_NUMBERED.fullmatch(key)) is not None:
+            is_schema = place[2] == "parameters"
+            tools.setdefault(int(place[1]), {})[place[2]] = (
+                parsed(value, "a tool's parameters") if is_schema else value
+            )
+    return tools_of([tools[number] for number in sorted(tools)])
+
+
+def _records(row: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """("span" or "log", its record) of a row."""
+    is_wrapped = False
+    for kind, outer, scopes, inner in (
+        ("span", "resourceSpans", "scopeSpans", "spans"),
+        ("log", "resourceLogs", "scopeLogs", "logRecords"),
+    ):
+        for resource in _either(row, outer):
+            is_wrapped = True
+            for scope in [
+                *_either(resource, scopes),
+                *_either(resource, "instrumentationLibrarySpans"),
+            ]:
+                for record in _either(scope, inner):
+                    yield kind, record
+    if not is_wrapped:
+        yield ("log" if "body" in row else "span"), row
+
+
+def _either(value: Mapping[str, Any], name: str) -> list[Any]:
+    """A list under its name in camel case or in snake case."""
+    snake = re.sub(r"([A-Z])", lambda letter: f"_{letter[1].lower()}", name)
+    items = value.get(name, value.get(snake)) or []
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
+        raise RowError("unknown_form", f"{name} is no list of objects")
+    return items
+
+
+def _id(record: Mapping[str, Any], kind: str) -> str:
+    return str(record.get(f"{kind}Id", record.get(f"{kind}_id", "")) or "")
+
+
+def _attributes(given: Any) -> dict[str, Any]:
+    """Attributes as a mapping, whether they are one or OTLP's list of keys and values."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if given is None:
+        return {}
+    if not isinstance(given, Sequence):
+        raise RowError("unknown_form", "attributes is no list")
+    return {
+        str(one.get("key")): _value(one.get("value")) for one in given if isinstance(one, Mapping)
+    }
+
+
+def _value(value: Any) -> Any:
+    """OTLP's AnyValue as a plain value."""
+    if not isinstance(value, Mapping):
+        return value
+    for key in ("stringValue", "boolValue", "doubleValue", "bytesValue"):
+        if key in value:
+            return value[key]
+    if "intValue" in value:
+        return int(value["intValue"])
+    if "arrayValue" in value:
+        return [_value(item) for item in (value["arrayValue"] or {}).get("values", [])]
+    if "kvlistValue" in value:
+        return _attributes((value["kvlistValue"] or {}).get("values", []))
+    return dict(value)

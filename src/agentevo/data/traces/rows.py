@@ -1,0 +1,181 @@
+"""Recorded calls -> rows, each said once.
+
+An agent's calls repeat its history: each holds all that was said before. So a call whose whole
+conversation another one goes on from is part of that one (`continued`), and an equal one is a
+duplicate. In what is left, an answer is taught if some record has it as the answer of a call; what
+somebody else put into a history (examples, for instance) is context. A row that `agentevo sft`
+would refuse is left out here already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from agentevo.data.conversation import check_text, conversation_of
+from agentevo.data.row_report import RowError, RowReport
+from agentevo.data.rows import Row, json_value, read_rows, skip_blank
+from agentevo.data.traces import anthropic_logs, openai_logs, opentelemetry
+from agentevo.data.traces.call import RecordedCall
+from agentevo.errors import ConfigError
+
+FORMS = ("auto", "openai", "anthropic", "opentelemetry")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What came of the sources."""
+
+    rows: list[dict[str, Any]]
+    """In the form `messages`."""
+    report: RowReport
+    num_other_spans: int
+    """Spans that are no calls of a model."""
+
+
+def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
+    """The conversations in records of any of the known forms; `auto` goes by each row."""
+    report, calls = RowReport("import"), list[RecordedCall]()
+    spans: dict[str, opentelemetry.Span] = {}
+    for row in (row for source in sources for row in _rows(source)):
+        try:
+            with _of_no_form():
+                found = _read(row, form, spans)
+            report.rows += len(found)
+            calls += found
+        except RowError as error:
+            report.rows += 1
+            report.add(row.where, error)
+    others = 0
+    for span in spans.values():
+        if not span.is_model_call:
+            others += 1
+            continue
+        report.rows += 1
+        try:
+            with _of_no_form():
+                calls.append(opentelemetry.call_of(span))
+        except RowError as error:
+            report.add(span.where, error)
+    return Imported(list(_merged(calls, report)), report, others)
+
+
+def _read(row: Row, form: str, spans: dict[str, opentelemetry.Span]) -> list[RecordedCall]:
+    """The calls in a row. What it says of spans is added to those."""
+    if isinstance(row.value, RowError):
+        raise row.value
+    if not isinstance(row.value, dict):
+        raise RowError("unknown_form", f"a {type(row.value).__name__}, not an object")
+    check_text(row.value)
+    if form == "opentelemetry" or (form == "auto" and opentelemetry.is_telemetry(row.value)):
+        opentelemetry.add_spans(spans, row.where, row.value)
+        return []
+    if form == "anthropic" or (form == "auto" and anthropic_logs.is_anthropic(row.value)):
+        return anthropic_logs.calls_of(row.where, row.value)
+    return openai_logs.calls_of(row.where, row.value)
+
+
+@contextmanager
+def _of_no_form() -> Iterator[None]:
+    """Somebody else's record may have anything anywhere: what is not where it belongs makes it a
+    record of no known form."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise RowError(
+            "unknown_form", f"a value is not what it should be ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _merged(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[str, Any]]:
+    digests = [_digests(call) for call in calls]
+    answered = {own[-1] for call, own in zip(calls, digests, strict=True) if own}
+    gone_on = {digest for own in digests for digest in own[:-1]}
+    known: set[bytes] = set()
+    for call, own in zip(calls, digests, strict=True):
+        try:
+            if not own:
+                raise RowError("empty", "no messages")
+            if own[-1] in gone_on:
+                raise RowError("continued", "another record goes on from it, and has all of it")
+            if own[-1] in known:
+                raise RowError("duplicate", "a record before it says the same")
+            row = _row(call, own, answered)
+            known.add(own[-1])
+            yield row
+        except RowError as error:
+            report.add(call.where, error)
+
+
+def _row(call: RecordedCall, digests: list[bytes], answered: set[bytes]) -> dict[str, Any]:
+    messages = [
+        message | {"weight": 0}
+        if message["role"] == "assistant" and not call.is_given and digest not in answered
+        else message
+        for message, digest in zip(call.messages, digests, strict=True)
+    ]
+    row = {"messages": messages, **({"tools": call.tools} if call.tools else {})}
+    conversation = conversation_of(call.where, row)
+    answers = [m for m in conversation.messages if m["role"] == "assistant"]
+    if all(answer.get("weight") == 0 for answer in answers):
+        raise RowError("cut_off", "its answer was cut off")
+    about = {"model": call.model} if call.model else {}
+    return {**row, **about, "source": call.where}
+
+
+def _digests(call: RecordedCall) -> list[bytes]:
+    """For each message, what stands for the conversation up to it: ids of tool calls, which
+    recorders make anew, the spelling of arguments and thoughts, which clients leave out, are no
+    part of it."""
+    digest = sha256(json.dumps(call.tools, sort_keys=True).encode())
+    digests = []
+    for message in call.messages:
+        said = [message["role"], message["content"].strip(), *map(_said, _calls(message))]
+        digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+        digests.append(digest.digest())
+    return digests
+
+
+def _calls(message: dict[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _said(call: Any) -> Any:
+    """A tool call without its id."""
+    function = call.get("function", call) if isinstance(call, dict) else {}
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = arguments.strip()
+    return [function.get("name") if isinstance(function, dict) else None, arguments]
+
+
+def _rows(source: str) -> Iterator[Row]:
+    """As read_rows, and JSON files of single objects, one after another, as exporters write
+    them."""
+    path = Path(source).expanduser()
+    if path.suffix != ".json" or not path.is_file():
+        yield from read_rows(source)
+        return
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read ({error}): write it again, in UTF-8") from error
+    if not text.lstrip().startswith("{"):
+        yield from read_rows(source)
+        return
+    place, line, counted = skip_blank(text, 0), 1, 0
+    while place < len(text):
+        line, counted = line + text.count("\n", counted, place), place
+        value, place = json_value(
+            text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"
+        )
+        yield Row(f"{path}:{line}", value)

@@ -1,0 +1,363 @@
+"""Any OpenEnv server as a text environment, by its URL: reset and step over its WebSocket, one
+connection for each episode.
+
+An action is what the player says, as the server's schema has it: where an action has one field,
+the text is that field, else the text is the action as a JSON object. What does not fit is an
+invalid action. An observation is shown as its only field, or as `name: value` lines. The reward is
+the server's; an episode that ends without any has none, which fails the attempt.
+
+No package of OpenEnv is needed. Every wait has a deadline, and messages have a limit: a server that
+hangs, dies, or sends something else costs the attempt.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+import pydantic
+from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from agentevo.environments.environment import EnvironmentConfig, environments
+from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
+from agentevo.errors import ConfigError, EnvironmentFailure, storable
+from agentevo.parsing import ParseError, parse_json
+
+NO_SESSION_LEFT = "CAPACITY_REACHED"
+BAD_ACTION = "VALIDATION_ERROR"
+AGAIN_S = 0.2
+"""Pause before a server without a free session is asked again."""
+CLOSE_S = 1.0
+LARGEST_SEED = 2**31
+"""Seeds are taken modulo this: numpy's generators take no larger ones."""
+
+
+class OpenEnvConfig(EnvironmentConfig):
+    """Which server, and how its actions and observations are said in words."""
+
+    type: Literal["openenv"] = "openenv"
+    url: str = pydantic.Field(pattern=r"^(https?|wss?)://[^/\s]+")
+    """Where the server listens, such as http://127.0.0.1:8000."""
+    reset: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
+    """Options of every reset, besides the seed."""
+    action: dict[str, pydantic.JsonValue] = pydantic.Field(default_factory=dict)
+    """Fields that every action has, besides what the player says."""
+    action_field: str | None = None
+    """The field of an action that the player's text becomes. Default: the only one, or the only one
+    that is required; where there are several, the player says a JSON object."""
+    observation_field: str | None = None
+    """The field of an observation that is shown. Default: all."""
+    instructions: str = ""
+    """Rules told to the player; empty: the server's description and the form of an action."""
+    success_on: Literal["reward", "termination"] = "reward"
+    """An ended episode succeeded if its last reward was positive (`reward`), or in any case
+    (`termination`); the observation's own `success` counts before."""
+    call_timeout_s: float = pydantic.Field(default=60.0, gt=0)
+    """Longest wait for one answer."""
+    session_timeout_s: float = pydantic.Field(default=120.0, gt=0)
+    """Longest wait for a free session, where the server has only so many."""
+    max_message_mb: float = pydantic.Field(default=4.0, gt=0)
+    """Largest message that is taken from the server."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a server says of itself."""
+
+    description: str
+    fields: Mapping[str, Any]
+    """Name -> JSON schema of the fields of an action."""
+    required: frozenset[str]
+
+    def only_field(self, fixed: Mapping[str, Any]) -> str | None:
+        """The field that a text becomes, if there is no choice."""
+        names = [name for name in self.fields if name not in fixed]
+        needed = [name for name in names if name in self.required]
+        chosen = needed if len(needed) == 1 else names
+        return chosen[0] if len(chosen) == 1 else None
+
+
+_forms: dict[str, Form] = {}
+"""By URL: a server is asked once in a process."""
+_asking = threading.Lock()
+
+
+@environments.register("openenv")
+class OpenEnvEnvironment(EpisodicEnvironment):
+    """One episode at a server."""
+
+    Config: ClassVar[type[EnvironmentConfig]] = OpenEnvConfig
+    config: OpenEnvConfig
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        """Raises ConfigError where no OpenEnv server answers, or an option does not fit it."""
+        super().__init__(config)
+        self._form = form_of(config)
+        self._field = config.action_field or self._form.only_field(config.action)
+        unknown = {*config.action, *filter(None, [config.action_field])} - {*self._form.fields}
+        if unknown and self._form.fields:
+            raise ConfigError(
+                f"openenv: the actions of {config.url} have no field {sorted(unknown)[0]!r}, only "
+                f"{', '.join(self._form.fields)}"
+            )
+        self._open = ExitStack()
+        self._connection: ClientConnection | None = None
+        self._shown = ""
+        self._is_paid = False
+
+    @property
+    def instructions(self) -> str:
+        if self.config.instructions:
+            return self.config.instructions
+        if self._field is not None:
+            said = self._form.fields.get(self._field, {}).get("description") or self._field
+            return f"{self._form.description}\nAnswer with: {said}".strip()
+        fields = json.dumps(dict(self._form.fields))
+        return f"{self._form.description}\nAnswer with a JSON object of {fields}".strip()
+
+    def start(self, seed: int) -> None:
+        self._is_paid = False
+        message = {"seed": seed % LARGEST_SEED, **self.config.reset}
+        ends_at = time.monotonic() + self.config.session_timeout_s
+        while True:
+            self.close()
+            self._connection = self._connected()
+            answer = self._ask("reset", message)
+            if answer.get("code") != NO_SESSION_LEFT:
+                break
+            if time.monotonic() > ends_at:
+                raise EnvironmentFailure(
+                    f"openenv: {self.config.url} has no free session "
+                    f"({storable(str(answer.get('message')), 200)}): let it have more "
+                    "(max_concurrent_envs), or play fewer attempts at once"
+                )
+            time.sleep(AGAIN_S)
+        _refuse(answer, "reset", self.config.url)
+        if self._take(answer)[1]:
+            raise EnvironmentFailure(
+                f"openenv: the episode of {self.config.url} is over after its reset"
+            )
+
+    def observe(self) -> str:
+        return self._shown
+
+    def act(self, action: str) -> ActionResult:
+        fields = self._fields(action)
+        if fields is None:
+            return INVALID
+        answer = self._ask("step", fields)
+        if answer.get("code") == BAD_ACTION:
+            return INVALID
+        _refuse(answer, "step", self.config.url)
+        before = self._shown
+        reward, done = self._take(answer)
+        if done and not self._is_paid:
+            raise EnvironmentFailure(
+                f"openenv: the episode of {self.config.url} ended, and no step of it had a reward"
+            )
+        own = answer["observation"].get("success")
+        won = self.config.success_on == "termination" or reward > 0
+        return ActionResult(
+            reward=reward,
+            effective=self._shown != before or done,
+            terminated=done,
+            success=own if isinstance(own, bool) else done and won,
+        )
+
+    def close(self) -> None:
+        self._connection = None
+        self._open.close()
+
+    def _fields(self, text: str) -> dict[str, Any] | None:
+        """The action that a text is; None for one that is none."""
+        if self._field is not None:
+            schema = self._form.fields.get(self._field, {})
+            value = _value(text, schema)
+            return None if value is None else {**self.config.action, self._field: value}
+        try:
+            given = parse_json(text)
+        except ParseError:
+            return None
+        return {**given, **self.config.action} if isinstance(given, dict) else None
+
+    def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
+        """(reward, whether the episode is over) of an answer, whose observation is shown from
+        here on. Raises EnvironmentFailure for one of another form."""
+        observation, reward = answer.get("observation"), answer.get("reward")
+        done = answer.get("done", False)
+        if not isinstance(observation, dict) or not isinstance(done, bool):
+            raise EnvironmentFailure(
+                f"openenv: {self.config.url} answered {storable(str(answer), 200)}: an answer has "
+                "an `observation` and says whether it is `done`"
+            )
+        if reward is not None:
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise EnvironmentFailure(
+                    f"openenv: the reward of {self.config.url} is {storable(repr(reward), 200)}, "
+                    "which is no number"
+                )
+            self._is_paid = True
+        self._shown = shown(observation, self.config.observation_field)
+        return float(reward or 0.0), done
+
+    def _connected(self) -> ClientConnection:
+        scheme, rest = self.config.url.rstrip("/").split("://", 1)
+        url = f"{'wss' if scheme in ('https', 'wss') else 'ws'}://{rest}/ws"
+        own: dict[str, Any] = {"proxy": None} if _is_loopback(url) else {}
+        try:
+            return self._open.enter_context(
+                connect(
+                    url,
+                    open_timeout=self.config.call_timeout_s,
+                    close_timeout=CLOSE_S,
+                    max_size=int(self.config.max_message_mb * 2**20),
+                    **own,
+                )
+            )
+        except (OSError, WebSocketException) as error:
+            raise EnvironmentFailure(
+                f"openenv: {self.config.url} can't be reached: {type(error).__name__}: {error}"
+            ) from error
+
+    def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The data of the server's answer; of an error message with its `code`. Raises
+        EnvironmentFailure where none comes."""
+        assert self._connection is not None
+        where = f"openenv: {self.config.url} did not answer a {kind}"
+        try:
+            with suppress(ConnectionClosed):  # a refusal is sent before the end, and read below
+                self._connection.send(json.dumps({"type": kind, "data": data}))
+            text = self._connection.recv(timeout=self.config.call_timeout_s)
+        except TimeoutError:
+            raise EnvironmentFailure(
+                f"{where} in environment.call_timeout_s={self.config.call_timeout_s:g} s"
+            ) from None
+        except ConnectionClosed as error:
+            if error.sent is not None and error.sent.code == 1009:
+                raise EnvironmentFailure(
+                    f"{where} with less than environment.max_message_mb="
+                    f"{self.config.max_message_mb:g} MB"
+                ) from error
+            raise EnvironmentFailure(f"{where}: the connection broke ({error})") from error
+        try:
+            answer = parse_json(text if isinstance(text, str) else text.decode())
+        except (ParseError, UnicodeDecodeError) as error:
+            raise EnvironmentFailure(f"{where} in JSON: {error}") from error
+        inside = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(inside, dict):
+            raise EnvironmentFailure(
+                f"{where} as OpenEnv does, but with {storable(str(answer), 200)}"
+            )
+        if answer.get("type") == "error":
+            return {"code": "UNKNOWN", **inside}
+        return {key: value for key, value in inside.items() if key != "code"}
+
+
+def form_of(config: OpenEnvConfig) -> Form:
+    """What the server says of its actions. Raises ConfigError where no OpenEnv server answers."""
+    url = config.url.rstrip("/")
+    with _asking:
+        if url not in _forms:
+            scheme, rest = url.split("://", 1)
+            base = f"{'https' if scheme in ('https', 'wss') else 'http'}://{rest}"
+            _forms[url] = _read_form(base, config)
+        return _forms[url]
+
+
+def _read_form(base: str, config: OpenEnvConfig) -> Form:
+    import httpx  # which loads rich; this module is loaded with every recipe
+
+    try:
+        with httpx.Client(
+            timeout=config.call_timeout_s, trust_env=not _is_loopback(base)
+        ) as client:
+            schema = client.get(f"{base}/schema").raise_for_status().json()["action"]
+            about = client.get(f"{base}/metadata")
+            description = about.json().get("description", "") if about.is_success else ""
+        fields = {
+            name: one for name, one in schema.get("properties", {}).items() if name != "metadata"
+        }
+        return Form(str(description or ""), fields, frozenset(schema.get("required", ())))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"environment.url: no OpenEnv server answers at {config.url} "
+            f"({type(error).__name__}: {error}): start it, or give another URL"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"environment.url: what answers at {config.url} is no OpenEnv server: its /schema has "
+            "no schema of an action"
+        ) from error
+
+
+def shown(observation: Mapping[str, Any], field: str | None) -> str:
+    """An observation as text."""
+    if field is not None:
+        if field not in observation:
+            raise EnvironmentFailure(
+                f"openenv: the observation has no field {field!r}, only {', '.join(observation)}"
+            )
+        return _plain(observation[field])
+    fields = {
+        name: value
+        for name, value in observation.items()
+        if name not in ("metadata", "done", "reward") and value is not None
+    }
+    if len(fields) == 1:
+        return _plain(next(iter(fields.values())))
+    return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items())
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    """A text as the value that a schema asks for; None if it is none."""
+    schema = next((one for one in schema.get("anyOf", ()) if "type" in one), schema)
+    if "enum" in schema:
+        names = [str(value) for value in schema["enum"]]
+        place = choose(text, names)
+        return None if place is None else schema["enum"][place]
+    kind = schema.get("type", "string")
+    if kind == "string":
+        return text
+    try:
+        value = parse_json(text)
+    except ParseError:
+        return None
+    kinds: dict[str, Any] = {
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+    }
+    fits = isinstance(value, kinds.get(kind, object))
+    return value if fits and (kind == "boolean") == isinstance(value, bool) else None
+
+
+def _refuse(answer: Mapping[str, Any], kind: str, url: str) -> None:
+    """Raises EnvironmentFailure for an error, with the server's words."""
+    if "code" in answer:
+        raise EnvironmentFailure(
+            f"openenv: the {kind} of {url} failed ({answer['code']}): "
+            f"{storable(str(answer.get('message', '')), 1000)}"
+        )
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

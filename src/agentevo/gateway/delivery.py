@@ -1,0 +1,253 @@
+"""How an answer of the sampler's reaches a client that may hang up, be slow, or wait in vain.
+
+Invariant: a client that does not get the whole of its answer has it discarded (`Session.lose`), so
+that nothing is trained on that nobody acted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from agentevo.gateway.answer import Piece
+from agentevo.gateway.api import Api, Event
+from agentevo.gateway.refusals import Refusal, refusal_of
+from agentevo.gateway.request import Delivery, ModelReply
+from agentevo.gateway.session import Session
+from agentevo.inference.admission import Connection
+from agentevo.models.tool_calls import ArgumentsDelta, ContentDelta, ReasoningDelta
+
+READER_S = 60.0
+"""How long a client may take to read what was sent."""
+
+T = TypeVar("T")
+
+
+class Awaited(Generic[T]):
+    """Work of the sampler's loop that a client waits for. It is cancelled when the client hangs up,
+    after `within_s`, and when the block ends. `who` is to answer."""
+
+    def __init__(
+        self, work: asyncio.Future[T], client: Connection, within_s: float, who: str
+    ) -> None:
+        self._work, self._client, self._within_s, self._who = work, client, within_s, who
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._within_s, self._is_late)
+        self._client.watch(self._is_gone)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        self._client.watch(None)
+        self._work.cancel()
+
+    @property
+    def is_done(self) -> bool:
+        return self._work.done()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._work.add_done_callback(lambda work: callback())
+
+    async def result(self) -> T:
+        """Raises ClientDisconnect for a client that has gone, Refusal when it is too late, and
+        what the work raises."""
+        try:
+            result = await self._work
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+        if self._error is not None:
+            raise self._error
+        return result
+
+    def _is_gone(self) -> None:
+        self._give_up(ClientDisconnect())
+
+    def _is_late(self) -> None:
+        self._give_up(
+            Refusal(
+                f"{self._who} has not answered within {self._within_s:g} s",
+                status=504,
+                kind="timeout_error",
+            )
+        )
+
+    def _give_up(self, error: Exception) -> None:
+        self._error = error
+        self._work.cancel()
+
+
+class Heard:
+    """What a streamed answer has said and its client has not been sent."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, list[Piece]]] = []
+        self._news = asyncio.Event()
+
+    def add(self, number: int, pieces: list[Piece]) -> None:
+        """See answer.Hear."""
+        self._pieces.append((number, pieces))
+        self._news.set()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._pieces)
+
+    def wake(self) -> None:
+        """Ends a wait without news."""
+        self._news.set()
+
+    async def wait(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+    def take(self) -> list[tuple[int, list[Piece]]]:
+        """Number and pieces of completions, texts that follow one another in one piece."""
+        taken, self._pieces = self._pieces, []
+        joined: dict[int, list[Piece]] = {}
+        for number, pieces in taken:
+            joined.setdefault(number, []).extend(pieces)
+        return [(number, list(_joined(pieces))) for number, pieces in joined.items()]
+
+
+def _joined(pieces: list[Piece]) -> Iterable[Piece]:
+    last: Piece | None = None
+    texts: list[str] = []
+    for piece in pieces:
+        if texts and type(piece) is type(last) and isinstance(piece, _TEXTS):
+            texts.append(piece.text)  # arguments of two calls never follow one another at once
+            continue
+        if last is not None:
+            yield _with(last, texts)
+        last = piece
+        texts = [piece.text] if isinstance(piece, _TEXTS) else []
+    if last is not None:
+        yield _with(last, texts)
+
+
+_TEXTS = (ContentDelta, ReasoningDelta, ArgumentsDelta)
+
+
+def _with(piece: Piece, texts: list[str]) -> Piece:
+    if len(texts) < 2 or not isinstance(piece, _TEXTS):
+        return piece
+    return replace(piece, text="".join(texts))
+
+
+class WholeAnswer(Response):
+    """An answer in one piece. A client that does not read is given up after READER_S."""
+
+    def __init__(self, content: bytes, delivery: Delivery, session: Session) -> None:
+        super().__init__(content, media_type="application/json")
+        self._delivery, self._session = delivery, session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_delivered = False
+        try:
+            await send(_start(self))
+            await send(_part(bytes(self.body), more=True))
+            is_delivered = await _end_of(scope, send)
+        finally:
+            if not is_delivered:
+                self._session.lose(self._delivery)
+
+
+class EventStream(Response):
+    """An answer as server-sent events, as they come. A client that does not read is given up after
+    READER_S."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        api: Api[Any],
+        asked: Any,
+        heard: Heard,
+        awaited: Awaited[list[ModelReply]],
+        delivery: Delivery,
+        session: Session,
+        count: Callable[[list[ModelReply]], None],
+    ) -> None:
+        """`awaited` has been entered, and ends here. `count` is told of the whole answer."""
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._api, self._heard, self._awaited = api, heard, awaited
+        self._delivery, self._session, self._count = delivery, session, count
+        self._stream = api.stream(asked)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            async with asyncio.timeout(READER_S):
+                await send(message)
+
+        is_delivered = False
+        try:
+            events = self._encoded(self._stream.begin(self._delivery.prompt))
+            await tell(_start(self))
+            while not self._awaited.is_done:
+                await tell(_part(events + self._news(), more=True))
+                events = b""
+                await self._heard.wait()
+            events += self._news()
+            await tell(_part(events + self._encoded(await self._end()), more=True))
+            is_delivered = await _end_of(scope, send)
+        except (TimeoutError, ClientDisconnect):
+            scope["state"]["connection"].cut()
+        finally:
+            self._awaited.__exit__(None, None, None)
+            if not is_delivered:
+                self._session.lose(self._delivery)
+
+    def _encoded(self, events: Iterable[Event]) -> bytes:
+        return b"".join(map(self._api.encode, events))
+
+    def _news(self) -> bytes:
+        return b"".join(
+            self._encoded(self._stream.pieces(number, pieces))
+            for number, pieces in self._heard.take()
+        )
+
+    async def _end(self) -> list[Event]:
+        try:
+            replies = await self._awaited.result()
+            self._count(replies)
+            return self._stream.end(replies)
+        except ClientDisconnect:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever it is, the client is told)
+            return self._stream.failed(refusal_of(error))
+
+
+async def _end_of(scope: Scope, send: Send) -> bool:
+    """Ends an answer of which all has been sent. False where its client does not have it: the
+    connection is cut then."""
+    connection: Connection = scope["state"]["connection"]
+    is_delivered = await connection.took_all(READER_S)
+    if not is_delivered:
+        connection.cut()
+    await send(_part(b"", more=False))
+    return is_delivered
+
+
+def _start(response: Response) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": response.raw_headers}
+
+
+def _part(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}

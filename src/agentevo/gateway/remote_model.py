@@ -1,0 +1,101 @@
+"""A client names a remote model of the recipe in place of the policy: its request goes there, and
+the answer comes back in the API that was asked."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+
+import msgspec
+
+from agentevo.gateway.answer import Hear, Piece, whole_call
+from agentevo.gateway.refusals import Refusal
+from agentevo.gateway.request import Delivery, ModelReply, ModelRequest, PromptSize
+from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
+from agentevo.remote_models import RemoteConversations
+from agentevo.types import RemoteTurn, Turn
+
+
+async def completed_remotely(
+    remote: RemoteConversations,
+    request: ModelRequest,
+    delivery: Delivery,
+    hear: Hear | None,
+    *,
+    model: str,
+    agent: str,
+) -> list[ModelReply]:
+    """The answers of a remote model. `hear` is told their texts and thoughts as they come, and
+    calls of tools when they are whole. `agent`: whose words they are."""
+    if (
+        isinstance(request.prompt, str)
+        or isinstance(request.prompt[0], int)
+        or request.token_ids
+        or request.logprobs
+    ):
+        raise Refusal(
+            f"{request.model} is a remote model, whose tokens nobody here knows: send messages, "
+            "and leave out token ids and log-probs"
+        )
+    told: set[tuple[int, type]] = set()
+
+    def pass_on(number: int, delta: ContentDelta | ReasoningDelta) -> None:
+        told.add((number, type(delta)))
+        if hear is not None:
+            with suppress(RuntimeError):  # the gateway has ended
+                hear(number, [delta])
+
+    turns = await remote.complete(
+        model,
+        request.prompt,
+        tools=request.tools,
+        form=request.form,
+        overrides=request.overrides,
+        n=request.n,
+        agent=agent,
+        listen=None if hear is None else pass_on,
+    )
+    delivery.remote_turns = [turn.index for turn in turns]
+    delivery.prompt = PromptSize(turns[0].prompt_tokens, turns[0].cached_tokens)
+    replies = [_reply(turn) for turn in turns]
+    for number, reply in enumerate(replies):
+        pieces = [piece for piece in _pieces(reply) if (number, type(piece)) not in told]
+        if hear is not None and pieces:
+            hear(number, pieces)
+    return replies
+
+
+def _reply(turn: RemoteTurn) -> ModelReply:
+    said = turn.messages[-1]
+    calls = tuple(
+        call if call.id else msgspec.structs.replace(call, id=f"call_{secrets.token_hex(12)}")
+        for call in said.tool_calls
+    )
+    return ModelReply(
+        turn=Turn(
+            index=turn.index,
+            prompt_ids=[],
+            completion_ids=[],
+            logprobs=[],
+            versions=[],
+            finish_reason=turn.finish_reason,
+        ),
+        content=said.text,
+        reasoning=said.reasoning,
+        tool_calls=calls,
+        prompt_ids=[],
+        prompt=PromptSize(turn.prompt_tokens, turn.cached_tokens),
+        num_completion_tokens=turn.completion_tokens,
+        tokens=[],
+    )
+
+
+def _pieces(reply: ModelReply) -> list[Piece]:
+    pieces: list[Piece] = []
+    if reply.reasoning:
+        pieces.append(ReasoningDelta(reply.reasoning))
+    if reply.content:
+        pieces.append(ContentDelta(reply.content))
+    for number, call in enumerate(reply.tool_calls):
+        pieces += whole_call(number, call)
+    return pieces

@@ -1,0 +1,98 @@
+"""The session of a model that is served and not trained: one key that does not expire, for any
+number of conversations.
+
+A request goes on in the conversation whose history it extends, if that is among the last ones, so
+that the model sees the tokens that it has drawn and the engine has their keys and values; else it
+begins a conversation of its own, whose history is encoded as a whole. A conversation takes one
+request at a time and grows along one line, so it is bounded by the model's context, and at most
+MAX_KEPT are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agentevo.agents.posted_rewards import PostedReward
+from agentevo.gateway.answer import Hear
+from agentevo.gateway.refusals import Refusal
+from agentevo.gateway.request import Delivery, ModelReply, ModelRequest
+from agentevo.gateway.session import Session
+from agentevo.inference.conversation import Conversation
+from agentevo.types import Message
+
+MAX_KEPT = 256
+"""Conversations that may be gone on with."""
+
+
+class SharedSession(Session):
+    """See the module. `new_conversation` makes an empty one. The client decides temperature and
+    filters; where it says nothing, those of the conversation hold."""
+
+    def __init__(self, new_conversation: Callable[[], Conversation], base: str, key: str) -> None:
+        super().__init__({"": new_conversation()}, base, follows_client=True, key=key)
+        self._new_conversation = new_conversation
+        self._kept: dict[bytes, Session] = {}
+        """Digest of a history -> the conversation that has it; the oldest first."""
+
+    async def complete(
+        self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
+    ) -> list[ModelReply]:
+        with self._one_more():
+            one = self._extended(request)
+            if one is None:
+                one = Session({"": self._new_conversation()}, self.base, follows_client=True)
+            is_whole = False
+            try:
+                replies = await one.complete(request, delivery, hear)
+                is_whole = len(replies) == 1 and request.has_messages
+            finally:
+                if not is_whole:
+                    await one.close()
+            if is_whole:
+                await self._keep(one, request, replies[0])
+            return replies
+
+    def lose(self, delivery: Delivery) -> None:
+        """Nothing is trained on here, so nothing is taken back."""
+
+    def post(self, *rewards: PostedReward) -> None:
+        raise Refusal("this model is served and not trained: it takes no rewards", status=404)
+
+    def _extended(self, request: ModelRequest) -> Session | None:
+        """The conversation that the request goes on with, which nobody else has meanwhile."""
+        if not request.has_messages:
+            return None
+        digests = list(_digests(request.tools, cast("list[Message]", request.prompt)))
+        known = (self._kept.pop(digest, None) for digest in reversed(digests))
+        return next((one for one in known if one is not None), None)
+
+    async def _keep(self, one: Session, request: ModelRequest, reply: ModelReply) -> None:
+        answer = Message("assistant", reply.content)
+        history = [*cast("list[Message]", request.prompt), answer]
+        digest = list(_digests(request.tools, history))[-1]
+        replaced = [self._kept.pop(digest, None)]
+        self._kept[digest] = one
+        if len(self._kept) > MAX_KEPT:
+            replaced.append(self._kept.pop(next(iter(self._kept))))
+        for old in replaced:
+            if old is not None:
+                await old.close()
+
+
+def _digests(
+    tools: Sequence[dict[str, Any]] | None, messages: Sequence[Message]
+) -> Iterator[bytes]:
+    """One of each history that ends with an answer, the shortest first. Clients write thoughts and
+    calls in forms of their own, so only an answer's text counts; what is the same here and differs
+    otherwise is told apart by the conversation."""
+    digest = hashlib.sha256(msgspec.json.encode(tools))
+    for message in messages:
+        is_answer = message.role == "assistant"
+        told = (message.role, message.text.strip()) if is_answer else message
+        digest.update(msgspec.json.encode(told))
+        if is_answer:
+            yield digest.digest()

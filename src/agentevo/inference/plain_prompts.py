@@ -1,0 +1,81 @@
+"""Prompts that are no chats in one conversation: token ids, and plain texts.
+
+A text that begins with a recorded prompt and all that the policy said to it keeps those ids, and
+only what comes after them is encoded. The token that ended a completion is not part of what the
+client was told: a client that writes it itself goes on from the whole turn, one that goes on
+without it starts anew with the drawn ids before it. A text that differs earlier, such as from the
+place of a stop string on, is encoded from there.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from agentevo.errors import BadRequestError
+from agentevo.models.chat import ChatFormat
+from agentevo.types import TURN_COLUMNS, Turn
+
+
+class PlainTexts:
+    """See the module. `context` gives all ids up to and including a turn's completion."""
+
+    def __init__(self, chat: ChatFormat, context: Callable[[int], list[int]]) -> None:
+        self._chat, self._context = chat, context
+        self._known: dict[str, tuple[int, int]] = {}
+        """A text -> the turn whose prompt and completion it is, and how many of their last ids it
+        does not have."""
+
+    def ids_of(self, text: str) -> list[int]:
+        """Ids of a prompt. Raises ModelError for what the tokenizer has no token for."""
+        begun = [known for known in list(self._known) if text.startswith(known)]
+        known = max(begun, key=len, default="")
+        if not known:
+            return self._chat.plain(text)
+        turn, unsaid = self._known[known]
+        ids = self._context(turn)
+        return ids[: len(ids) - unsaid] + self._chat.plain(text[len(known) :], begins=False)
+
+    def answered(self, prompt: str, said: str, turn: int, completion_ids: Sequence[int]) -> None:
+        """Turn `turn` has answered a prompt with `said`."""
+        ended = completion_ids[-1] in self._chat.end_ids
+        if ended:
+            (end,) = self._chat.token_texts(completion_ids[-1:])
+            self._known[prompt + said + end.text] = (turn, 0)
+        self._known[prompt + said] = (turn, int(ended))
+
+
+def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
+    """The ids of a prompt. Raises BadRequestError for what is none."""
+    ids = list(prompt)
+    for place, token in enumerate(ids):
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise BadRequestError(
+                f"token {place} of the prompt is {token!r}: ids of this model are whole "
+                f"numbers from 0 to {vocabulary - 1}"
+            )
+    return ids
+
+
+def recorded_beginning(
+    ids: list[int], turns: Sequence[Turn], children: Mapping[int | None, Sequence[int]]
+) -> tuple[int, int | None]:
+    """How many of the ids are recorded, and the turn that they go on from: the one with the longest
+    context that they begin with, the newest of several. `children`: turn -> those that extend it,
+    None -> roots."""
+    given = array(TURN_COLUMNS["prompt_ids"], ids)
+    known, parent = 0, -1
+    reached: list[tuple[int, int | None]] = [(0, None)]
+    while reached:
+        start, turn = reached.pop()
+        for child in children.get(turn, ()):
+            middle = start + len(turns[child].prompt_ids)
+            end = middle + len(turns[child].completion_ids)
+            if (
+                end < len(ids)
+                and given[start:middle] == turns[child].prompt_ids
+                and given[middle:end] == turns[child].completion_ids
+            ):
+                known, parent = max((known, parent), (end, child))
+                reached.append((end, child))
+    return known, parent if known else None

@@ -1,0 +1,1 @@
+"""The policy as the objects of other frameworks. One module per framework, which imports it."""

@@ -1,0 +1,193 @@
+"""LangChain and LangGraph: the policy as a chat model, and a LangGraph agent by class.
+
+    model = ChatPolicy(policy)                       # in an agent `run(task, policy)`
+    create_agent(model, tools).ainvoke(...)          # LangChain's agents, or a graph of your own
+
+`ChatPolicy` asks the policy in this process, without the gateway: tool calls and reasoning are read
+out of its text, and its messages, sent back, are the turns that were recorded. Needs the package
+langchain, which brings LangGraph.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from agentevo.agents import Policy
+from agentevo.agents.rollout_thread import BlockingPolicy
+from agentevo.config import AgentSection
+from agentevo.data.messages import messages_of, tools_of
+from agentevo.errors import BadRequestError, MissingExtraError
+from agentevo.gateway.answer import Answer
+from agentevo.gateway.request import ModelRequest
+from agentevo.types import Message, Task, Turn
+
+try:
+    from langchain.agents import create_agent
+    from langchain_core.language_models.chat_models import BaseChatModel
+    from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
+    from langchain_core.outputs import ChatGeneration, ChatResult
+    from langchain_core.utils.function_calling import convert_to_openai_tool
+    from langgraph.errors import GraphRecursionError
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"agentevo.integrations.langchain needs the package {error.name!r}: pip install "
+        "'agentevo[langchain]'"
+    ) from error
+
+
+class ChatPolicy(BaseChatModel):
+    """The policy of one attempt as a LangChain chat model. `sampling` replaces the recipe's for
+    every call (fields of types.SamplingOverrides)."""
+
+    policy: Any
+    sampling: dict[str, Any] | None = None
+
+    def __init__(self, policy: Any, **options: Any) -> None:
+        super().__init__(policy=policy, **options)
+
+    @property
+    def _llm_type(self) -> str:
+        return "agentevo"
+
+    def bind_tools(
+        self, tools: Sequence[Any], *, tool_choice: str | None = None, **options: Any
+    ) -> Any:
+        """See BaseChatModel.bind_tools. Raises BadRequestError for a tool_choice that would have to
+        force the policy."""
+        if tool_choice not in (None, "auto", "none"):
+            raise BadRequestError(
+                f"tool_choice is {tool_choice!r}, and the policy can't be forced to call a tool: "
+                "leave it out, or ask for a call in the prompt"
+            )
+        schemas = [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=schemas if tool_choice != "none" else None)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        **options: Any,
+    ) -> ChatResult:
+        reply = self._asked(messages, stop, options)
+        if not isinstance(reply, ChatResult):
+            reply.close()
+            raise BadRequestError(
+                "the model is called by invoke in a coroutine of the sampler: call ainvoke, or "
+                "make the agent's function a plain one, which runs on a thread of its own"
+            )
+        return reply
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: Any = None,
+        **options: Any,
+    ) -> ChatResult:
+        result: ChatResult = await self._asked(messages, stop, options)
+        return result
+
+    def _asked(
+        self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
+    ) -> Any:
+        """The reply, or what gives it when it is awaited."""
+        unknown = sorted(options.keys() - {"tools", "stream"})
+        if unknown:
+            raise BadRequestError(
+                f"the model is called with {', '.join(unknown)}, which the policy does not take: "
+                "leave it out; ChatPolicy(policy, sampling={...}) changes how tokens are drawn"
+            )
+        prompt, tools = convert_to_openai_messages(messages), options.get("tools")
+
+        def question(policy: Policy) -> Coroutine[Any, Any, ChatResult]:
+            return _replied(policy, prompt, tools, self.sampling, stop)
+
+        if isinstance(self.policy, BlockingPolicy):
+            return self.policy.ask(question)
+        return question(self.policy)
+
+
+async def _replied(
+    policy: Policy,
+    prompt: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    sampling: Mapping[str, Any] | None,
+    stop: list[str] | None,
+) -> ChatResult:
+    messages = messages_of(prompt)
+    said = await policy.generate(messages, tools=tools, sampling=sampling, stop=stop)
+    conversation = policy.conversation
+    turn = conversation.turns[said.turn]
+    given = tools_of(tools) if tools else None
+    answer = Answer(
+        ModelRequest(prompt=messages, tools=given, model="policy"), conversation.chat, said.opening
+    )
+    answer.finish(turn)
+    conversation.recognise(said.turn, answer.message)
+    return _result(answer.message, turn, len(conversation.prompt_ids(said.turn)))
+
+
+def _result(said: Message, turn: Turn, num_prompt: int) -> ChatResult:
+    calls = [
+        {"name": call.name, "args": json.loads(call.arguments or "{}"), "id": call.id}
+        for call in said.tool_calls
+    ]
+    num_said = len(turn.completion_ids)
+    message = AIMessage(
+        content=said.text,
+        tool_calls=calls,
+        additional_kwargs={"reasoning_content": said.reasoning} if said.reasoning else {},
+        response_metadata={"finish_reason": turn.finish_reason, "turn": turn.index},
+        usage_metadata={
+            "input_tokens": num_prompt,
+            "output_tokens": num_said,
+            "total_tokens": num_prompt + num_said,
+        },
+    )
+    return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+class ReactAgentSection(AgentSection):
+    """Options of `ReactAgent`."""
+
+    system_prompt: str | None = None
+    """System message. Default: none."""
+
+
+class ReactAgent:
+    """A LangGraph agent that calls tools until it answers. Register a subclass with
+    `@agentevo.agent(NAME)`: `tools` gives the tools of a task, `reward` what an attempt is worth,
+    and `run` may be any other graph over `ChatPolicy(policy)`."""
+
+    Config = ReactAgentSection
+
+    def __init__(self, config: ReactAgentSection) -> None:
+        self.config = config
+
+    def tools(self, task: Task) -> Sequence[Any]:
+        """Functions or LangChain tools, made for one attempt."""
+        return ()
+
+    async def reward(self, task: Task, state: Mapping[str, Any]) -> Any:
+        """What `run` returns of the graph's last state (docs/agents.md); None leaves it to the
+        recipe's rewards."""
+        return None
+
+    async def run(self, task: Task, policy: Policy) -> Any:
+        """One attempt. One that makes more than `max_turns` calls of the policy earns what `reward`
+        says of the messages so far."""
+        graph = create_agent(
+            ChatPolicy(policy), list(self.tools(task)), system_prompt=self.config.system_prompt
+        )
+        asked = {"messages": [{"role": "user", "content": task.query}]}
+        state: Mapping[str, Any] = asked
+        limit = {"recursion_limit": 2 * self.config.max_turns}
+        try:
+            async for values in graph.astream(asked, limit, stream_mode="values"):
+                state = values
+        except GraphRecursionError:
+            pass
+        return await self.reward(task, state)

@@ -1,0 +1,104 @@
+"""Environments of the package `verifiers`: its tasks, its rollout, its rubric.
+
+    agentevo.train(world("gsm8k", num_train_examples=500), model=...)   # by name, with options
+    agentevo.train(world(environment), model=...)                       # an object at hand
+
+In a recipe: `import: [agentevo.integrations.verifiers]`, `agent: {type: verifiers, id: gsm8k}`. The
+environment asks the policy through the gateway, by its own client, on an event loop of its own:
+what blocks there holds up no other attempt's tokens. Both generations are played: environments
+with `load_environment` (verifiers 0.1.14 to 0.3, classic.py), and tasksets with an `Env` (0.4,
+tasksets.py). Only an environment that is played imports the package.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import Field, JsonValue
+
+from agentevo.agents import Policy
+from agentevo.config import AgentSection
+from agentevo.config.agents import agent
+from agentevo.errors import ConfigError
+from agentevo.integrations.verifiers.loading import World, load, wrap
+from agentevo.types import Outcome, Task
+
+__all__ = ["VerifiersAgent", "VerifiersSection", "world"]
+
+
+class VerifiersSection(AgentSection):
+    """Which environment of the package `verifiers`."""
+
+    type: str = "verifiers"
+    id: str = Field(min_length=1)
+    """Name of an installed environment, as `vf-eval` takes it, such as gsm8k or owner/gsm8k."""
+    args: dict[str, JsonValue] = Field(default_factory=dict)
+    """Options: those of its `load_environment`, or of verifiers 0.4's section `env`."""
+    max_tasks: int = Field(default=10_000, ge=2)
+    """The first so many of its tasks are used, of those to train on and of the held-out ones."""
+
+
+_loaded: dict[str, World] = {}
+"""Environments of this process by their options: one that is loaded is asked for its tasks and
+plays."""
+
+
+@agent("verifiers")
+class VerifiersAgent:
+    """Lets an environment of verifiers make the attempts."""
+
+    Config = VerifiersSection
+    brings_tasks = True
+
+    def __init__(self, config: VerifiersSection) -> None:
+        key = json.dumps([config.id, config.args, config.max_tasks], sort_keys=True)
+        if key not in _loaded:
+            _loaded[key] = load(config.id, config.args, config.max_tasks)
+        self._world = _loaded[key]
+
+    def tasks(self) -> tuple[list[Task], list[Task]]:
+        """The environment's, to train on and held out."""
+        return self._world.tasks()
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """One attempt, worth what the rubric says. Raises what the environment raises."""
+        return await self._world.play(task, policy)
+
+
+def world(
+    environment: Any, *, name: str | None = None, max_tasks: int = 10_000, **args: Any
+) -> type:
+    """An agent for `agentevo.train`, which brings its tasks: an environment by its name, with the
+    options `args`, or an object, which is registered under `name` (default: its own).
+
+    Raises ConfigError for what is no environment."""
+    if isinstance(environment, str):
+        made = load(environment, args, max_tasks)
+    elif args:
+        raise ConfigError(
+            f"world: {', '.join(args)}: options are for an environment by its name; this one is "
+            "made already"
+        )
+    else:
+        made = wrap(environment, max_tasks)
+    return _registered(made, name or re.sub(r"[^\w.-]+", "_", made.name))
+
+
+def _registered(made: World, name: str) -> type:
+    class Played:
+        """One environment at hand."""
+
+        brings_tasks = True
+
+        def __init__(self, config: AgentSection) -> None:
+            pass
+
+        def tasks(self) -> tuple[list[Task], list[Task]]:
+            return made.tasks()
+
+        async def run(self, task: Task, policy: Policy) -> Outcome:
+            return await made.play(task, policy)
+
+    return agent(name)(Played)

@@ -1,0 +1,186 @@
+"""Environments with `load_environment`: SingleTurnEnv, MultiTurnEnv, ToolEnv and whatever else is a
+`verifiers.Environment` (verifiers 0.1.14 to 0.3).
+
+An attempt is the environment's `run_rollout`, with a client of the gateway: it asks, calls its
+tools and is scored by its rubric, whose weighted sum is the reward; the score of each function is a
+metric. verifiers counts a function that raises as 0 and goes on; here its attempt fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from itertools import islice
+from typing import Any
+
+from openai import AsyncOpenAI
+from verifiers.clients import OpenAIChatCompletionsClient
+
+from agentevo.agents import Policy
+from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.own_loop import OwnLoop
+from agentevo.rewards.returned import plain_number
+from agentevo.types import Outcome, Task
+
+NOTHING_SAID = "EmptyModelResponseError"
+"""How verifiers calls an answer of the policy without a word: the policy's doing, which the rubric
+judges."""
+TOO_LONG = "context_length_exceeded"
+
+_raised: ContextVar[list[Exception]] = ContextVar("raised")
+"""What the rubric's functions raised in an attempt."""
+
+
+class ClassicWorld:
+    """See the module, and loading.World."""
+
+    def __init__(self, environment: Any, name: str, max_tasks: int) -> None:
+        """Raises ConfigError for an environment whose rubric compares attempts of a group."""
+        if environment.requires_group_rollouts:
+            raise ConfigError(
+                f"verifiers: the rubric of {name!r} scores a whole group at once, and here every "
+                "attempt is scored by itself: give it functions of one attempt"
+            )
+        self.name = name
+        self._environment, self._max_tasks = environment, max_tasks
+        self._rows: dict[str, Any] = {}
+        self._tasks: tuple[list[Task], list[Task]] | None = None
+        self._loop = OwnLoop(f"verifiers {name}")
+        self._clients: dict[asyncio.AbstractEventLoop, AsyncOpenAI] = {}
+        for rubric in _rubrics(environment):
+            rubric.funcs = [_watched(function) for function in rubric.funcs]
+
+    def tasks(self) -> tuple[list[Task], list[Task]]:
+        """See World.tasks. The held-out ones are those of its eval_dataset."""
+        if self._tasks is None:
+            train, held_out = (
+                self._read(split, dataset)
+                for split, dataset in (
+                    ("train", self._environment.build_dataset()),
+                    ("eval", self._environment.build_eval_dataset()),
+                )
+            )
+            if not train:
+                raise ConfigError(
+                    f"verifiers: {self.name!r} has no `dataset`, only an `eval_dataset`: there is "
+                    "nothing to train on"
+                )
+            self._tasks = train, held_out
+        return self._tasks
+
+    def _read(self, split: str, dataset: Any) -> list[Task]:
+        tasks = []
+        for row in islice(() if dataset is None else dataset, self._max_tasks):
+            task = _task(f"{split}-{row['example_id']}", row)
+            if task.id in self._rows:
+                raise ConfigError(f"verifiers: {self.name!r} has two rows {task.id!r}")
+            self._rows[task.id] = row
+            tasks.append(task)
+        return tasks
+
+    async def play(self, task: Task, policy: Policy) -> Outcome:
+        """See World.play."""
+        row = copy.deepcopy(self._rows[task.id])
+        base_url, api_key = policy.base_url, policy.api_key
+        raised: list[Exception] = []
+
+        async def attempt() -> Any:
+            _raised.set(raised)
+            client = self._client().with_options(base_url=base_url, api_key=api_key)
+            asks = OpenAIChatCompletionsClient(client)
+            return await self._environment.run_rollout(row, asks, "policy", {})
+
+        return self._outcome(await self._loop.run(attempt), raised)
+
+    def _client(self) -> AsyncOpenAI:
+        """One for each loop: to make one takes longer than a turn."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = AsyncOpenAI(base_url="http://127.0.0.1/v1", api_key="none")
+        return self._clients[loop]
+
+    def _outcome(self, played: Mapping[str, Any], raised: list[Exception]) -> Outcome:
+        error = _words(played.get("error"))
+        too_long = TOO_LONG in error
+        if not error.startswith(NOTHING_SAID) and not too_long:
+            if error:
+                raise EnvironmentFailure(f"the environment {self.name} broke off: {error}")
+            if raised:
+                raise raised[0]
+        reward = plain_number(played["reward"], f"the reward of {self.name}'s rubric")
+        return Outcome(
+            reward=reward,
+            success=reward >= getattr(self._environment, "pass_threshold", 1.0),
+            truncated=bool(played.get("is_truncated")) or too_long,
+            metrics=dict(played.get("metrics") or {}),
+        )
+
+
+def _task(name: str, row: Mapping[str, Any]) -> Task:
+    """The row as the store keeps it: what is asked, the answer, and a digest of the rest."""
+    plain = json.dumps(row, sort_keys=True, default=str)
+    return Task(
+        id=name,
+        query=_last_text(row.get("prompt")),
+        answer=row.get("answer"),
+        metadata={"row": hashlib.sha256(plain.encode()).hexdigest()[:16]},
+    )
+
+
+def _last_text(prompt: Any) -> str:
+    """What the user says last."""
+    if isinstance(prompt, str):
+        return prompt
+    said = [m.get("content") for m in prompt or [] if m.get("role") == "user"]
+    return said[-1] if said and isinstance(said[-1], str) else ""
+
+
+def _words(error: Any) -> str:
+    """An error of a rollout as verifiers tells it; empty where there is none."""
+    if not error:
+        return ""
+    if isinstance(error, Mapping):
+        error = error.get("error_chain_repr") or error.get("message") or error.get("error")
+    return str(error)
+
+
+def _rubrics(environment: Any) -> Iterator[Any]:
+    """Every rubric of an environment, of groups of rubrics and of groups of environments."""
+    waiting = [environment.rubric]
+    while waiting:
+        rubric = waiting.pop()
+        yield rubric
+        waiting.extend(getattr(rubric, "rubrics", ()))
+    for one in getattr(environment, "envs", ()):
+        yield from _rubrics(one)
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose exceptions are remembered for the attempt."""
+    if getattr(function, "is_watched", False):
+        return function
+
+    async def awaited(result: Any) -> Any:
+        try:
+            return await result
+        except Exception as error:
+            _raised.get([]).append(error)
+            raise
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            _raised.get([]).append(error)
+            raise
+        return awaited(result) if inspect.isawaitable(result) else result
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    return watched

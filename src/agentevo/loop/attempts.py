@@ -1,0 +1,293 @@
+"""The attempts of programs' loops that are under way in a run, recorded where its engine is. All of
+it happens on the run's event loop.
+
+    open -> generate, or calls of a client of its own -> settle -> end
+
+Every request may be repeated: an attempt is begun once, and asked again for its end it says the
+same. More than the limit wait for their turn. An attempt of which nothing was asked for as long as
+an attempt may take is given up: its program is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+from agentevo.agents.policy import DoorSession, Policy
+from agentevo.errors import BadRequestError, EngineUnavailableError
+from agentevo.inference.conversation import Conversation
+from agentevo.loop.contents import check_id
+from agentevo.loop.errors import UnknownAttemptError
+from agentevo.loop.records import (
+    Answers,
+    Ask,
+    Ended,
+    EndedAgent,
+    NewAttempt,
+    Opened,
+    Settled,
+    SettledAgent,
+)
+from agentevo.loop.seals import Sealer
+from agentevo.remote_models import RemoteConversations
+from agentevo.store.call_log import RunningCall
+from agentevo.types import RemoteTurn, Trajectory, Turn, group_of_agent
+
+T = TypeVar("T")
+
+MARGIN_S = 60.0
+"""What is waited for a program beyond the time that its attempt may take."""
+LOOK_S = 5.0
+"""How often is looked for such attempts."""
+KEPT = 1000
+"""Ended attempts whose end may be asked for again."""
+MAX_ASKS = 10_000
+"""Calls of one attempt."""
+
+
+class _Elsewhere:
+    """In the place of an attempt's remote models, where its program asks them itself."""
+
+    turns: tuple[RemoteTurn, ...] = ()
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self.models = frozenset(models)
+
+    def within_s(self, model: str) -> float:
+        """See RemoteConversations.within_s: it refuses at once."""
+        return 0.0
+
+    async def complete(self, model: str, *arguments: Any, **options: Any) -> NoReturn:
+        raise BadRequestError(
+            f"{model} is a remote model of the program, whose key is not here: ask it there, by "
+            f"policy.model({model!r})"
+        )
+
+
+class _UnderWay:
+    """One attempt."""
+
+    def __init__(self, new: NewAttempt, policy: Policy) -> None:
+        self.new, self.policy = new, policy
+        self.asks: dict[str, asyncio.Task[Answers]] = {}
+        self.seen_at = time.monotonic()
+        self.num_seen = 0
+        self.opened: Opened | None = None
+        self.calls: list[RunningCall] = [
+            one.calls.attempt("loop") for one in policy.conversations.values()
+        ]
+        self.context = contextvars.copy_context()
+        for call in self.calls:
+            self.context.run(call.__enter__)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Does something as a part of the attempt."""
+        self.seen_at = time.monotonic()
+        return asyncio.get_running_loop().create_task(work, context=self.context.copy())
+
+    def conversation(self, agent: str) -> Conversation:
+        """That of one of several agents, or of the only one. Raises BadRequestError."""
+        conversations = self.policy.conversations
+        if agent not in conversations:
+            known = ", ".join(filter(None, conversations)) or "none: there is but one"
+            raise BadRequestError(f"there is no agent {agent!r} (known: {known})")
+        return conversations[agent]
+
+    def session(self, agent: str) -> DoorSession:
+        """The session of one of several agents, or of the whole attempt."""
+        policy: Policy = self.policy[agent] if agent else self.policy
+        return self.context.run(lambda: policy.session)
+
+    def is_silent(self, limit_s: float) -> bool:
+        """Whether nothing has been asked for `limit_s`, nor by a client of its own."""
+        turns = sum(len(one.turns) for one in self.policy.conversations.values())
+        if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
+            self.num_seen, self.seen_at = turns, time.monotonic()
+        return time.monotonic() - self.seen_at > limit_s
+
+
+class Attempts:
+    """See the module."""
+
+    def __init__(
+        self,
+        make_policy: Callable[[NewAttempt, str], Policy],
+        sealer: Sealer,
+        *,
+        limit: int,
+        timeout_s: float,
+    ) -> None:
+        """`make_policy(attempt, name)`; at most `limit` attempts at once; `timeout_s` is the time
+        that one may take."""
+        self._make_policy, self._sealer = make_policy, sealer
+        self._limit, self._timeout_s = limit, timeout_s
+        self._slots = asyncio.Semaphore(limit)
+        self._open: dict[str, _UnderWay] = {}
+        self._handles: dict[str, str] = {}
+        """Id of an attempt that is open -> its handle."""
+        self._ends: OrderedDict[str, asyncio.Task[Ended]] = OrderedDict()
+        self._is_closed = False
+        self._watching = asyncio.create_task(self._watch())
+
+    async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> Opened:
+        """Begins one, or says again what was said of it. `has_session`: clients of its own get a
+        key at once. Raises TimeoutError where as many as may be are under way for `within_s`."""
+        check_id(new.task_id, "a task")
+        check_id(new.group_id, "a group")
+        if new.id not in self._handles:
+            async with asyncio.timeout(within_s):
+                await self._slots.acquire()
+            try:
+                self._begin(new, has_session)
+            except BaseException:
+                self._slots.release()
+                raise
+        attempt = self._open[self._handles[new.id]]
+        if attempt.new != new:
+            raise BadRequestError(f"the attempt {new.id!r} is another one: give a new one a new id")
+        assert attempt.opened is not None
+        return attempt.opened
+
+    def _begin(self, new: NewAttempt, has_session: bool) -> None:
+        if self._is_closed:
+            raise EngineUnavailableError("the run has ended: no attempt begins")
+        if new.id in self._handles:  # asked for twice while all had to wait
+            self._slots.release()
+            return
+        policy = self._make_policy(new, f"{new.group_id}#{new.number}")
+        if new.elsewhere:
+            policy.remote = cast("RemoteConversations", _Elsewhere(new.elsewhere))
+        attempt = _UnderWay(new, policy)
+        names = {agent: one.name for agent, one in policy.conversations.items()}
+        keys = {}
+        if has_session:
+            keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
+        handle = secrets.token_urlsafe(24)
+        attempt.opened = Opened(handle=handle, names=names, keys=keys)
+        self._open[handle], self._handles[new.id] = attempt, handle
+
+    def session(self, handle: str, agent: str) -> DoorSession:
+        """The attempt's session at the gateway, or that of one of several agents alone."""
+        return self._find(handle).session(agent)
+
+    def remote(self, handle: str) -> RemoteConversations | None:
+        """What the attempt says to the run's own remote models, if it has any."""
+        return self._find(handle).policy.remote
+
+    async def generate(self, handle: str, ask: Ask) -> Answers:
+        """The answers to a call; one that comes again gets the same. Raises what
+        Conversation.complete raises."""
+        attempt = self._find(handle)
+        if ask.id not in attempt.asks:
+            if len(attempt.asks) >= MAX_ASKS:
+                raise BadRequestError(f"an attempt makes {MAX_ASKS} calls at most")
+            conversation = attempt.conversation(ask.agent)
+            attempt.asks[ask.id] = attempt.start(self._generate(conversation, ask))
+        task = attempt.asks[ask.id]
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise UnknownAttemptError("this attempt was ended while it asked: begin it again")
+        return task.result()
+
+    async def _generate(self, conversation: Conversation, ask: Ask) -> Answers:
+        prompt: Any = ask.messages if ask.ids is None else ask.ids
+        if not prompt:
+            raise BadRequestError("messages is empty: give the whole history")
+        turns = await conversation.complete(
+            prompt, tools=ask.tools, overrides=ask.overrides, form=ask.form, n=ask.n
+        )
+        openings = [conversation.opening(turn) for turn in turns]
+        return Answers(turns=turns, openings=openings, slept_s=conversation.slept_s)
+
+    async def settle(self, handle: str) -> Settled:
+        """See Connection.settle."""
+        attempt = self._find(handle)
+        agents = {
+            agent: SettledAgent(turns=one.turns, received=one.received)
+            for agent, one in attempt.policy.conversations.items()
+        }
+        return Settled(agents=agents, posted=list(attempt.session("").posted))
+
+    async def end(self, handle: str) -> Ended:
+        """Ends one; asked for again, it says the same again."""
+        if handle not in self._ends:
+            self._find(handle)
+            self._ends[handle] = self._ending(handle)
+            while len(self._ends) > KEPT:
+                self._ends.popitem(last=False)
+        return await asyncio.shield(self._ends[handle])
+
+    def _ending(self, handle: str) -> asyncio.Task[Ended]:
+        """From now on it takes no call, and another attempt may begin once it has ended."""
+        attempt = self._open.pop(handle)
+        del self._handles[attempt.new.id]
+        task = attempt.start(self._end(attempt))
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Ended]) -> None:
+        self._slots.release()
+        if not task.cancelled():
+            task.exception()  # nobody may ask
+
+    async def _end(self, attempt: _UnderWay) -> Ended:
+        for task in attempt.asks.values():
+            task.cancel()
+        await asyncio.gather(*attempt.asks.values(), return_exceptions=True)
+        await attempt.policy.close()
+        for call in attempt.calls:
+            call.end("completed", None)
+        return Ended(
+            agents={
+                agent: self._recorded(attempt.new, agent, conversation)
+                for agent, conversation in attempt.policy.conversations.items()
+            }
+        )
+
+    def _recorded(self, new: NewAttempt, agent: str, conversation: Conversation) -> EndedAgent:
+        turns: list[Turn] = conversation.recorded({})
+        sealed = Trajectory(
+            id=conversation.name,
+            task_id=new.task_id,
+            group_id=group_of_agent(new.group_id, agent),
+            attempt=new.number,
+            turns=turns,
+        )
+        broken = conversation.broken
+        return EndedAgent(
+            turns=turns,
+            numbers={index: number for number, index in enumerate(conversation.received)},
+            metrics=conversation.metrics(),
+            broken=None if broken is None else f"{type(broken).__name__}: {broken}",
+            seal=self._sealer.seal(sealed),
+        )
+
+    async def close(self) -> None:
+        """Ends all of them, and waits for those that end already."""
+        self._is_closed = True
+        self._watching.cancel()
+        ends = [self._ending(handle) for handle in list(self._open)]
+        await asyncio.gather(*ends, *self._ends.values(), return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Gives up attempts whose programs are gone."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            limit = self._timeout_s + MARGIN_S
+            for handle in [name for name, one in self._open.items() if one.is_silent(limit)]:
+                self._ending(handle)
+
+    def _find(self, handle: str) -> _UnderWay:
+        attempt = self._open.get(handle)
+        if attempt is None:
+            raise UnknownAttemptError(
+                "this attempt is not under way: it has ended, nothing was asked of it for long, or "
+                "the server was started anew; begin it again"
+            )
+        attempt.seen_at = time.monotonic()
+        return attempt

@@ -1,0 +1,124 @@
+"""What other threads' event loops ask of the event loop of a run, which may end at any moment.
+
+Invariant: whoever asks is answered: with the result, or with why the run has ended. No coroutine is
+left that was never begun, and nothing is said to an event loop that is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from agentevo.errors import EngineUnavailableError
+
+T = TypeVar("T")
+
+
+class Calls:
+    """See the module. Its methods may be called on any thread."""
+
+    def __init__(self, ended: Callable[[], Exception]) -> None:
+        """`ended`: a new exception that says why the run has ended."""
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.is_closed = False
+        """Whether nothing more is done."""
+        self._open: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
+        self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
+
+    def begin(self) -> None:
+        """From now on the event loop that runs is asked."""
+        self._loop = asyncio.get_running_loop()
+
+    def end(self) -> None:
+        """That event loop is closed."""
+        with self._lock:
+            self._loop = None
+            left, self._open = self._open, {}
+            self._tasks = {}
+        for future, work in left.items():
+            with suppress(RuntimeError):  # its task has swallowed its cancellation
+                work.close()
+            future.set_exception(self._ended())
+
+    def close(self) -> None:
+        """Nothing more is done, on that event loop: what is under way is broken off."""
+        with self._lock:
+            self.is_closed = True
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of something that is done on that event loop. Cancelled, it is cancelled
+        there."""
+        here, answered = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(_: object) -> None:
+            with suppress(RuntimeError):  # who asked has ended with its loop
+                here.call_soon_threadsafe(answered.set)
+
+        future = self._asked(work)
+        future.add_done_callback(tell)
+        try:
+            await answered.wait()
+        except asyncio.CancelledError:
+            self.soon(lambda: self._cancel(future))
+            raise
+        return future.result()
+
+    def call_now(self, work: Callable[[], T], within_s: float) -> T:
+        """The same of something that does not wait, from a thread that may be blocked for it.
+        Raises EngineUnavailableError after `within_s`."""
+
+        async def done() -> T:
+            return work()
+
+        try:
+            return self._asked(done()).result(within_s)
+        except TimeoutError as error:
+            raise EngineUnavailableError(f"the run did not answer within {within_s:g} s") from error
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """Does something on that event loop, if there still is one."""
+        with self._lock, suppress(RuntimeError):  # the loop has just been closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(work)
+
+    def _asked(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            is_open = self._loop is not None and not self.is_closed
+            if is_open:
+                self._open[future] = work
+        if not is_open:
+            work.close()
+            raise self._ended()
+        self.soon(lambda: self._start(future))
+        return future
+
+    # What follows happens on that event loop.
+
+    def _start(self, future: Future[Any]) -> None:
+        task = asyncio.get_running_loop().create_task(self._open[future])
+        self._tasks[future] = task
+        if self.is_closed:
+            task.cancel()
+        task.add_done_callback(lambda task: self._done(future, task))
+
+    def _cancel(self, future: Future[Any]) -> None:
+        if future in self._tasks:
+            self._tasks[future].cancel()
+
+    def _done(self, future: Future[Any], task: asyncio.Task[Any]) -> None:
+        self._open.pop(future, None)
+        self._tasks.pop(future, None)
+        error = self._ended() if task.cancelled() else task.exception()
+        if error is None:
+            future.set_result(task.result())
+        else:
+            future.set_exception(error)

@@ -1,0 +1,300 @@
+"""`agentevo.Client`: a program's own loop on one machine, the model on another (server.py). It has
+the methods of a loop in one process, imports no torch, and shares no folder with the server.
+
+Requests are repeated while the server can't be reached, for `patience_s`; all of them may be. A
+server that was started anew is asked to open the model again, and goes on from what was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from agentevo.agents.policy import DoorSession
+from agentevo.config.rewards import Reward
+from agentevo.config.sources import plain_option
+from agentevo.errors import ConfigError, EngineUnavailableError, shown
+from agentevo.event_loop import in_thread
+from agentevo.inference.address import EngineAddress
+from agentevo.loop.encoding import decode, encode
+from agentevo.loop.errors import ModelNotOpenError, UnknownAttemptError
+from agentevo.loop.group import Group
+from agentevo.loop.model import TrainableModel
+from agentevo.loop.program_parts import ProgramParts
+from agentevo.loop.records import (
+    Answers,
+    Ask,
+    Checkpoint,
+    Ended,
+    ModelState,
+    NewAttempt,
+    Opened,
+    Settled,
+    Submitted,
+    Trained,
+)
+from agentevo.loop.tunnel import Tunnel, pinned_context
+from agentevo.loop.wire import (
+    ASK_AGAIN,
+    NAME,
+    PREFIX,
+    Failure,
+    ListedModel,
+    Named,
+    NewGroup,
+    OpenModel,
+    raised,
+)
+from agentevo.remote_models import RemoteConversations
+from agentevo.seeds import derive_seed
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""How long a server that can't be reached is waited for."""
+ANSWER_S = 120.0
+"""How long one answer may take: the server sends one in time, if only that it is not there yet."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+NAMED_SECTIONS = ("model", "algorithm")
+
+
+class Client:
+    """See the module. A context manager of one event loop: `async with agentevo.Client(url, key) as
+    client`."""
+
+    def __init__(self, url: str, key: str, *, patience_s: float = PATIENCE_S) -> None:
+        """`url` is what `agentevo server` printed, `key` what is in the file that it named. Raises
+        ConfigError for what is none."""
+        self._address = EngineAddress.read(url, what="a server", printed_by="server")
+        if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key.strip()):
+            raise ConfigError(
+                "this is not a key: give the content of the file that `agentevo server` named"
+            )
+        self._headers = {"Authorization": f"Bearer {key.strip()}"}
+        self._patience_s = patience_s
+        self._http: httpx.AsyncClient | None = None
+        self._tunnel: Tunnel | None = None
+
+    async def __aenter__(self) -> Self:
+        verify: Any = True
+        if self._address.certificate:
+            verify = await in_thread(pinned_context, self._address)
+            self._tunnel = Tunnel(self._address, verify)
+        self._http = httpx.AsyncClient(
+            base_url=self._address.url,
+            headers=self._headers,
+            verify=verify,
+            trust_env=False,
+            timeout=httpx.Timeout(ANSWER_S, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=32),
+        )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._tunnel is not None:
+            self._tunnel.close()
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def models(self) -> list[ListedModel]:
+        """What the server has, by name."""
+        return await self.request("GET", "", kind=list[ListedModel])
+
+    @asynccontextmanager
+    async def open_model(
+        self,
+        name: str,
+        *,
+        rewards: Sequence[Reward] = (),
+        remote_models: Mapping[str, Any] = MappingProxyType({}),
+        agents: Mapping[str, Any] | None = None,
+        **sections: Any,
+    ) -> AsyncIterator[TrainableModel]:
+        """A model of that name on the server: a new one, or as it was left, or as others train it
+        now. `sections` are those of a recipe, as in `agentevo.open_model`; a run that goes on keeps
+        what it is not told. It stays open at the server after the block, until `close_model`.
+
+        `rewards`, `remote_models` and the agents that these play are this program's: they are
+        asked from here, the server is told nothing of them, and they are given each time."""
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(
+                f"{shown(name)} is no name for a model: use letters, digits, `-`, `_` and `.`"
+            )
+        options = {
+            key: plain_option(value, named=key in NAMED_SECTIONS)
+            for key, value in sections.items()
+            if value is not None
+        }
+        program = ProgramParts.read(rewards, remote_models, agents or {})
+        if agents is not None:
+            options["agents"] = program.agents
+        connection = _ServedModel(self, name, options, program)
+        try:
+            yield TrainableModel(connection, await connection.open_model(), program.rewards)
+        finally:
+            program.close()
+
+    async def close_model(self, name: str) -> None:
+        """Ends the model's run at the server, with a checkpoint; it can be opened again."""
+        await self.request("POST", f"/{quote(name, safe='')}/close", kind=dict)
+
+    def base(self) -> str:
+        """Where clients of other APIs find the server's gateway; blocks for a moment."""
+        return self._address.url if self._tunnel is None else self._tunnel.base
+
+    async def request(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
+        """One answer, however long it takes. Raises what the server raised, and
+        EngineUnavailableError where it can't be reached."""
+        content = None if body is None else await in_thread(encode, body)
+        ends, pause = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+        while True:
+            try:
+                answer = await self.http.request(method, PREFIX + path, content=content)
+                if answer.status_code == ASK_AGAIN:
+                    ends, pause = time.monotonic() + self._patience_s, FIRST_PAUSE_S
+                    continue
+                if answer.is_success:
+                    return await in_thread(decode, answer.content, kind)
+                raise _failure(answer)
+            except httpx.TransportError as error:
+                if time.monotonic() + pause >= ends:
+                    raise EngineUnavailableError(
+                        f"{self._address.url} does not answer ({type(error).__name__} {error}): "
+                        "is `agentevo server` running there?"
+                    ) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        """Its connections."""
+        if self._http is None:
+            raise ConfigError("the client is closed: use it in `async with agentevo.Client(...)`")
+        return self._http
+
+
+def _failure(answer: httpx.Response) -> Exception:
+    try:
+        return raised(decode(answer.content, Failure))
+    except Exception:  # noqa: BLE001 (it is no server of ours)
+        return EngineUnavailableError(
+            f"{answer.request.url} answers {answer.status_code}: it is no `agentevo server`"
+        )
+
+
+class _Session:
+    """An attempt's session at the server's gateway (DoorSession)."""
+
+    def __init__(self, base: str, key: str) -> None:
+        self.base, self.key, self.base_url = base, key, f"{base}/v1"
+        self.reward_url = f"{base}/s/{key}/reward"
+        self.posted: list[Any] = []
+
+
+class _ServedModel:
+    """A Connection to a model at a server."""
+
+    def __init__(
+        self, client: Client, name: str, sections: Mapping[str, Any], program: ProgramParts
+    ) -> None:
+        self._client, self._path = client, f"/{quote(name, safe='')}"
+        self._sections, self._program = dict(sections), program
+        self._seed = 0
+
+    async def open_model(self) -> ModelState:
+        body = OpenModel(sections=self._sections)
+        state = await self._client.request("POST", self._path, body, kind=ModelState)
+        self._seed = state.seed
+        return state
+
+    async def _ask(self, method: str, path: str, body: Any = None, *, kind: type[T]) -> T:
+        """Asks the model, which is opened again where the server was started anew."""
+        try:
+            return await self._client.request(method, self._path + path, body, kind=kind)
+        except ModelNotOpenError:
+            await self.open_model()
+            return await self._client.request(method, self._path + path, body, kind=kind)
+
+    async def state(self) -> ModelState:
+        return await self._ask("GET", "", kind=ModelState)
+
+    async def group(self, task_id: str, *, greedy: bool) -> str:
+        body = NewGroup(task_id=task_id, greedy=greedy)
+        return (await self._ask("POST", "/groups", body, kind=Named)).id
+
+    async def open(self, attempt: NewAttempt) -> Opened:
+        new = msgspec.structs.replace(attempt, elsewhere=list(self._program.remote_models))
+        return await self._ask("POST", "/attempts", new, kind=Opened)
+
+    async def generate(self, attempt: Opened, ask: Ask) -> Answers:
+        return await self._of_attempt(attempt, "generate", ask, kind=Answers)
+
+    def session(self, attempt: Opened, agent: str = "") -> DoorSession:
+        return _Session(self._client.base(), attempt.keys[agent])
+
+    async def remote(self, attempt: Opened) -> RemoteConversations | None:
+        if not self._program.remote_models:
+            return None
+        name = next(iter(attempt.names.values()))
+        seed = derive_seed(self._seed, name)
+        return RemoteConversations(self._program.remote_models, name=name, seed=seed)
+
+    @property
+    def remote_agents(self) -> Mapping[str, str]:
+        return self._program.remote_agents
+
+    async def settle(self, attempt: Opened) -> Settled:
+        return await self._of_attempt(attempt, "settle", {}, kind=Settled)
+
+    async def end(self, attempt: Opened) -> Ended:
+        return await self._of_attempt(attempt, "end", {}, kind=Ended)
+
+    async def _of_attempt(self, attempt: Opened, what: str, body: Any, *, kind: type[T]) -> T:
+        path = f"{self._path}/attempts/{attempt.handle}/{what}"
+        try:
+            return await self._client.request("POST", path, body, kind=kind)
+        except ModelNotOpenError as error:  # its server was started anew, so the attempt is gone
+            raise UnknownAttemptError(str(error)) from error
+
+    async def train(self, groups: Sequence[Group]) -> Trained:
+        submitted = Submitted(groups=list(groups))
+        while True:
+            named = await self._ask("POST", "/steps", submitted, kind=Named)
+            try:
+                path = f"{self._path}/steps/{named.id}"
+                return await self._client.request("GET", path, kind=Trained)
+            except ModelNotOpenError:
+                continue  # its server was started anew, and may not have trained on it
+
+    async def save(self) -> None:
+        await self._ask("POST", "/save", {}, kind=dict)
+
+    async def checkpoints(self) -> list[Checkpoint]:
+        return await self._ask("GET", "/checkpoints", kind=list[Checkpoint])
+
+    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
+        url = f"{PREFIX}{self._path}/checkpoints/{checkpoint.step}/{quote(name)}"
+        try:
+            async with self._client.http.stream("GET", url) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    raise _failure(answer)
+                with to.open("wb") as file:
+                    async for piece in answer.aiter_raw():
+                        await in_thread(file.write, piece)
+        except httpx.TransportError as error:
+            raise EngineUnavailableError(
+                f"{name} of the checkpoint of step {checkpoint.step} did not come to its end "
+                f"({type(error).__name__}): fetch it again"
+            ) from error

@@ -1,0 +1,65 @@
+"""What a program's loop asks of the run that it trains, wherever that is: in this process
+(local.py), or behind a server (client.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from agentevo.agents.policy import DoorSession
+from agentevo.loop.group import Group
+from agentevo.loop.records import (
+    Answers,
+    Ask,
+    Checkpoint,
+    Ended,
+    ModelState,
+    NewAttempt,
+    Opened,
+    Settled,
+    Trained,
+)
+from agentevo.remote_models import RemoteConversations
+
+
+class Connection(Protocol):
+    """See the module. Every call has a deadline, and may be repeated: what has been done is not
+    done again."""
+
+    async def state(self) -> ModelState: ...
+
+    async def group(self, task_id: str, *, greedy: bool) -> str:
+        """The id of a new group of attempts at a task."""
+
+    async def open(self, attempt: NewAttempt) -> Opened:
+        """Begins an attempt. It is given up when nothing is asked of it for long."""
+
+    async def generate(self, attempt: Opened, ask: Ask) -> Answers: ...
+
+    def session(self, attempt: Opened, agent: str = "") -> DoorSession:
+        """The attempt's way to the policy for clients of their own; `agent`: to one of several."""
+
+    async def remote(self, attempt: Opened) -> RemoteConversations | None:
+        """What the attempt says to remote models, if there are any."""
+
+    @property
+    def remote_agents(self) -> Mapping[str, str]:
+        """The agents that a remote model plays, and which."""
+
+    async def settle(self, attempt: Opened) -> Settled:
+        """What such clients have done until now."""
+
+    async def end(self, attempt: Opened) -> Ended:
+        """The attempt takes no further call."""
+
+    async def train(self, groups: Sequence[Group]) -> Trained:
+        """One step, once it is committed."""
+
+    async def save(self) -> None:
+        """A checkpoint of the committed weights."""
+
+    async def checkpoints(self) -> list[Checkpoint]: ...
+
+    async def fetch(self, checkpoint: Checkpoint, name: str, to: Path) -> None:
+        """Copies one file of a checkpoint."""

@@ -1,0 +1,55 @@
+"""What submitted attempts may say. Their seals cover tokens and names; rewards, metrics and reasons
+are whatever their program wrote, so nothing of that may end the run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentevo.errors import LONGEST, ConfigError, shown
+from agentevo.loop.encoding import decode, encode
+from agentevo.rewards.returned import LARGEST_METRIC, plain_number, plain_numbers
+from agentevo.types import Task, Trajectory
+
+LONGEST_ID = 1000
+"""Characters of a task's or group's id."""
+
+
+def check_outcome(one: Trajectory, *, is_baseline: bool = False) -> None:
+    """Raises ConfigError for an attempt whose outcome can't be trained on or stored. Only a
+    baseline may be of the likeliest tokens."""
+    try:
+        plain_number(one.reward, "its reward")
+        plain_numbers(one.reward_parts, "its reward_parts")
+        plain_numbers(one.metrics, "its metrics", LARGEST_METRIC)
+        for turn in one.turns:
+            plain_number(turn.reward, f"the reward of its turn {turn.index}")
+        if one.error is not None and len(one.error) > 2 * LONGEST:
+            raise ValueError(f"its error has {len(one.error)} characters")
+        outcome = msgspec.structs.replace(one, turns=[], remote_turns=[])
+        decode(encode(outcome), Trajectory)  # a program's own objects have no types so far
+    except Exception as error:
+        raise ConfigError(f"train: the attempt {shown(one.id)}: {error}") from error
+    if not is_baseline and any(
+        turn.overrides is None and turn.temperature == 0 for turn in one.turns
+    ):
+        raise ConfigError(
+            f"train: the attempt {shown(one.id)} is greedy, which only evaluates: submit attempts "
+            "that were drawn"
+        )
+
+
+def check_task(task: Task) -> None:
+    """Raises ConfigError for a task that is none."""
+    check_id(task.id, "a task")
+    try:
+        decode(encode(task), Task)
+    except Exception as error:
+        raise ConfigError(f"train: the task {shown(task.id)}: {error}") from error
+
+
+def check_id(name: object, what: str) -> None:
+    """Raises ConfigError for an id that is no text, or too long."""
+    if not isinstance(name, str) or len(name) > LONGEST_ID:
+        raise ConfigError(
+            f"{shown(name)} is no id of {what}: give a text of at most {LONGEST_ID} characters"
+        )

@@ -1,0 +1,205 @@
+"""An attempt's conversations as its program sees them, while the run that it trains records them
+elsewhere (inference/conversation.py): another thread's event loop, or a server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agentevo.agents.policy import DoorSession, Policy
+from agentevo.agents.posted_rewards import PostedReward
+from agentevo.errors import EngineError, EngineUnavailableError
+from agentevo.loop.connection import Connection
+from agentevo.loop.records import Ask, Ended, EndedAgent, Opened, Settled
+from agentevo.models.answer_form import AnswerForm
+from agentevo.remote_models import RemoteConversations
+from agentevo.store.call_log import AttemptCalls
+from agentevo.types import Message, SamplingOverrides, Turn
+
+
+class RemoteAttempt:
+    """What its conversations have in common: one attempt that is under way."""
+
+    def __init__(self, connection: Connection, opened: Opened) -> None:
+        self.connection, self.opened = connection, opened
+        self.settled: Settled | None = None
+        """What clients of its own have done; None where there are none."""
+        self.ended: Ended | None = None
+        self.conversations = {name: RemoteConversation(self, name) for name in opened.names}
+
+    async def settle(self) -> None:
+        """From now on it is known what clients have done."""
+        self.settled = await self.connection.settle(self.opened)
+        for name, conversation in self.conversations.items():
+            conversation.take(self.settled.agents[name].turns)
+
+    async def end(self) -> Ended:
+        """Ends it. Raises EngineUnavailableError."""
+        if self.ended is None:
+            self.ended = await self.connection.end(self.opened)
+        return self.ended
+
+
+class RemoteConversation:
+    """What a Policy and an Attempt need of a Conversation."""
+
+    def __init__(self, attempt: RemoteAttempt, agent: str) -> None:
+        self.attempt, self.agent = attempt, agent
+        self.calls = AttemptCalls(None, self.name)
+        self.broken: BaseException | None = None
+        self.slept_s = 0.0
+        self._turns: dict[int, Turn] = {}
+        self._openings: dict[int, str] = {}
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self.attempt.opened.names[self.agent]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those that are known here so far."""
+        return [self._turns[index] for index in sorted(self._turns)]
+
+    @property
+    def received(self) -> list[int]:
+        """See Conversation.received."""
+        settled = self.attempt.settled
+        return sorted(self._turns) if settled is None else settled.agents[self.agent].received
+
+    async def complete(
+        self,
+        prompt: Sequence[Message] | Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        overrides: SamplingOverrides | None = None,
+        form: AnswerForm | None = None,
+        n: int = 1,
+    ) -> list[Turn]:
+        """See Conversation.complete."""
+        is_ids = bool(prompt) and isinstance(prompt[0], int)
+        ask = Ask(
+            id=uuid.uuid4().hex,
+            agent=self.agent,
+            messages=None if is_ids else cast("list[Message]", list(prompt)),
+            ids=cast("list[int]", list(prompt)) if is_ids else None,
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            overrides=overrides,
+            form=form,
+            n=n,
+        )
+        try:
+            answers = await self.attempt.connection.generate(self.attempt.opened, ask)
+        except EngineUnavailableError as error:
+            self.broken = self.broken or error
+            raise
+        self.slept_s = answers.slept_s
+        self.take(answers.turns)
+        for turn, opening in zip(answers.turns, answers.openings, strict=True):
+            self._openings[turn.index] = opening
+        return answers.turns
+
+    def take(self, turns: Sequence[Turn]) -> None:
+        """These turns are recorded."""
+        self._turns |= {turn.index: turn for turn in turns}
+
+    def opening(self, turn: Turn) -> str:
+        """See Conversation.opening."""
+        return self._openings.get(turn.index, "")
+
+    async def close(self) -> None:
+        """Ends the attempt; what is recorded of it is known from now on."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            ended = (await self.attempt.end()).agents[self.agent]
+        except EngineUnavailableError as error:
+            self.broken = self.broken or error
+            return
+        self._turns = {
+            index: msgspec.structs.replace(ended.turns[number], index=index)
+            for index, number in ended.numbers.items()
+        }
+        if ended.broken is not None:
+            self.broken = self.broken or EngineError(ended.broken)
+
+    @property
+    def ended(self) -> EndedAgent | None:
+        """What is recorded, once the attempt has ended."""
+        ended = self.attempt.ended
+        return None if ended is None else ended.agents[self.agent]
+
+    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+        """See Conversation.recorded."""
+        if self.ended is None:
+            return []
+        numbers = self.ended.numbers
+        given = {numbers[index]: reward for index, reward in rewards.items() if index in numbers}
+        return [
+            msgspec.structs.replace(turn, reward=given.get(turn.index, 0.0))
+            for turn in self.ended.turns
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """See Conversation.metrics."""
+        return {} if self.ended is None else self.ended.metrics
+
+
+class RemoteSession:
+    """A door's session whose posted rewards are known once the attempt is settled."""
+
+    def __init__(self, session: DoorSession, attempt: RemoteAttempt) -> None:
+        self.base, self.base_url, self.key = session.base, session.base_url, session.key
+        self.reward_url = session.reward_url
+        self._attempt = attempt
+
+    @property
+    def posted(self) -> list[PostedReward]:
+        settled = self._attempt.settled
+        return [] if settled is None else settled.posted
+
+
+class _Door:
+    """Where the sessions of a RemotePolicy come from."""
+
+    def __init__(self, attempt: RemoteAttempt) -> None:
+        self._attempt = attempt
+        self.is_used = False
+
+    def open(
+        self, conversations: Mapping[str, Any], remote: Any, remote_agents: Mapping[str, str]
+    ) -> RemoteSession:
+        self.is_used = True
+        alone: RemoteConversation | None = conversations.get("")
+        agent = "" if alone is None else alone.agent
+        session = self._attempt.connection.session(self._attempt.opened, agent)
+        return RemoteSession(session, self._attempt)
+
+    def end(self, session: Any) -> None:
+        """It ends with its attempt."""
+
+
+class RemotePolicy(Policy):
+    """The policy that an agent of a program's own loop asks."""
+
+    def __init__(self, attempt: RemoteAttempt, remote: RemoteConversations | None = None) -> None:
+        """`remote`: what the attempt says to remote models, if there are any."""
+        own: Mapping[str, Any] = attempt.conversations
+        door = _Door(attempt)
+        super().__init__(
+            next(iter(own.values())),
+            door,
+            remote,
+            {} if "" in own else own,
+            attempt.connection.remote_agents,
+        )
+        self._attempt, self._used = attempt, door
+
+    async def settle(self) -> None:
+        """See Policy.settle."""
+        if self._used.is_used:
+            await self._attempt.settle()

@@ -1,0 +1,117 @@
+"""Groups of attempts as plain data: a program may keep them, look at them, reward them otherwise,
+leave some out, write them to a file, and train on them later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from agentevo.errors import ConfigError
+from agentevo.loop.encoding import decode, encode
+from agentevo.rewards.returned import plain_number
+from agentevo.rollout.sampler import BASELINE
+from agentevo.types import Task, Trajectory
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts at one task that are compared with each other."""
+
+    id: str
+    task: Task
+    trajectories: list[Trajectory]
+    """In the order of their numbers, failed ones too; of several agents, those of each in turn."""
+    baseline: Trajectory | None = None
+    """The attempt of the likeliest tokens that they are compared with, where the algorithm has one
+    (remax)."""
+    seals: dict[str, str]
+    """Trajectory -> the proof that its tokens are what the engine drew. Nothing is trained on
+    without it."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """One for each trajectory; of a failed one it means nothing."""
+        return [trajectory.reward for trajectory in self.trajectories]
+
+    @property
+    def completed(self) -> list[Trajectory]:
+        """Those that count."""
+        return [one for one in self.trajectories if one.status == "completed"]
+
+    @property
+    def members(self) -> list[Trajectory]:
+        """All that is trained on together: the trajectories, and the baseline."""
+        return [*self.trajectories, *([] if self.baseline is None else [self.baseline])]
+
+    @property
+    def agents(self) -> list[str]:
+        """The names of the agents that there are trajectories of; that of a single one is empty."""
+        return list(dict.fromkeys(one.agent for one in self.trajectories))
+
+    def of(self, *agents: str) -> Group:
+        """The group with the trajectories of these agents alone. Raises ConfigError for a name that
+        none of them has."""
+        if unknown := set(agents) - set(self.agents):
+            raise ConfigError(
+                f"{min(unknown)!r} is no agent of the group {self.id}: "
+                f"{', '.join(filter(None, self.agents)) or 'it has but one, without a name'}"
+            )
+        return msgspec.structs.replace(
+            self, trajectories=[one for one in self.trajectories if one.agent in agents]
+        )
+
+    def with_rewards(self, rewards: Sequence[float] | Mapping[str, float]) -> Group:
+        """The same attempts with other rewards, for a judge that has seen all of them: one for each
+        trajectory in order, and behind them one for the baseline, if there is one; or by the
+        trajectory's id. Their parts, and the rewards of single turns, are left out."""
+        ids = [trajectory.id for trajectory in self.members]
+        if not isinstance(rewards, Mapping):
+            if len(rewards) != len(ids):
+                raise ConfigError(
+                    f"{len(rewards)} rewards for the {len(ids)} attempts of the group {self.id}: "
+                    "give one for each, failed ones too, or a mapping by their ids"
+                )
+            rewards = dict(zip(ids, rewards, strict=True))
+        if unknown := rewards.keys() - set(ids):
+            raise ConfigError(f"{min(unknown)!r} is no attempt of the group {self.id}")
+        try:
+            given = {name: plain_number(value, "the reward") for name, value in rewards.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the group {self.id}: {error}") from error
+        return self._of_each(lambda one: _rewarded(one, given[one.id]) if one.id in given else one)
+
+    def without(self, *ids: str) -> Group:
+        """The group without these attempts."""
+        return self._of_each(lambda one: None if one.id in ids else one)
+
+    def _of_each(self, changed: Callable[[Trajectory], Trajectory | None]) -> Group:
+        """The group with what becomes of each attempt."""
+        trajectories = [new for one in self.trajectories if (new := changed(one)) is not None]
+        baseline = None if self.baseline is None else changed(self.baseline)
+        return msgspec.structs.replace(self, trajectories=trajectories, baseline=baseline)
+
+    def encode(self) -> bytes:
+        """As JSON, for a file."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, content: bytes) -> Group:
+        """The inverse of `encode`. Raises BadRequestError for what is no group."""
+        return decode(content, cls)
+
+
+def baseline_name(group_id: str, task_id: str) -> str:
+    """Id of the group of the greedy attempt beside a group of that task."""
+    return f"{task_id}/{BASELINE}@{group_id.removeprefix(f'{task_id}/train@')}"
+
+
+def _rewarded(trajectory: Trajectory, reward: float) -> Trajectory:
+    if trajectory.status != "completed":
+        return trajectory
+    return msgspec.structs.replace(
+        trajectory,
+        reward=reward,
+        reward_parts={},
+        success=reward >= 1.0,
+        turns=[msgspec.structs.replace(turn, reward=0.0) for turn in trajectory.turns],
+    )

@@ -1,0 +1,114 @@
+"""A model that a program's own loop trains: `agentevo.open_model` and `Client.open_model` give
+one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from agentevo.errors import ConfigError, UnusableCheckpointError
+from agentevo.event_loop import in_thread
+from agentevo.files import atomic_folder
+from agentevo.loop.connection import Connection
+from agentevo.loop.group import Group
+from agentevo.loop.records import Checkpoint, ModelState, Trained
+from agentevo.rewards import RewardConfig
+from agentevo.training import manifest
+
+MANY_FILES = 4
+"""Files of a checkpoint that are fetched at once."""
+
+
+class TrainableModel:
+    """See the module. It belongs to one event loop."""
+
+    def __init__(
+        self, connection: Connection, state: ModelState, rewards: Sequence[RewardConfig] = ()
+    ) -> None:
+        """`rewards` judge what its rollouts return no reward for."""
+        self.connection, self.rewards = connection, tuple(rewards)
+        self._state = state
+        self._slots = asyncio.Semaphore(state.max_attempts)
+
+    @property
+    def name(self) -> str:
+        return self._state.name
+
+    @property
+    def step(self) -> int:
+        """Steps that are committed, as far as is known here: a loop that is resumed goes on from
+        this one."""
+        return self._state.step
+
+    @property
+    def state(self) -> ModelState:
+        """As it was when something was last heard of it."""
+        return self._state
+
+    async def refresh(self) -> ModelState:
+        """Asks how far it is now: others may train it too."""
+        self._state = await self.connection.state()
+        return self._state
+
+    async def train(self, groups: Sequence[Group]) -> Trained:
+        """One step on these groups, by the recipe; returns when it is committed.
+
+        The same groups again, after an answer that was lost, say, are not trained again: the answer
+        is what their step came to. Attempts that failed are left out, and so is what is older than
+        `rollout.staleness`; `dropped` says what and why. Raises ConfigError for groups of which
+        something was trained on before, or nothing completed, and SealError for tokens that the
+        engine has not drawn.
+        """
+        given = list(groups)
+        if not given or not all(isinstance(group, Group) for group in given):
+            raise ConfigError("train: give the groups that gather returned, at least one")
+        trained = await self.connection.train(given)
+        step = max(self._state.step, trained.step)
+        self._state = msgspec.structs.replace(self._state, step=step)
+        return trained
+
+    async def save(self) -> None:
+        """Saves a checkpoint of the committed weights, if none has them."""
+        await self.connection.save()
+
+    async def checkpoints(self) -> list[Checkpoint]:
+        """The saved versions, oldest first; `checkpoint.keep_last` says how many are kept."""
+        return await self.connection.checkpoints()
+
+    async def fetch(self, to: str | Path, *, step: int | Literal["last"] = "last") -> Path:
+        """Copies a checkpoint into the new folder `to`, whole or not at all, and checks every
+        byte of it. `last` saves the present weights first. Raises UnusableCheckpointError where
+        there is none of that step."""
+        target = Path(to)
+        if await in_thread(target.exists):
+            raise ConfigError(f"{target} is there already: give the name of a new folder")
+        if step == "last":
+            await self.save()
+        saved = {one.step: one for one in await self.checkpoints()}
+        wanted = max(saved, default=None) if step == "last" else step
+        if wanted is None or wanted not in saved:
+            steps = ", ".join(map(str, saved)) or "none"
+            raise UnusableCheckpointError(f"there is no checkpoint of step {step}: {steps} are")
+        limit = asyncio.Semaphore(MANY_FILES)
+
+        async def fetch(name: str, folder: Path) -> None:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            async with limit:
+                await self.connection.fetch(saved[wanted], name, path)
+
+        with atomic_folder(target) as folder:
+            await asyncio.gather(*(fetch(name, folder) for name in saved[wanted].files))
+            await in_thread(manifest.verify, folder)
+        return target
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One of the attempts that may be under way at once."""
+        async with self._slots:
+            yield

@@ -1,0 +1,90 @@
+"""What a program keeps to itself when the model that it trains is on a server: its rewards, the
+remote models that it asks, with their keys, and the agents that those play."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from agentevo.config.remote_models import RemoteModelSection, name_problems
+from agentevo.config.rewards import Reward, named_reward, read_rewards
+from agentevo.config.sources import plain_option
+from agentevo.console import to_stderr
+from agentevo.errors import ConfigError
+from agentevo.remote_models import RemoteModels
+from agentevo.rewards import RewardConfig
+
+
+@dataclass(frozen=True)
+class ProgramParts:
+    """See the module."""
+
+    rewards: tuple[RewardConfig, ...]
+    remote_models: RemoteModels
+    remote_agents: dict[str, str]
+    """The agents that a remote model plays, and which."""
+    agents: dict[str, Any]
+    """All others, as the server reads them."""
+
+    @classmethod
+    def read(
+        cls,
+        rewards: Sequence[Reward],
+        remote_models: Mapping[str, Any],
+        agents: Mapping[str, Any],
+    ) -> ProgramParts:
+        """Out of the sections of a recipe. Raises ConfigError with a line for each problem."""
+        configs, problems = read_rewards([named_reward(one) for one in rewards])
+        sections: dict[str, RemoteModelSection] = {}
+        for name, given in remote_models.items():
+            try:
+                options = plain_option(given, named=False)
+                sections[name] = RemoteModelSection.model_validate(options)
+            except pydantic.ValidationError as error:
+                problems += [
+                    f"remote_models.{name}.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+                    for wrong in error.errors()
+                ]
+        problems += name_problems(list(remote_models), "policy")
+        problems += [
+            f"remote_models.{name}.cache: answers are kept in a run's folder, which is on the "
+            "server: leave it out"
+            for name, section in sections.items()
+            if section.cache
+        ]
+        plain = {name: plain_option(given, named=False) for name, given in agents.items()}
+        problems += [
+            f"agents: {name!r} is a remote model too, and clients could not tell which they ask: "
+            "give one of them another name"
+            for name, one in plain.items()
+            if name in remote_models and not (_is_remote(one) and one["remote"] == name)
+        ]
+        played = {name: one["remote"] for name, one in plain.items() if _is_remote(one)}
+        problems += [
+            f"agents.{name}.remote: {model!r} is not in remote_models "
+            f"({', '.join(remote_models) or 'none'})"
+            for name, model in played.items()
+            if model not in remote_models
+        ]
+        problems += [
+            f"agents.{name}.remote: nothing else can be said of a remote model's agent"
+            for name in played
+            if len(plain[name]) > 1
+        ]
+        if problems:
+            raise ConfigError("\n".join(f"Client.open_model: {line}" for line in problems))
+        own = {name: one for name, one in plain.items() if name not in played}
+        return cls(configs, RemoteModels(sections), played, own)
+
+    def close(self) -> None:
+        """Ends the remote models, and says what they have cost."""
+        for line in self.remote_models.account():
+            to_stderr(line)
+        self.remote_models.close()
+
+
+def _is_remote(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("remote") is not None

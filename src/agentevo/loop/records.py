@@ -1,0 +1,155 @@
+"""What goes back and forth between a program's loop and the run that it trains: over the network as
+JSON, in one process as it is."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from agentevo.agents.posted_rewards import PostedReward
+from agentevo.loop.group import Group
+from agentevo.models.answer_form import AnswerForm
+from agentevo.types import Message, SamplingOverrides, Turn
+
+
+class ModelState(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as it is now."""
+
+    name: str
+    step: int
+    """Steps that are committed, which is the version of its weights."""
+    group_size: int
+    """`trainer.group_size`: attempts of a group, unless the program says otherwise."""
+    max_attempts: int
+    """`rollout.max_attempts`: how many may be under way at once."""
+    attempt_timeout_s: float
+    """`agent.timeout_s`."""
+    request_timeout_s: float
+    """`engine.timeout_s`."""
+    seed: int = 0
+    """`run.seed`."""
+    has_baseline: bool = False
+    """Whether the algorithm compares a group with a greedy attempt beside it."""
+    agents: list[str] = []
+    """The names of several agents, in the order of their trajectories; empty where there is one."""
+    trained_agents: list[str] = []
+    """Those of them that are trained, the main one first."""
+
+
+class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Which attempt begins."""
+
+    task_id: str
+    group_id: str
+    number: int
+    greedy: bool = False
+    elsewhere: list[str] = []
+    """Names of models that the program asks itself, so that no client gets the policy by them."""
+    id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    """One that is asked for again has the same one, and is the same."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that has begun."""
+
+    handle: str
+    """By which it is asked for; nobody can guess it."""
+    names: dict[str, str]
+    """The id of each agent's trajectory; a single one has no name."""
+    keys: dict[str, str] = {}
+    """Agent -> a key at the gateway for it, where clients of their own have one from the start; the
+    one without a name is good for all of several agents."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the policy."""
+
+    id: str
+    """A call that comes again has the same one, and the same answer."""
+    agent: str = ""
+    """Which of several agents is asked."""
+    messages: list[Message] | None = None
+    ids: list[int] | None = None
+    """Token ids in place of messages."""
+    tools: list[dict[str, Any]] | None = None
+    overrides: SamplingOverrides | None = None
+    form: AnswerForm | None = None
+    """What the answer has to look like."""
+    n: int = 1
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy said."""
+
+    turns: list[Turn]
+    openings: list[str]
+    """For each turn what the chat template made it begin with."""
+    slept_s: float
+    """Seconds that the engine has slept so far."""
+
+
+class SettledAgent(msgspec.Struct, frozen=True, kw_only=True):
+    """What is recorded of one agent until now."""
+
+    turns: list[Turn]
+    received: list[int]
+    """Indices of the turns that somebody has received."""
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients of its own have done in an attempt until now."""
+
+    agents: dict[str, SettledAgent]
+    posted: list[PostedReward]
+
+
+class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
+    """What is recorded of one agent in an attempt."""
+
+    turns: list[Turn]
+    """Those that somebody has received, numbered anew."""
+    numbers: dict[int, int]
+    """Index of a turn during the attempt -> its index in `turns`."""
+    metrics: dict[str, float]
+    broken: str | None
+    """The engine's failure, if there was one."""
+    seal: str
+    """Proves that `turns` are what the engine drew in this attempt (seals.py)."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What is recorded of an attempt."""
+
+    agents: dict[str, EndedAgent]
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step has come to."""
+
+    step: int
+    metrics: dict[str, float | None]
+    """The step's row in metrics.jsonl."""
+    dropped: dict[str, str] = {}
+    """Trajectory -> why it was not trained on."""
+
+    @property
+    def reward(self) -> float:
+        """The mean reward of the attempts that the step was given."""
+        value = self.metrics.get("critic/score/mean")
+        return float("nan") if value is None else value
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A saved version of the weights."""
+
+    step: int
+    files: dict[str, int]
+    """Path within the checkpoint's folder -> size in bytes."""
+
+
+class Submitted(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups for one step."""
+
+    groups: list[Group]

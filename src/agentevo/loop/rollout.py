@@ -1,0 +1,182 @@
+"""`@agentevo.rollout`: a function that makes one attempt, and the groups that a program's own loop
+makes of it.
+
+    @agentevo.rollout
+    async def answer(task, policy): ...
+
+    groups = await agentevo.gather(answer.group(model, task) for task in tasks)
+    await model.train(groups)
+
+An attempt that fails is part of its group, with the reason, and nothing is trained on it. What goes
+wrong in the engine is no attempt's failure: the attempt is made again, with a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from agentevo.agents.agent import FunctionAgent
+from agentevo.config.agents import is_async
+from agentevo.config.tasks import TaskFields
+from agentevo.console import to_stderr
+from agentevo.copies import copy_of_task
+from agentevo.data import RowError
+from agentevo.errors import AttemptsFailedError, ConfigError, EngineError
+from agentevo.event_loop import gather_all
+from agentevo.loop.conversation import RemoteAttempt, RemotePolicy
+from agentevo.loop.group import Group, baseline_name
+from agentevo.loop.model import TrainableModel
+from agentevo.loop.records import NewAttempt
+from agentevo.rollout.failures import FirstFailures, failure_words
+from agentevo.rollout.given_tasks import task_of
+from agentevo.rollout.group import Attempt, InfrastructureFailure
+from agentevo.rollout.scoring import Scoring
+from agentevo.store.store import RETRIES
+from agentevo.types import Task, Trajectory
+
+
+class Rollout:
+    """See the module. Called, it is the function itself, so `agentevo.train` takes it too."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._agent = FunctionAgent(function)
+        self._function = function
+        self._failures = FirstFailures(to_stderr)
+        self._scorings = WeakKeyDictionary[TrainableModel, Scoring]()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._function(*arguments, **options)
+
+    async def group(
+        self,
+        model: TrainableModel,
+        task: Task | Mapping[str, Any],
+        *,
+        size: int | None = None,
+        greedy: bool = False,
+    ) -> Group:
+        """Several attempts at a task: `size` of them, or `trainer.group_size`. With `greedy` each
+        token is the likeliest one: for evaluation, with a size of 1, and never trained on."""
+        own = task if isinstance(task, Task) else _task_of(task)
+        size = (1 if greedy else model.state.group_size) if size is None else size
+        if size < 1:
+            raise ConfigError(f"size is {size}: a group has at least one attempt")
+        self._scoring(model).check([own], needed=False)
+        name = await model.connection.group(own.id, greedy=greedy)
+        beside = [] if greedy or not model.state.has_baseline else [baseline_name(name, own.id)]
+        made = await gather_all(
+            [self._made(model, own, name, number, greedy) for number in range(size)]
+            + [self._made(model, own, one, 0, True) for one in beside]
+        )
+        members, greedy_ones = made[:size], made[size:]
+        return Group(
+            id=name,
+            task=own,
+            trajectories=await self._scored(model, own, members),
+            baseline=next(iter(await self._scored(model, own, greedy_ones)), None),
+            seals={name: seal for one in made for name, seal in one.seals.items()},
+        )
+
+    def _scoring(self, model: TrainableModel) -> Scoring:
+        if model not in self._scorings:
+            self._scorings[model] = Scoring(model.rewards, show=self._failures.show)
+        return self._scorings[model]
+
+    async def _scored(
+        self, model: TrainableModel, task: Task, made: Sequence[_Made]
+    ) -> list[Trajectory]:
+        """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent
+        that is not trained."""
+        trained, scored = model.state.trained_agents, list[Trajectory]()
+        unrewarded = set[str]().union(*(one.unrewarded for one in made))
+        for of_agent in zip(*(one.trajectories for one in made), strict=True):
+            judged = list(of_agent)
+            if not trained or judged[0].agent in trained:
+                without = [one.id in unrewarded for one in judged]
+                judged = await self._scoring(model).score(judged, without, {}, task=task)
+            scored += judged
+        return scored
+
+    async def _made(
+        self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
+    ) -> _Made:
+        """One attempt, again when the engine fails it."""
+        failures = 0
+        while True:
+            async with model.slot():
+                try:
+                    return await self._attempt(model, task, group, number, greedy)
+                except InfrastructureFailure as error:
+                    failures += 1
+                    if failures == RETRIES.max_failures:
+                        raise EngineError(f"given up after {failures} tries: {error}") from error
+            await asyncio.sleep(RETRIES.delay_s(failures))
+
+    async def _attempt(
+        self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
+    ) -> _Made:
+        new = NewAttempt(task_id=task.id, group_id=group, number=number, greedy=greedy)
+        opened = await model.connection.open(new)
+        under_way = RemoteAttempt(model.connection, opened)
+        attempt = Attempt(
+            self._agent,
+            copy_of_task(task),
+            RemotePolicy(under_way, await model.connection.remote(opened)),
+            name=f"{group}#{number}",
+            limit_s=model.state.attempt_timeout_s,
+            show=self._failures.show,
+        )
+        trajectories = await attempt.run(task_id=task.id, group_id=group, number=number)
+        ended = (await under_way.end()).agents
+        seals = {opened.names[agent]: ended[agent].seal for agent in ended}
+        return _Made(trajectories, seals, attempt.unrewarded)
+
+    def trace_of(self, error: str | None) -> str:
+        """The traceback of the first attempt that failed so."""
+        return self._failures.trace_of(error)
+
+
+class AsyncRollout(Rollout):
+    """The same of an async function."""
+
+    async def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return await self._function(*arguments, **options)
+
+
+class _Made:
+    """An attempt that has ended."""
+
+    def __init__(
+        self, trajectories: list[Trajectory], seals: Mapping[str, str], unrewarded: set[str]
+    ) -> None:
+        """One trajectory for each agent; `unrewarded`: those whose reward is left to a scorer."""
+        self.trajectories, self.seals, self.unrewarded = trajectories, seals, unrewarded
+
+
+def rollout(function: Callable[..., Any]) -> Rollout:
+    """Decorator: makes of an agent function, `run(task, policy)` or `run(task)`, a `Rollout`. See
+    the module. Raises ConfigError for what can't be one."""
+    return AsyncRollout(function) if is_async(function) else Rollout(function)
+
+
+async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
+    """All groups, made at once, in their order. Raises AttemptsFailedError if not one attempt
+    of any of them has completed: then the function is broken, or what it asks."""
+    made = await gather_all(list(groups))
+    attempts = [one for group in made for one in group.trajectories]
+    if attempts and all(one.status != "completed" for one in attempts):
+        errors = [one.error for one in attempts]
+        raise AttemptsFailedError(failure_words(errors, len(attempts)))
+    return made
+
+
+def _task_of(row: Mapping[str, Any]) -> Task:
+    try:
+        return task_of(dict(row), TaskFields())
+    except RowError as error:
+        raise ConfigError(f"group: the task: {error}") from error

@@ -1,0 +1,268 @@
+"""`agentevo server`: trains models for programs on other machines. Each has a folder of its name,
+and a run with a thread of its own (service.py); the door is one socket, whose paths are those of
+wire.py, and the gateway's for agents with a client of their own.
+
+Whoever has the key may do anything here but run code: sections that name files or modules of the
+server are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentevo.config import RunConfig
+from agentevo.console import to_stderr
+from agentevo.errors import ConfigError
+from agentevo.event_loop import run_coroutine
+from agentevo.gateway.app import Routes
+from agentevo.gateway.bridge import Bridge
+from agentevo.gateway.session import Session
+from agentevo.inference.address import EngineAddress
+from agentevo.inference.admission import Limits
+from agentevo.inference.certificate import RunCertificate
+from agentevo.inference.conversation import Conversation
+from agentevo.inference.http_server import serving, url_of
+from agentevo.loop.client_sections import check_sections, only_from_the_hub
+from agentevo.loop.door import Door
+from agentevo.loop.errors import ModelNotOpenError
+from agentevo.loop.local import loop_config
+from agentevo.loop.service import LoopService
+from agentevo.loop.wire import NAME, WAIT_S, ListedModel
+from agentevo.paths import check_new_folder
+from agentevo.processes.client_door import FOLDER, client_door
+from agentevo.remote_models.conversations import RemoteConversations
+from agentevo.runs.folder import is_run_folder
+from agentevo.signals import LOOK_S, asked_to_stop
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 4096
+IDLE_S = 120.0
+MAX_BODY_MB = 16
+KEPT_S = 60.0
+"""How long a result is kept for a client that was told to ask again."""
+LONGEST_REQUEST_S = 3600.0
+
+
+class Server:
+    """The models that are open. Belongs to the door's event loop."""
+
+    def __init__(
+        self, folder: Path, base: str, *, max_models: int, note: Callable[[str], None]
+    ) -> None:
+        self.folder, self.base, self._max_models, self._note = folder, base, max_models, note
+        self._services: dict[str, LoopService] = {}
+        self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
+        self.sessions: dict[str, Session] = {}
+        """Of attempts, by their keys at the gateway."""
+
+    async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of something that may take long, which is begun once and asked for again and
+        again until it is there. Raises TimeoutError where it is not yet."""
+        task = self._jobs.get(key)
+        if task is None:
+            task = self._jobs[key] = asyncio.create_task(work())
+            task.add_done_callback(partial(self._forget_later, key))
+        done, _ = await asyncio.wait([task], timeout=WAIT_S)
+        if not done:
+            raise TimeoutError
+        if self._jobs.get(key) is task:
+            del self._jobs[key]
+        return task.result()
+
+    def _forget_later(self, key: tuple[str, ...], task: asyncio.Task[Any]) -> None:
+        """Nobody may come for the result."""
+
+        def forget() -> None:
+            if self._jobs.get(key) is task:
+                del self._jobs[key]
+                if not task.cancelled():
+                    task.exception()
+
+        asyncio.get_running_loop().call_later(KEPT_S, forget)
+
+    def service(self, name: str) -> LoopService:
+        """The open model of that name. Raises why it has failed, if it has: it is not opened again
+        by a request that would fail it again."""
+        service = self._services.get(name)
+        if service is not None and service.is_ending and service.has_failed:
+            raise service.ended()
+        if service is None or not service.is_open:
+            raise ModelNotOpenError(f"the model {name!r} is not open here: open it first")
+        return service
+
+    async def open(self, name: str, sections: dict[str, Any]) -> None:
+        """Opens a model, new or as it was left; nothing happens to one that is open already and
+        keeps its settings."""
+        config = self._config(name, sections)
+        await self._end(name)
+        service = self._services.get(name)
+        if service is not None:
+            if service.config != config:
+                raise ConfigError(
+                    f"the model {name!r} is open with other settings: close it first, or open it "
+                    "without sections"
+                )
+            await service.start()
+            return
+        is_open = [name for name, one in self._services.items() if not one.is_ending]
+        if len(is_open) >= self._max_models:
+            raise ConfigError(
+                f"{len(is_open)} models are open ({', '.join(sorted(is_open))}), "
+                "which is --max-models: close one, or start the server with more"
+            )
+        resume = is_run_folder(config.run_dir)
+        service = LoopService(config, resume=resume, door=_SessionDoor(self), note=self._note)
+        self._services[name] = service
+        try:
+            await service.start()
+        except BaseException:
+            self._services.pop(name, None)
+            raise
+        self._note(f"{name}: open at step {(await service.call(service.state())).step}")
+
+    async def _end(self, name: str) -> None:
+        """Waits for the end of a model that ends already, and forgets it."""
+        service = self._services.get(name)
+        if service is not None and service.is_ending:
+            await self._closed(name, service)
+
+    async def _closed(self, name: str, service: LoopService) -> None:
+        try:
+            await service.close()
+        except Exception as error:
+            if not service.is_over:
+                raise
+            self._note(f"{name}: it had failed: {error}")
+        if self._services.get(name) is service:
+            del self._services[name]
+
+    def _config(self, name: str, sections: dict[str, Any]) -> RunConfig:
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(
+                f"{name!r} is no name for a model: use letters, digits, `-`, `_` and `.`"
+            )
+        check_sections(sections)
+        return loop_config(self.folder / name, only_from_the_hub(sections))
+
+    async def close_model(self, name: str) -> None:
+        """Ends a model's run with a checkpoint."""
+        service = self._services.get(name)
+        if service is not None:
+            await self._closed(name, service)
+            self._note(f"{name}: closed")
+
+    def models(self) -> list[ListedModel]:
+        """Those that there are, by name."""
+        names = {path.parent.name for path in self.folder.glob("*/config.yaml")}
+        services = dict(self._services)
+        is_open = {name for name, service in services.items() if not service.is_ending}
+        return [
+            ListedModel(name=name, is_open=name in is_open) for name in sorted(names | {*services})
+        ]
+
+    async def close(self) -> None:
+        """Ends all runs, each with a checkpoint."""
+        for task in self._jobs.values():
+            task.cancel()
+        ended = await asyncio.gather(
+            *(service.close() for service in self._services.values()), return_exceptions=True
+        )
+        for error in ended:
+            if isinstance(error, BaseException):
+                self._note(f"a model did not end well: {error}")
+
+
+class _SessionDoor:
+    """Where the own clients of one model's attempts ask: at the server's own socket."""
+
+    def __init__(self, server: Server) -> None:
+        """Made on the door's event loop, used on the run's."""
+        self._server, self._loop = server, asyncio.get_running_loop()
+        self._bridge: Bridge | None = None
+
+    def open(
+        self,
+        conversations: Mapping[str, Conversation],
+        remote: RemoteConversations | None,
+        remote_agents: Mapping[str, str],
+    ) -> Session:
+        if self._bridge is None:
+            self._bridge = Bridge(self._loop)
+        session = Session(
+            conversations,
+            self._server.base,
+            follows_client=False,
+            remote=remote,
+            remote_agents=remote_agents,
+        )
+        session.bridge = self._bridge
+        self._server.sessions[session.key] = session
+        return session
+
+    def end(self, session: Any) -> None:
+        self._server.sessions.pop(session.key, None)
+
+
+def serve_loops(
+    folder: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: bool | None = None,
+    max_models: int = 1,
+    note: Callable[[str], None] = to_stderr,
+) -> None:
+    """Serves until it is asked to stop; blocks. `tls`: whether it encrypts; None does so where it
+    is reached from other machines. Raises ConfigError before anything is created."""
+    if max_models < 1:
+        raise ConfigError(f"--max-models {max_models}: give 1 or more")
+    check_new_folder(folder, "folder")
+    with asked_to_stop() as stop, client_door(folder, host, port, tls) as door:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} can't be made ({error.strerror}): give another folder"
+            ) from error
+        context = door.server_context()
+        fingerprint = RunCertificate(folder / FOLDER).fingerprint() if context else ""
+        url = url_of(door.listener, encrypted=context is not None)
+
+        async def work() -> None:
+            server = Server(folder, url, max_models=max_models, note=note)
+            gateway = Routes(
+                server.sessions,
+                model="policy",
+                timeout_s=LONGEST_REQUEST_S,
+                max_body=MAX_BODY_MB * 2**20,
+            )
+            own = Door(server, folder / FOLDER, gateway)
+            limits = Limits(strangers=256, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
+            settings: dict[str, Any] = {
+                "ws": "none",
+                "interface": "asgi3",
+                "timeout_keep_alive": int(IDLE_S),
+            }
+            door.secret.value()
+            async with serving(
+                own.guarded,
+                door.listener,
+                close=server.close,
+                tls=context,
+                limits=limits,
+                **settings,
+            ):
+                address = EngineAddress(url, fingerprint).pinned_url
+                note(f"training for clients at {address}\n  the key is in {own.secret.file}")
+                while not stop():
+                    await asyncio.sleep(LOOK_S)
+                note("stopping: a step that is under way is finished first")
+            note("stopped")
+
+        run_coroutine(work())

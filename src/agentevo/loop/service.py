@@ -1,0 +1,445 @@
+"""A run that is trained by what programs' loops submit: a thread with an event loop of its own, on
+which its engine draws and its trainer's loop (orchestration/run.py) waits for submissions.
+
+Whoever asks does so from another event loop by `call`: that of a program (local.py) or that of a
+server's door (server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentevo.agents.policy import Door, Policy
+from agentevo.config import RunConfig
+from agentevo.config.named_agents import by_rank, trained_agents
+from agentevo.errors import (
+    AgentEvoError,
+    CheckpointError,
+    ConfigError,
+    EngineUnavailableError,
+    StoreError,
+    StoreUnavailableError,
+    UnusableCheckpointError,
+)
+from agentevo.event_loop import in_thread, run_coroutine
+from agentevo.inference.secret import RunSecret
+from agentevo.loop.attempts import Attempts
+from agentevo.loop.calls import Calls
+from agentevo.loop.contents import check_id, check_outcome, check_task
+from agentevo.loop.errors import ModelNotOpenError
+from agentevo.loop.group import Group, baseline_name
+from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, Trained
+from agentevo.loop.seals import Sealer
+from agentevo.loop.wire import failure_of, raised
+from agentevo.models.positions import context_length
+from agentevo.observability import LiveView
+from agentevo.orchestration.agent_policies import players
+from agentevo.orchestration.checks import check_parts
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.run import run_training
+from agentevo.orchestration.submissions import KEY, Submission, Submissions
+from agentevo.rollout.failures import failure_words
+from agentevo.rollout.sampler import Sampler, group_name
+from agentevo.runs.chain import is_given_up
+from agentevo.runs.creation import check_folder
+from agentevo.runs.resume_rules import check_resume
+from agentevo.runs.shared_store import check_store
+from agentevo.store.codec import content_digest, encode_task, encode_trajectories
+from agentevo.training import manifest
+from agentevo.training.batching.step_plan import Plan
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.types import Outcome, Task, Trajectory, group_of_agent
+
+T = TypeVar("T")
+
+CLOSE_S = 600.0
+"""How long the end of a run may take: a step that is under way, and a checkpoint."""
+START_S = 60.0
+"""How long the gateway may take to listen."""
+GREEDY = "greedy"
+"""Label of groups that are never trained on."""
+
+
+class _Notes(LiveView):
+    """Says what somebody should know, and draws no progress: that is the program's."""
+
+    def __init__(self, title: str, tell: Callable[[str], None]) -> None:
+        super().__init__(title, plain=True)
+        self._tell = tell
+
+    def phase(self, name: str, detail: str = "") -> None: ...
+
+    def step(self, *arguments: Any) -> None: ...
+
+    def evaluation(self, *arguments: Any) -> None: ...
+
+    def _print(self, text: str) -> None:
+        self._tell(text)
+
+
+class _Nobody:
+    """The agent of a run whose attempts a program makes."""
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        raise NotImplementedError
+
+
+class LoopService:
+    """See the module."""
+
+    def __init__(
+        self, config: RunConfig, *, resume: bool, door: Door | None, note: Callable[[str], None]
+    ) -> None:
+        """`door`: where attempts' own clients ask, if not at a gateway of this process. `note`
+        hears what somebody should know. Raises ConfigError, before anything is created, for what
+        can't be trained so."""
+        check_loop(config, resume=resume)
+        self.config = config
+        self._resume, self._door, self._note = (
+            resume and not is_given_up(config.run_dir),
+            door,
+            note,
+        )
+        self._opened: Future[None] = Future()
+        self._calls, self._is_closing = Calls(self.ended), False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, name=f"agentevo-{config.run.name}", daemon=True
+        )
+        self._group_counts: Counter[str] = Counter()
+        self._steps: dict[str, int] = {}
+        """Submission -> the step that it became."""
+        self._step = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._opened.done() and not self._thread.is_alive()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes attempts and groups."""
+        opened = self._opened.done() and self._opened.exception() is None
+        return opened and not self.is_ending
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something else than `close` has ended it."""
+        return self._failure is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is over, or soon will be: its last files may be written yet."""
+        return self.is_over or self._calls.is_closed
+
+    async def start(self) -> None:
+        """Opens the run, unless somebody does so already, and returns once it is open; raises
+        whatever keeps it from that."""
+        if self._thread.ident is None:
+            self._thread.start()
+        await asyncio.shield(asyncio.wrap_future(self._opened))
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Does something on the run's event loop. Raises why the run has ended where it has, or
+        ends meanwhile."""
+        return await self._calls.call(work)
+
+    def call_now(self, work: Callable[[], T]) -> T:
+        """The same of something that does not wait, from a thread that may be blocked for it."""
+        return self._calls.call_now(work, START_S)
+
+    async def close(self) -> None:
+        """Ends the run after what is under way, with a checkpoint."""
+        self._is_closing = True  # for a thread that has not come so far
+        self._calls.soon(lambda: self._submissions.close())
+        if self._thread.ident is not None:
+            await in_thread(self._thread.join, CLOSE_S)
+        if self._thread.is_alive():
+            raise EngineUnavailableError(
+                f"{self.config.run_dir}: the run did not end within {CLOSE_S:g} s"
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def ended(self) -> AgentEvoError:
+        """Why nothing is done here any more: a new exception for each who asks."""
+        if isinstance(self._failure, AgentEvoError):
+            return raised(failure_of(self._failure)[1])
+        why = "it was closed" if self._failure is None else f"it failed: {self._failure}"
+        return EngineUnavailableError(f"{self.config.run_dir}: the run has ended: {why}")
+
+    def _run(self) -> None:
+        try:
+            run_coroutine(self._trained())
+        except BaseException as error:  # noqa: BLE001 (handed to who waits)
+            self._failure = error
+        self._calls.end()
+        if not self._opened.done():
+            self._opened.set_exception(self._failure or self.ended())
+
+    async def _trained(self) -> None:
+        self._submissions = Submissions(self)
+        self._calls.begin()
+        if self._is_closing:
+            self._submissions.close()
+        await run_training(
+            self.config,
+            _Notes(self.config.run.name, self._note),
+            command="loop",
+            resume=self._resume,
+            submissions=self._submissions,
+        )
+
+    async def opened(self, parts: Components) -> None:
+        """See Host.opened."""
+        config = self.config
+        self._parts = parts
+        self._sampler = Sampler(
+            config,
+            parts.engine,
+            parts.chat,
+            _Nobody(),
+            parts.store,
+            context_length(parts.model.config),
+            parts.calls,
+            self._note,
+            players(config, parts.policies),
+        )
+        secret = await in_thread(RunSecret(config.run_dir / "engines").value)
+        self._sealer = Sealer(secret)
+        self.attempts = Attempts(
+            self._policy,
+            self._sealer,
+            limit=config.rollout.max_attempts,
+            timeout_s=config.agent.timeout_s,
+        )
+        for record in await parts.store.steps():
+            self.committed(str(record.record["source"].get(KEY)), record.step)
+        self._opened.set_result(None)
+
+    async def closing(self, failure: BaseException | None) -> None:
+        """See Host.closing."""
+        self._failure = failure
+        await self.attempts.close()
+        self._calls.close()
+        self._sampler.close()
+
+    def _policy(self, new: NewAttempt, name: str) -> Policy:
+        temperature = 0.0 if new.greedy else self.config.sampling.temperature
+        return self._sampler.policy(name, temperature, door=self._door)
+
+    def committed(self, submission: str, step: int) -> None:
+        """See Host.committed."""
+        self._steps[submission] = self._step = step
+
+    # What follows happens on the run's event loop.
+
+    async def state(self) -> ModelState:
+        config = self.config
+        return ModelState(
+            name=config.run.name,
+            step=self._step,
+            group_size=config.trainer.group_size,
+            max_attempts=config.rollout.max_attempts,
+            attempt_timeout_s=config.agent.timeout_s,
+            request_timeout_s=config.engine.timeout_s,
+            seed=config.run.seed,
+            has_baseline="baseline_rewards" in config.algorithm.needs,
+            agents=list(by_rank(config)),
+            trained_agents=list(trained_agents(config)),
+        )
+
+    async def group(self, task_id: str, *, greedy: bool) -> str:
+        """See Connection.group. The first group of a task under some weights has the name, and so
+        the seeds, that `agentevo train` gives it."""
+        check_id(task_id, "a task")
+        name = group_name(task_id, GREEDY if greedy else "train", self._step + 1)
+        self._group_counts[name] += 1
+        count = self._group_counts[name]
+        return name if count == 1 else f"{name}.{count}"
+
+    async def train(self, groups: Sequence[Group]) -> Trained:
+        """See Connection.train."""
+        name = await self.submit(groups)
+        return await self.trained(name)
+
+    async def submit(self, groups: Sequence[Group]) -> str:
+        """Takes groups for a step, unless it has them already; returns the submission's id. Raises
+        what TrainableModel.train raises."""
+        name = await in_thread(submission_id, groups)
+        if not self._has(name):
+            await in_thread(check_groups, groups, self._sealer)
+        checked_at = None
+        while not self._has(name):
+            if checked_at == self._step:
+                trajectories = [one for group in groups for one in group.members]
+                tasks = list({group.task.id: group.task for group in groups}.values())
+                steps = self.config.trainer.steps
+                if self._step + self._submissions.num_under_way >= steps:
+                    raise ConfigError(
+                        f"train: trainer.steps={steps} is reached: open the model with more"
+                    )
+                self._submissions.submit(Submission(name, tasks, trajectories))
+                break
+            checked_at = self._step  # a step that is committed meanwhile may have some of them
+            try:
+                await self._check_new(groups)
+            except ConfigError:
+                if not self._has(name):
+                    raise
+        return name
+
+    def _has(self, name: str) -> bool:
+        """Whether this submission has become a step, or is about to."""
+        return name in self._steps or self._submissions.has(name)
+
+    async def trained(self, name: str) -> Trained:
+        """What a submission has come to, once it is committed."""
+        if name not in self._steps:
+            if not self._submissions.has(name):
+                raise ModelNotOpenError("this submission is not under way here: submit it again")
+            await asyncio.shield(self._submissions.future(name))
+        (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
+        dropped = Plan.of(record.step, record.record).dropped
+        return Trained(
+            step=record.step,
+            metrics=record.record["metrics"],
+            dropped={name: reason for reason, names in dropped.items() for name in names},
+        )
+
+    async def _check_new(self, groups: Sequence[Group]) -> None:
+        """Raises ConfigError for attempts that were submitted before, and for a task that is
+        another one by now."""
+        store = self._parts.store
+        for group in groups:
+            ids = {one.id for one in group.members}
+            for name in {one.group_id for one in group.members}:
+                for row in await store.summaries(group_id=name):
+                    if row.id in ids:
+                        what = row.drop_reason or row.error or "trained on"
+                        raise ConfigError(
+                            f"train: the attempt {row.id!r} was submitted for step {row.step} "
+                            f"({what}): no attempt is trained on twice; trainer.epochs makes "
+                            "several passes"
+                        )
+            try:
+                known = (await store.stored_task(group.task.id)).digest
+            except StoreUnavailableError:
+                raise
+            except StoreError:  # a new one
+                continue
+            if known != encode_task(group.task).digest:
+                raise ConfigError(
+                    f"train: the task {group.task.id!r} is not the one of an earlier step: give "
+                    "another task another id"
+                )
+
+    async def save(self) -> None:
+        """See Connection.save."""
+        await self._submissions.saved()
+
+    async def checkpoints(self) -> list[Checkpoint]:
+        """See Connection.checkpoints."""
+        return await in_thread(self._checkpoints)
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        folder = Checkpoints(self.config.run_dir / "checkpoints", self.config.checkpoint.keep_last)
+        found = []
+        for step in folder.steps():
+            path = folder.path(step)
+            with suppress(OSError, CheckpointError):  # replaced by a newer one meanwhile
+                names = [*manifest.read(path).files, manifest.NAME]
+                sizes = {name: (path / name).stat().st_size for name in names}
+                found.append(Checkpoint(step=step, files=sizes))
+        return found
+
+    def checkpoint_file(self, step: int, name: str) -> Path:
+        """The path of a checkpoint's file. Raises UnusableCheckpointError if there is none."""
+        known = {one.step: one for one in self._checkpoints()}
+        if step not in known or name not in known[step].files:
+            raise UnusableCheckpointError(
+                f"there is no file {name!r} in a checkpoint of step {step}: it was replaced by a "
+                "newer one; fetch that"
+            )
+        return self.config.run_dir / "checkpoints" / f"step-{step:06d}" / name
+
+
+def submission_id(groups: Sequence[Group]) -> str:
+    """The same for the same attempts with the same outcomes in the same order. Raises StoreError
+    for what can't be stored."""
+    digest = hashlib.sha256()
+    for group in groups:
+        for trajectory in group.members:
+            digest.update(content_digest(trajectory))
+    return digest.hexdigest()
+
+
+def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
+    """Raises ConfigError, SealError or StoreError for groups that can't be trained on."""
+    seen: set[str] = set()
+    compared: set[str] = set()
+    tasks: dict[str, Task] = {}
+    for group in groups:
+        if group.id.startswith(f"{group.task.id}/{GREEDY}@"):
+            raise ConfigError(f"train: the group {group.id} is greedy, which only evaluates")
+        if tasks.setdefault(group.task.id, group.task) != group.task:
+            raise ConfigError(f"train: two tasks have the id {group.task.id!r}")
+        check_task(group.task)
+        encode_task(group.task)
+        if not group.trajectories:
+            raise ConfigError(f"train: the group {group.id} has no attempt: leave it out")
+        if group.baseline is not None and group.task.id in compared:
+            raise ConfigError(
+                f"train: two groups of the task {group.task.id!r}, each with a baseline: a step "
+                "compares a task's attempts with one"
+            )
+        compared.add(group.task.id)
+        for one in group.members:
+            if (one.group_id, one.task_id) != (_group_id(group, one), group.task.id):
+                raise ConfigError(f"train: the attempt {one.id!r} is not of the group {group.id}")
+            if one.id in seen:
+                raise ConfigError(f"train: the attempt {one.id!r} is there twice")
+            seen.add(one.id)
+            sealer.check(one, group.seals.get(one.id))
+            check_outcome(one, is_baseline=one is group.baseline)
+        encode_trajectories(group.members, "train", 0)
+    errors = [one.error for group in groups for one in group.trajectories]
+    if not any(group.completed for group in groups):
+        raise ConfigError(f"train: no attempt has completed: {failure_words(errors, len(errors))}")
+
+
+def _group_id(group: Group, trajectory: Trajectory) -> str:
+    """What the group's id has to be in one of its trajectories."""
+    if trajectory is group.baseline:
+        return baseline_name(group.id, group.task.id)
+    return group_of_agent(group.id, trajectory.agent)
+
+
+def check_loop(config: RunConfig, *, resume: bool) -> None:
+    """Raises ConfigError, before anything is created, for what a program's own loop can't be
+    trained by."""
+    agent = config.agent.type
+    for given, key, why in (
+        (agent not in ("environment", "function"), f"agent.type={agent}", "the program plays"),
+        (config.environment is not None, "environment", "the program plays"),
+        (config.tasks.given, "tasks", "the program says what its groups are of"),
+        (config.rollout.samplers > 0, "rollout.samplers", "the program samples"),
+        (config.data.given, "data", "the program submits what is trained on"),
+        (config.cold_start.episodes > 0, "cold_start", "there is no environment to show"),
+        (config.profile.enabled, "profile", "the program's own time is no part of a step"),
+    ):
+        if given:
+            raise ConfigError(f"{key}: {why}: leave it out")
+    check_parts(config, None, resume)
+    if resume and not is_given_up(config.run_dir):
+        check_resume(config, "loop")
+    else:
+        check_folder(config)
+        check_store(config)

@@ -1,0 +1,130 @@
+"""A way to a server that encrypts, for clients that know nothing of its certificate: a port of this
+machine alone, whose connections go on to the server, encrypted.
+
+    tunnel = Tunnel(address)
+    tunnel.base          http://127.0.0.1:PORT, from the first time that it is asked for
+    tunnel.close()
+
+The server is known by the fingerprint of its certificate: one that shows another is told nothing.
+The tunnel has a thread of its own, so it goes on where a program blocks its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import ssl
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from agentevo.errors import ConfigError, EngineUnavailableError
+from agentevo.inference.address import EngineAddress
+from agentevo.inference.certificate import fingerprint_of
+
+CONNECT_S = 10.0
+PIECE = 2**16
+
+
+def pinned_context(address: EngineAddress) -> ssl.SSLContext:
+    """What trusts the certificate of that fingerprint alone; blocks. Raises ConfigError where the
+    server shows another one, EngineUnavailableError where it does not answer."""
+    parts = urlsplit(address.url)
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    asking.minimum_version = ssl.TLSVersion.TLSv1_3
+    asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
+    try:
+        place = (parts.hostname or "", parts.port or 443)
+        with (
+            socket.create_connection(place, timeout=CONNECT_S) as plain,
+            asking.wrap_socket(plain) as encrypted,
+        ):
+            shown = encrypted.getpeercert(binary_form=True) or b""
+    except OSError as error:
+        raise EngineUnavailableError(f"{address.url} does not answer: {error}") from error
+    fingerprint = fingerprint_of(shown)
+    if not hmac.compare_digest(fingerprint, address.certificate):
+        raise ConfigError(
+            f"{address.url} shows the certificate {fingerprint} and not {address.certificate}, by "
+            "which it is known: another server, or somebody in between; it was told nothing"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=shown)
+    return context
+
+
+class Tunnel:
+    """See the module."""
+
+    def __init__(self, address: EngineAddress, context: ssl.SSLContext) -> None:
+        parts = urlsplit(address.url)
+        self._host, self._port, self._context = parts.hostname or "", parts.port or 443, context
+        self._lock = threading.Lock()
+        self._base: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    @property
+    def base(self) -> str:
+        """Its URL; it listens from now on."""
+        with self._lock:
+            if self._base is None:
+                started: Future[str] = Future()
+                threading.Thread(
+                    target=lambda: asyncio.run(self._serve(started)),
+                    name="agentevo-tunnel",
+                    daemon=True,
+                ).start()
+                self._base = started.result(CONNECT_S)
+            return self._base
+
+    def close(self) -> None:
+        """Ends it, with its connections."""
+        if self._loop is not None and self._stop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def _serve(self, started: Future[str]) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await self._stop.wait()
+        server.close()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, both ways, until either side has ended it."""
+        far: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                far_reader, far = await asyncio.open_connection(
+                    self._host, self._port, ssl=self._context, server_hostname="agentevo"
+                )
+            ways = [
+                asyncio.ensure_future(_pass_on(reader, far)),
+                asyncio.ensure_future(_pass_on(far_reader, writer)),
+            ]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
+        except (OSError, TimeoutError):
+            pass  # its client sees that the connection ends
+        finally:
+            for one in (writer, far):
+                if one is not None:
+                    one.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while piece := await reader.read(PIECE):
+            writer.write(piece)
+            await writer.drain()

@@ -1,0 +1,92 @@
+"""What a server of programs' loops and its clients agree on: paths, records that only travel
+between them, and failures by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from agentevo import errors
+from agentevo.errors import AgentEvoError, EngineUnavailableError
+from agentevo.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
+
+PREFIX = "/loop/v1/models"
+ASK_AGAIN = 202
+"""Status of an answer that is not there yet: the same request again waits on."""
+WAIT_S = 20.0
+"""How long a request is kept waiting before that answer."""
+NAME = r"\w[\w.-]{0,99}"
+"""What a model may be called."""
+
+
+class OpenModel(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is to be trained."""
+
+    sections: dict[str, Any] = {}
+
+
+class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group is of."""
+
+    task_id: str
+    greedy: bool = False
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """The name of something that was begun: a group, a submission."""
+
+    id: str
+
+
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a server."""
+
+    name: str
+    is_open: bool
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+_OURS: dict[str, type[AgentEvoError]] = {
+    kind.__name__: kind
+    for kind in (
+        *(value for value in vars(errors).values() if isinstance(value, type)),
+        ModelNotOpenError,
+        SealError,
+        UnknownAttemptError,
+    )
+    if issubclass(kind, AgentEvoError) and kind is not errors.OverreachError
+}
+_STATUSES: tuple[tuple[type[AgentEvoError], int], ...] = (
+    (UnknownAttemptError, 404),
+    (ModelNotOpenError, 404),
+    (errors.DeadlineExceededError, 504),
+    (errors.RequestTooLongError, 400),
+    (errors.GrammarError, 400),
+    (EngineUnavailableError, 503),
+    (errors.StoreUnavailableError, 503),
+    (errors.ConfigError, 400),
+    (errors.BadRequestError, 400),
+    (errors.StoreError, 400),
+    (SealError, 400),
+)
+
+
+def failure_of(error: BaseException) -> tuple[int, Failure]:
+    """(HTTP status, what the body says)."""
+    if not isinstance(error, AgentEvoError):
+        return 500, Failure(type="EngineError", message=errors.described(error))
+    status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS), "AgentEvoError")
+    return status, Failure(type=kind, message=str(error))
+
+
+def raised(failure: Failure) -> AgentEvoError:
+    """The failure as the exception that it was on the server."""
+    return _OURS.get(failure.type, AgentEvoError)(failure.message)

@@ -1,0 +1,257 @@
+"""What an answer has to look like, as a grammar: JSON by a schema, or calls of given tools in the
+notation of the model's family. A thought may come first where the family thinks, and must where the
+prompt has opened one.
+
+A tool whose function is `strict` (as OpenAI's API says it) is called by its schema or not at all:
+an answer is then a text in which nothing begins as a call, between calls that fit. Several clients
+send it unasked, so where it can't be enforced the answer is free, which is told once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from agentevo.console import to_stderr
+from agentevo.errors import BadRequestError
+from agentevo.models.tool_calls.parser import HARMONY, THOUGHTS
+
+if TYPE_CHECKING:
+    from agentevo.models.call_notation import CallNotation
+    from agentevo.models.chat import ChatFormat
+    from agentevo.types import Message
+
+Schema = Mapping[str, Any] | bool
+ANY_OBJECT: Schema = {"type": "object"}
+_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""JSON in one line: a policy can't lose itself in white space."""
+BARE = ("json", "llama")
+"""Parsers of notations without marks: any object may turn out to be a call."""
+_SPACE = r"/[ \n]{0,2}/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """What a request wants of its answer beyond a text."""
+
+    schema: Schema | None = None
+    """The answer is JSON by it."""
+    calls: Literal["auto", "required"] = "auto"
+    """`required`: the answer is at least one call of a tool."""
+    tool: str | None = None
+    """The only tool that may be called."""
+    parallel: bool = True
+    """Whether it may be several calls."""
+    strict: bool = False
+    """What OpenAI's API calls so: asks a remote model's server to enforce the schema. A policy is
+    held to it in any case."""
+
+
+def grammar_of(
+    form: AnswerForm | None,
+    chat: ChatFormat,
+    tools: Sequence[Mapping[str, Any]] | None,
+    prompt: Sequence[Message] | Sequence[int] | str,
+) -> str:
+    """The grammar of SamplingParams for such an answer to such a prompt, empty where any text will
+    do. Raises BadRequestError for what this model's family has no notation for."""
+    form = form or AnswerForm()
+    strict = _enforced(form, chat, tools or ())
+    if form.schema is None and form.calls == "auto" and not strict:
+        return ""
+    if chat.parser.name == HARMONY:
+        raise BadRequestError(
+            "this model writes its answers in channels, whose form can't be prescribed: ask for "
+            "the form in the prompt"
+        )
+    rules, ways = [], []
+    if form.calls == "auto" and form.schema is None:
+        ways.append("text")
+        rules += _text_with_calls(form, chat, tools or ())
+    elif form.calls == "auto":
+        ways.append(_json(cast("Schema", form.schema)))
+    if form.calls == "required" or (tools and form.schema is not None):
+        calls = _calls(form, chat, tools or ())
+        if calls:
+            ways.append("calls")
+            rules += calls
+    thought = _thought(chat, opening_after(chat, prompt), rules)
+    return "\n".join([f"start: {thought}({' | '.join(ways)})", *rules])
+
+
+def _enforced(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are strict tools that can be held to their schemas."""
+    if not any(map(is_strict, tools)):
+        return False
+    name = chat.parser.name
+    if name == HARMONY or chat.call_notation is None or _begin_of_call(chat) is None:
+        problem = f"the notation of this model's tool calls ({name}) can't be prescribed"
+    elif form.schema is not None and form.calls == "auto" and name in BARE:
+        problem = f"in the notation of this model ({name}) an answer in JSON could be a call"
+    elif find_spec("llguidance") is None:
+        problem = "the package llguidance is missing: pip install 'agentevo[constrained]'"
+    else:
+        return True
+    _tell_once(f"`strict` of tools has no effect: {problem}")
+    return False
+
+
+@cache
+def _tell_once(line: str) -> None:
+    to_stderr(line)
+
+
+def _begin_of_call(chat: ChatFormat) -> re.Match[str] | None:
+    """Where the notation's own text begins as a call does."""
+    notation, begins = chat.call_notation, chat.parser.begins
+    return re.search(begins, notation.before_name) if notation is not None and begins else None
+
+
+def is_strict(tool: Mapping[str, Any]) -> bool:
+    """Whether every call of the tool has to fit its schema."""
+    return tool["function"].get("strict") is True
+
+
+def opening_after(chat: ChatFormat, prompt: Sequence[Message] | Sequence[int] | str) -> str:
+    """What a prompt, messages or ids, says in the assistant's place; a plain text says nothing."""
+    if isinstance(prompt, str):
+        return ""
+    if prompt and isinstance(prompt[0], int):
+        return chat.opening_of(cast("Sequence[int]", prompt))
+    return chat.opening
+
+
+def _json(schema: Schema) -> str:
+    plain = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    try:
+        return "%json " + json.dumps({**plain, "x-guidance": _WRITTEN}, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise BadRequestError(f"the schema can't be written as JSON: {error}") from error
+
+
+def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rule `calls` and those below it; none where calls are free to be made and the family's
+    notation is not known."""
+    functions = [tool["function"] for tool in tools]
+    wanted = [f for f in functions if form.tool is None or f["name"] == form.tool]
+    if not wanted:
+        missing = "there are no tools" if form.tool is None else f"no tool is called {form.tool!r}"
+        raise BadRequestError(f"a call is required, and {missing}: give it among `tools`")
+    notation = chat.call_notation
+    if notation is None:
+        if form.calls == "auto":
+            return []
+        raise BadRequestError(
+            f"the notation of this model's tool calls ({chat.parser.name}) can't be prescribed: "
+            'use tool_choice "auto"'
+        )
+    more = ""
+    if form.parallel and form.tool is None and notation.between is not None:
+        more = f" ({_text(notation.between, chat)} call)*"
+    return [
+        f"calls: {_text(notation.before_name, chat)} call{more} {_text(notation.after, chat)}",
+        *_each_call([(function, True) for function in wanted], notation, chat),
+    ]
+
+
+def _text_with_calls(
+    form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The rule `text` and those below it: texts in which nothing begins as a call, and calls."""
+    notation, begins, found = chat.call_notation, chat.parser.begins, _begin_of_call(chat)
+    assert notation is not None and begins and found is not None, "see _enforced"
+    others = sorted(
+        token
+        for text, token in chat.added_tokens.items()
+        if token not in chat.end_ids and not re.search(begins, text)
+    )
+    through, rules = _through(notation.before_name[found.start() :], chat, "begun", text="PLAIN")
+    more = " call"
+    if form.parallel and notation.between is not None:
+        more = f" call ({_text(notation.between, chat)} call)*"
+    lead = f"(PLAIN <[{','.join(map(str, others))}]>)*" if others else ""
+    one = f"{lead} {through}{more} {_text(notation.after, chat)}"
+    return [
+        f"text: ({one}){'*' if form.parallel else '?'} {lead} PLAIN",
+        f"PLAIN: /(?s:.*)/ & ~/(?s:.*)({begins.replace('/', chr(92) + '/')})(?s:.*)/",
+        *rules,
+        *_each_call([(tool["function"], is_strict(tool)) for tool in tools], notation, chat),
+    ]
+
+
+def _through(mark: str, chat: ChatFormat, name: str, *, text: str) -> tuple[str, list[str]]:
+    """Any `text`, a terminal, up to the mark and with it: the terms, and the rule `name` that they
+    need. The first mark counts."""
+    token = next((t for t in chat.added_tokens if mark.startswith(t)), None)
+    first = min(
+        (place for t in chat.added_tokens if (place := mark.find(t)) > 0), default=len(mark)
+    )
+    plain = mark[:first] if token is None else token
+    rest = _text(mark[len(plain) :], chat)
+    rules = [f"{name}[lazy]: {text} {json.dumps(plain, ensure_ascii=False)}"]
+    if token is None:
+        return f"{name} {rest}", rules
+    return f"({name} | {text} <[{chat.added_tokens[token]}]>) {rest}", rules
+
+
+def _each_call(
+    functions: Sequence[tuple[Mapping[str, Any], bool]], notation: CallNotation, chat: ChatFormat
+) -> list[str]:
+    """The rule `call` and one for each function, whose arguments are by its schema or, where that
+    does not hold, any object."""
+    each = [f"call_{number}" for number in range(len(functions))]
+    return [
+        f"call: {' | '.join(each)}",
+        *(
+            f"{rule}: {_one_call(function, notation, chat, by_schema=by_schema)}"
+            for rule, (function, by_schema) in zip(each, functions, strict=True)
+        ),
+    ]
+
+
+def _one_call(
+    function: Mapping[str, Any], notation: CallNotation, chat: ChatFormat, *, by_schema: bool
+) -> str:
+    schema = function.get("parameters") if by_schema else None
+    name = json.dumps(str(function["name"]), ensure_ascii=False)
+    arguments = _json(schema if isinstance(schema, Mapping) and schema else ANY_OBJECT)
+    return f"{name} {_text(notation.before_arguments, chat)} {arguments}"
+
+
+def _thought(chat: ChatFormat, opening: str, rules: list[str]) -> str:
+    """What may or must stand before the answer; adds the rule that it needs."""
+    mark = next((m for m in chat.parser.thoughts if opening.rstrip().endswith(m)), None)
+    begin = ""
+    if mark is None:
+        template = str(chat.tokenizer.get_chat_template())
+        mark = next((m for m in chat.parser.thoughts if m in template), None)
+        if mark is None or opening:
+            return ""
+        begin = _text(mark, chat)
+    thought, below = _through(THOUGHTS[mark], chat, "thought", text="/(?s:.*)/")
+    rules += below
+    return f"({begin} {thought} {_SPACE})? " if begin else f"{thought} {_SPACE} "
+
+
+def _text(text: str, chat: ChatFormat) -> str:
+    """A text as terminals of a grammar: what is a token of its own also as that token."""
+    terminals = []
+    while text:
+        found = [
+            (place, -len(token), token, number)
+            for token, number in chat.added_tokens.items()
+            if (place := text.find(token)) >= 0
+        ]
+        if not found:
+            terminals.append(json.dumps(text, ensure_ascii=False))
+            break
+        place, _, token, number = min(found)
+        if place:
+            terminals.append(json.dumps(text[:place], ensure_ascii=False))
+        terminals.append(f"({json.dumps(token, ensure_ascii=False)} | <[{number}]>)")
+        text = text[place + len(token) :]
+    return " ".join(terminals) or '""'

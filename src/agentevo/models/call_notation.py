@@ -1,0 +1,71 @@
+"""How a model's family writes a tool call, found by what its chat template makes of one: the text
+before the name, between name and arguments, between two calls, and after the last one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentevo.errors import ModelError
+from agentevo.models.tool_calls import ToolCallParser
+from agentevo.types import Message, ToolCall
+
+_NAMES = ("probefirstname", "probesecondname")
+_ARGUMENTS = re.compile(r'\{\s*"probekey":\s*"probevalue"\s*\}')
+_CALLS = tuple(
+    ToolCall(name, '{"probekey": "probevalue"}', f"probe{number:04d}")
+    for number, name in enumerate(_NAMES)
+)
+
+
+@dataclass(frozen=True)
+class CallNotation:
+    """See the module."""
+
+    before_name: str
+    before_arguments: str
+    between: str | None
+    """From the arguments of one call to the name of the next; None where only one can be made."""
+    after: str
+
+
+_BARE = CallNotation('{"name": "', '", "arguments": ', None, "}")
+"""Of templates that have no place for calls, and are read as plain JSON."""
+
+
+def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> CallNotation | None:
+    """The notation of the family whose calls `parser` reads; `written` is how its template writes a
+    message. None where calls are no JSON behind a name."""
+    try:
+        one, two = (written(Message("assistant", "", _CALLS[:count])) for count in (1, 2))
+    except ModelError:
+        one = two = ""
+    if _NAMES[0] not in one:
+        return _BARE if parser.name == "json" else None
+    alone = _pieces(one, 1)
+    if alone is None or _CALLS[0].id in one:
+        return None
+    before_name, before_arguments, after = alone
+    pair, between = _pieces(two, 2), None
+    if pair is not None and (pair[0], pair[1], pair[3], pair[4]) == (
+        before_name,
+        before_arguments,
+        before_arguments,
+        after,
+    ):
+        between = pair[2]
+    return CallNotation(before_name.lstrip(), before_arguments, between, after.rstrip())
+
+
+def _pieces(text: str, count: int) -> list[str] | None:
+    """What stands before, between and behind names and arguments of that many calls."""
+    pieces: list[str] = []
+    for name in _NAMES[:count]:
+        before, found, rest = text.partition(name)
+        arguments = _ARGUMENTS.search(rest)
+        if not found or arguments is None or _NAMES[0] in rest[: arguments.start()]:
+            return None
+        pieces += [before, rest[: arguments.start()]]
+        text = rest[arguments.end() :]
+    return [*pieces, text]

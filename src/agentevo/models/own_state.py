@@ -1,0 +1,31 @@
+"""torch's settings of the thread that computes: those of a fresh thread, whatever a user's code has
+left there.
+
+An agent that awaits the policy inside of `with torch.no_grad()` leaves gradients off for everybody
+who shares its thread, and two of them end each other's blocks in the wrong order. What is computed
+here does not depend on it, and what the user's code has set is found again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def own_torch_state() -> Iterator[None]:
+    """Gradients on, no inference mode, no autocast, and tensors made on the CPU unless told
+    otherwise. For code that awaits nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in {"cpu", "cuda"}:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device() != _CPU:
+            stack.enter_context(_CPU)
+        yield

@@ -1,0 +1,109 @@
+"""Who plays a run's tasks, and in what: agents and environments, made and checked before anything
+is created. Needs no torch: samplers on machines without it use the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from agentevo.agents import AgentFunction, FunctionAgent, make_agent
+from agentevo.agents.environment_agent import demonstrate, first_messages
+from agentevo.agents.named_by_task import asks_once, check_agent_names
+from agentevo.agents.solo_environment import SoloEnvironment
+from agentevo.config import EnvironmentAgentSection, RunConfig
+from agentevo.console import to_stderr
+from agentevo.environments import TextEnvironment, make
+from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.remote_models.model import check_keys
+from agentevo.rewards.answers import references
+from agentevo.rollout.scoring import Scoring
+from agentevo.rollout.task_source import TaskSource
+from agentevo.rollout.tasks import environment_seed
+from agentevo.types import Task
+
+CORPUS_EPISODES = 64
+"""Environments that the tiny policy's word tokenizer reads."""
+
+
+def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAgent:
+    """Who plays: the function that a program gave, else the registered agent of the recipe."""
+    if function is not None:
+        return FunctionAgent(function)
+    return make_agent(config.agent, lambda: make_environment(config))
+
+
+def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
+    """Raises ConfigError, before anything is created, for what can't be played or judged: a missing
+    package or wrong option of the environment, an agent that can't be made, files that can't be
+    read, too few tasks, unknown rewards, or none."""
+    if config.environment is not None and tasks is None:
+        with solo_environment(config):
+            pass
+    agent = None if config.agent.type == "function" else find_agent(config, None)
+    check_keys(config.remote_models)
+    scoring = Scoring(config.rewards, models=config.remote_models)
+    given = TaskSource(config, tasks).given()
+    check_agent_names(given, config.agent.type)
+    needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, given)))
+    scoring.check(given, needed=needs_scorer)
+
+
+def make_environment(config: RunConfig) -> TextEnvironment:
+    """A fresh environment, with the limit on actions that environment and agent have in common."""
+    if config.environment is None:
+        raise ConfigError("environment: this run has none: add environment.type=NAME")
+    return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
+
+
+def solo_environment(config: RunConfig, note: Callable[[str], None] = to_stderr) -> SoloEnvironment:
+    """A fresh environment outside of attempts. Raises ConfigError for one that can't be made."""
+    return SoloEnvironment(
+        lambda: make_environment(config), within_s=config.agent.timeout_s, note=note
+    )
+
+
+def check_solver(config: RunConfig, who_asks: str) -> None:
+    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy."""
+    seed = environment_seed(config.run.seed, "demonstration", 0)
+    with solo_environment(config) as solo:
+        try:
+            shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
+        except EnvironmentFailure as error:
+            raise ConfigError(
+                f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
+            ) from error
+    if shown is None:
+        raise ConfigError(f"environment {solo.name} has no solver, which {who_asks}")
+
+
+def corpus_of(config: RunConfig) -> Iterable[str]:
+    """Texts that hold every word of the environment's conversations, or of the tasks' queries and
+    answers, for the word tokenizer."""
+    if config.environment is None:
+        for task in TaskSource(config, None).given():
+            yield from (task.query or "", *map(str, references(task.answer)))
+        return
+    agent = config.agent
+    if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
+        agent = EnvironmentAgentSection()
+
+    def episode(environment: TextEnvironment, seed: int) -> list[str]:
+        lists_actions = type(environment).random_action is not TextEnvironment.random_action
+        shown = demonstrate(environment, seed, agent, 0.5 if lists_actions else 0.0)
+        opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
+        conversations = [opening] if shown is None else shown.conversations
+        return [message.text for messages in conversations for message in messages]
+
+    failures: list[EnvironmentFailure] = []
+    with solo_environment(config) as solo:
+        for index in range(CORPUS_EPISODES):
+            seed = environment_seed(config.run.seed, "demonstration", index)
+            try:
+                yield from solo.call(partial(episode, seed=seed))
+            except EnvironmentFailure as error:
+                failures.append(error)
+    if len(failures) == CORPUS_EPISODES:
+        raise ConfigError(
+            f"environment {solo.name}: all of {CORPUS_EPISODES} episodes for the words of the tiny "
+            f"model failed, the first with: {failures[0]}"
+        ) from failures[0]

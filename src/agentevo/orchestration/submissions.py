@@ -1,0 +1,285 @@
+"""Steps that a program's own loop asks for: it makes groups of attempts, and submits some of them
+as a step. The trainer's loop (run.py) is the same; here it waits for submissions in place of
+sampling.
+
+    submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished
+
+A step's record names the submission that it was made of, so that one that comes again, after a lost
+answer or after a kill, is recognised and not trained again. What was written of a submission whose
+step was not committed is deleted when the run is resumed: whoever submitted it has it still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError, TrainingError, described
+from agentevo.event_loop import in_thread
+from agentevo.inference.engine import SleepingEngine
+from agentevo.inference.transports import shares
+from agentevo.orchestration.batch_sources import RolloutBatches
+from agentevo.orchestration.collect import Collected
+from agentevo.orchestration.components import Components
+from agentevo.orchestration.rollout_sources import Round, StopAskedError, asleep
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.unstorable import written
+from agentevo.store.store import Store
+from agentevo.training.learner import RolloutTrainer
+from agentevo.types import Task, Trajectory
+
+T = TypeVar("T")
+
+KEY = "submission"
+"""Key of a submission's id in the record of its step, under `source`."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What one step is to be trained on."""
+
+    id: str
+    """Follows from what is submitted."""
+    tasks: list[Task]
+    """One for each group, in order."""
+    trajectories: list[Trajectory]
+
+
+class Host(Protocol):
+    """Who lets programs attempt tasks while the run takes submissions, on its event loop."""
+
+    async def opened(self, parts: Components) -> None: ...
+
+    def committed(self, submission: str, step: int) -> None:
+        """That submission has become this step."""
+
+    async def closing(self, failure: BaseException | None) -> None:
+        """No step follows, because of that failure if there is one."""
+
+
+class Submissions:
+    """What waits for the trainer of a run. All of it happens on the trainer's event loop."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._waiting: asyncio.Queue[Submission | Callable[[], None] | None] = asyncio.Queue()
+        self._ends: dict[str, asyncio.Future[int]] = {}
+        self._under_way: dict[str, Submission] = {}
+        self._current: Submission | None = None
+        self._over: str | None = None
+        self.save: Callable[[], None] = lambda: None
+        """Saves a checkpoint of the committed weights."""
+
+    def submit(self, submission: Submission) -> asyncio.Future[int]:
+        """The step that it becomes, once that is committed. A submission that is under way is not
+        begun again. Raises TrainingError where no step follows any more, and ConfigError for what
+        another submission that is under way has, in whole or in part."""
+        if self._over is not None:
+            raise TrainingError(self._over)
+        if submission.id not in self._ends:
+            self._check_apart(submission)
+            self._under_way[submission.id] = submission
+            self._ends[submission.id] = asyncio.get_running_loop().create_future()
+            self._waiting.put_nowait(submission)
+        return self._ends[submission.id]
+
+    def _check_apart(self, submission: Submission) -> None:
+        """See `submit`. The store knows nothing yet of those that are under way."""
+        ids = {one.id for one in submission.trajectories}
+        tasks = {task.id: task for task in submission.tasks}
+        for other in self._under_way.values():
+            if shared := ids & {one.id for one in other.trajectories}:
+                raise ConfigError(
+                    f"train: the attempt {min(shared)!r} is in another submission that is under "
+                    "way: no attempt is trained on twice; trainer.epochs makes several passes"
+                )
+            for task in other.tasks:
+                if tasks.get(task.id, task) != task:
+                    raise ConfigError(
+                        f"train: the task {task.id!r} is another one in a submission that is "
+                        "under way: give another task another id"
+                    )
+
+    @property
+    def num_under_way(self) -> int:
+        """Submissions that have not become a step yet."""
+        return len(self._under_way)
+
+    def has(self, name: str) -> bool:
+        """Whether a submission is under way."""
+        return name in self._ends
+
+    def future(self, name: str) -> asyncio.Future[int]:
+        """The step of a submission that is under way."""
+        return self._ends[name]
+
+    async def saved(self) -> None:
+        """Saves a checkpoint of the committed weights, between two steps."""
+        if self._over is not None:
+            raise TrainingError(self._over)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def work() -> None:
+            try:
+                self.save()
+            except BaseException as error:
+                future.cancel()
+                raise error
+            future.set_result(None)
+
+        self._waiting.put_nowait(work)
+        await future
+
+    def close(self) -> None:
+        """The run ends once the submissions that are under way are trained."""
+        self._waiting.put_nowait(None)
+
+    def end(self, why: str) -> None:
+        """No step follows."""
+        self._over = why
+        for future in self._ends.values():
+            if not future.done():
+                future.set_exception(TrainingError(why))
+                future.exception()  # somebody may have given up waiting
+
+    async def take(self) -> None:
+        """Waits for the next submission, without a deadline: it comes when its program likes.
+        Raises StopAskedError after `close`."""
+        while True:
+            item = await self._waiting.get()
+            if item is None:
+                raise StopAskedError("the program's loop has ended")
+            if isinstance(item, Submission):
+                self._current = item
+                return
+            item()
+
+    def committed(self, step: int) -> None:
+        """The current submission has become this step."""
+        self.host.committed(self.current.id, step)
+        del self._under_way[self.current.id]
+        future = self._ends.pop(self.current.id)
+        if not future.done():
+            future.set_result(step)
+
+    @property
+    def current(self) -> Submission:
+        """The submission that the trainer works on, or has worked on last."""
+        assert self._current is not None
+        return self._current
+
+    def train(self, step: int) -> list[Task]:
+        """See StepTasks.train."""
+        return self.current.tasks
+
+    def refill(self, step: int) -> Iterator[Task]:
+        """See StepTasks.refill: there is nothing but what was submitted."""
+        return iter(())
+
+    def source_of(self, task_id: str) -> str | None:
+        """See StepTasks.source_of: whoever submits attempts has no sources."""
+        return None
+
+
+class SubmittedRollouts:
+    """The source of attempts (RolloutSource) whose attempts were submitted. The engine sleeps while
+    the trainer changes the weights that it computes with."""
+
+    def __init__(self, parts: Components, submissions: Submissions) -> None:
+        self._parts, self.submissions = parts, submissions
+        self._sleepers = [
+            engine
+            for model, engine in parts.trained
+            if shares(engine, model) and isinstance(engine, SleepingEngine)
+        ]
+
+    async def begin(self, step: int) -> None:
+        """See RolloutSource.begin. Nothing is left of steps that were not committed."""
+        await with_retries(
+            lambda: self._parts.store.rewind(step),
+            within_s=STORE_RETRY_S,
+            what="deleting what no step has committed",
+        )
+        await self._parts.weights.begin(step)
+
+    def running(self) -> AbstractAsyncContextManager[object]:
+        return self._running()
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        failure: BaseException | None = None
+        await self.submissions.host.opened(self._parts)
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            why = "it was closed" if failure is None else described(failure)
+            self.submissions.end(f"the run takes no further step: {why}")
+            await self.submissions.host.closing(failure)
+
+    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+        """The attempts of the submission, which are in the store from now on."""
+        store = self._parts.store
+        await with_retries(
+            lambda: store.add_tasks(tasks, queue=False), within_s=STORE_RETRY_S, what="add_tasks"
+        )
+        trajectories = await written(
+            self.submissions.current.trajectories,
+            lambda storable: with_retries(
+                lambda: store.write_trajectories(storable, split="train", step=step),
+                within_s=STORE_RETRY_S,
+                what="write_trajectories",
+            ),
+        )
+        return Round(trajectories)
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        return asleep(self._sleepers, self._parts.config)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        return await in_thread(work)
+
+    async def swap(self, step: int) -> None:
+        await self._parts.weights.publish(step)
+
+    async def announce(self, step: int) -> None:
+        self.submissions.committed(step)
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class SubmittedBatches(RolloutBatches):
+    """The groups that were submitted for a step."""
+
+    activity = "waiting"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rollouts: SubmittedRollouts,
+        trainer: RolloutTrainer,
+        store: Store,
+    ) -> None:
+        self._submissions = rollouts.submissions
+        super().__init__(config, rollouts, self._submissions, trainer, store)
+        self._id = ""
+
+    async def collect(self, step: int) -> Collected:
+        """Waits for a submission."""
+        await self._submissions.take()
+        self._id = self._submissions.current.id
+        return await super().collect(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {KEY: self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._id = state[KEY]

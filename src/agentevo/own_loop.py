@@ -1,0 +1,71 @@
+"""An event loop on a thread of its own, for code of others that may block it.
+
+All attempts of a world share it, since what they share (clients, locks) belongs to one loop. What
+blocks holds up these attempts and nothing else. Where the loop does not answer after an attempt was
+broken off, it is left behind with what hangs on it, and later attempts get a new one; a process
+bears MAX_LEFT of those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from agentevo.errors import EnvironmentFailure, OverreachError
+
+T = TypeVar("T")
+
+MAX_LEFT = 20
+ANSWER_S = 2.0
+"""A loop that has not answered for so long is blocked."""
+
+
+class OwnLoop:
+    """See the module. `name` is that of its threads."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_left = 0
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What the coroutine returns or raises on that loop; it is cancelled with whoever awaits
+        this. Raises EnvironmentFailure if too many loops are blocked."""
+        loop = self._running()
+        future = asyncio.run_coroutine_threadsafe(_guarded(work), loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not await _answers(loop) and self._loop is loop:
+                self._loop = None
+                self._num_left += 1
+            raise
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            if self._num_left >= MAX_LEFT:
+                raise EnvironmentFailure(
+                    f"{self._name} has blocked its event loop {self._num_left} times: give what "
+                    "its functions wait for deadlines of its own, and start anew"
+                )
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        return self._loop
+
+
+async def _guarded(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """SystemExit and KeyboardInterrupt would end the loop of all others."""
+    try:
+        return await work()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise OverreachError(error, "an environment") from error
+
+
+async def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+    answer: Future[None] = Future()
+    loop.call_soon_threadsafe(answer.set_result, None)
+    done, _ = await asyncio.wait([asyncio.wrap_future(answer)], timeout=ANSWER_S)
+    return bool(done)

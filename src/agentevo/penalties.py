@@ -1,0 +1,161 @@
+"""Penalties of what was said already, and biases of tokens: what they make of a model's logits, for
+whoever draws under them and for whoever computes the same distribution again.
+
+With logits z, r = repetition and c the number of times that a token has been drawn in this
+completion:
+
+    z' = R(z) - presence * [c > 0] - frequency * c + logit_bias
+    R(z) = z / r if z > 0 else z * r    for a token of the prompt or of the completion, else z
+
+(https://platform.openai.com/docs/api-reference/chat for the first two and the bias, arXiv
+1909.05858, section 4.1, for R). Temperature, filters and grammar come after. What they change at a
+place follows from the tokens before it, so it is never recorded: a turn has its penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+LARGEST_PENALTY, LARGEST_BIAS, LARGEST_REPETITION = 2.0, 100.0, 100.0
+"""Of presence and frequency either way, of a bias either way, and of repetition and its inverse."""
+MAX_BIASES = 1024
+
+
+class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """See the module."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added)."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be drawn under them."""
+        for name in ("presence", "frequency"):
+            value = getattr(self, name)
+            if not abs(value) <= LARGEST_PENALTY:  # nor is NaN
+                return f"{name} is {value:g}: give -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
+        if not 1 / LARGEST_REPETITION <= self.repetition <= LARGEST_REPETITION:
+            return (
+                f"repetition is {self.repetition:g}: give {1 / LARGEST_REPETITION:g} to "
+                f"{LARGEST_REPETITION:g}"
+            )
+        if len(self.logit_bias) > MAX_BIASES:
+            return f"logit_bias has {len(self.logit_bias)} tokens: give at most {MAX_BIASES}"
+        for token, bias in self.logit_bias:
+            if token < 0 or not abs(bias) <= LARGEST_BIAS:
+                return (
+                    f"logit_bias of token {token} is {bias:g}: give ids of tokens and "
+                    f"-{LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+                )
+        return None
+
+    @property
+    def last_token(self) -> int:
+        """The highest that it names; -1 for none."""
+        return max((token for token, _ in self.logit_bias), default=-1)
+
+    @property
+    def or_none(self) -> Penalties | None:
+        """None where they change nothing."""
+        return None if self == Penalties() else self
+
+
+class Changes(NamedTuple):
+    """What penalties change at one place, for K different tokens."""
+
+    tokens: np.ndarray
+    """[K] int64"""
+    offsets: np.ndarray
+    """[K] float32, what is added"""
+    repeated: np.ndarray
+    """[K] float32: `repetition` where R applies, else 1"""
+
+
+class PenaltyState:
+    """One completion on its way."""
+
+    def __init__(self, penalties: Penalties, prompt_ids: Sequence[int]) -> None:
+        self._penalties = penalties
+        self._places: dict[int, int] = {}
+        self._offsets: list[float] = []
+        self._repeated: list[float] = []
+        self._drawn: set[int] = set()
+        for token, bias in penalties.logit_bias:
+            self._offsets[self._place(token)] += bias
+        if penalties.repetition != 1:
+            for token in set(prompt_ids):
+                self._repeated[self._place(token)] = penalties.repetition
+
+    def take(self, token: int) -> None:
+        """The next token of the completion."""
+        place, penalties = self._place(token), self._penalties
+        self._repeated[place] = penalties.repetition
+        self._offsets[place] -= penalties.frequency
+        if token not in self._drawn:
+            self._drawn.add(token)
+            self._offsets[place] -= penalties.presence
+
+    def changes(self) -> Changes:
+        """What they change at the next token."""
+        return Changes(
+            np.fromiter(self._places, dtype=np.int64, count=len(self._places)),
+            np.array(self._offsets, dtype=np.float32),
+            np.array(self._repeated, dtype=np.float32),
+        )
+
+    def _place(self, token: int) -> int:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._offsets):
+            self._offsets.append(0.0)
+            self._repeated.append(1.0)
+        return place
+
+
+class TokenPenalties(NamedTuple):
+    """The penalties under which the tokens of a text were drawn."""
+
+    table: list[Penalties]
+    rows: np.ndarray
+    """[T] int32: the penalties of each token; -1 where there were none."""
+    starts: np.ndarray
+    """[T] int32: where the completion that the token belongs to begins."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
+        """Those of a text from those of its stretches, each with its length."""
+        table = [penalties for _, penalties in parts if penalties is not None]
+        if not table:
+            return None
+        sizes = [size for size, _ in parts]
+        numbers = np.cumsum([penalties is not None for _, penalties in parts]) - 1
+        rows = [-1 if one is None else n for (_, one), n in zip(parts, numbers, strict=True)]
+        starts = np.cumsum([0, *sizes[:-1]])
+        return cls(
+            table,
+            np.repeat(np.array(rows, dtype=np.int32), sizes),
+            np.repeat(starts.astype(np.int32), sizes),
+        )
+
+    def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, Changes]:
+        """Place -> what they change there, of the given places [M] in ascending order at which they
+        change anything; `ids` [T] is the text."""
+        found: dict[int, Changes] = {}
+        state, start, done = None, -1, 0
+        for place in places.tolist():
+            if self.rows[place] < 0:
+                continue
+            if state is None or start != self.starts[place]:
+                start = done = int(self.starts[place])
+                state = PenaltyState(self.table[self.rows[place]], ids[:start].tolist())
+            for token in ids[done:place].tolist():
+                state.take(token)
+            done = place
+            found[place] = state.changes()
+        return found

@@ -1,0 +1,75 @@
+"""Where a process listens for clients of other APIs, and by what they get in. In the folder of the
+door, below the run's: `secret` is the key, `tls.pem` what it encrypts with, `certificate.pem` what
+clients on other machines trust."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentevo.inference.address import is_this_machine
+from agentevo.inference.certificate import RunCertificate, check_installed
+from agentevo.inference.http_server import open_socket
+from agentevo.inference.secret import RunSecret
+
+FOLDER = "gateway"
+"""Of the doors by which a run is trained."""
+SERVING = "serving"
+"""Of the one by which its model is used: its key opens no other."""
+
+
+@dataclass(frozen=True)
+class ClientDoor:
+    """See the module."""
+
+    listener: socket.socket
+    encrypts: bool
+    _folder: Path
+    _host: str
+
+    @property
+    def secret(self) -> RunSecret:
+        """The key's file."""
+        return RunSecret(self._folder)
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """What it encrypts with, made if there is none; None where it does not. Raises
+        EngineError where the file can't be used."""
+        if not self.encrypts:
+            return None
+        names = {self._host, socket.gethostname(), "localhost", "127.0.0.1"}
+        certificate = RunCertificate(self._folder, sorted(names - {"", "0.0.0.0", "::"}))
+        context, _ = certificate.server_context()
+        certificate.publish()
+        return context
+
+    def how_to(self, base: str) -> str:
+        """What a person gives to a client, whose URL is `base`. The key itself is said nowhere."""
+        variables = f"  OPENAI_BASE_URL={base}/v1 ANTHROPIC_BASE_URL={base}"
+        key = f"  export OPENAI_API_KEY=$(cat {self.secret.file})"
+        return f"{variables}\n{key}\n{self.where_the_key_is()}"
+
+    def where_the_key_is(self) -> str:
+        lines = []
+        if self.encrypts:
+            public = RunCertificate(self._folder).public_file
+            lines.append(f"  clients trust {public}: SSL_CERT_FILE={public}")
+        return "\n".join([*lines, f"  the key is in {self.secret.file}"])
+
+
+@contextmanager
+def client_door(
+    run_dir: Path, host: str, port: int, tls: bool | None, folder: str = FOLDER
+) -> Iterator[ClientDoor]:
+    """Binds the socket and creates nothing. `tls`: whether it encrypts; None does so where it is
+    reached from other machines. `folder`: where its key is, below the run's folder. Raises
+    ConfigError where it can't listen, MissingExtraError where it can't encrypt."""
+    with open_socket(host, port) as listener:
+        encrypts = tls if tls is not None else not is_this_machine(listener.getsockname()[0])
+        if encrypts:
+            check_installed()
+        yield ClientDoor(listener, encrypts, run_dir / folder, host)

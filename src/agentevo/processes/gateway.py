@@ -1,0 +1,104 @@
+"""`agentevo gateway`: the door to a run's engines as a process of its own, for agents that are
+started elsewhere, by anybody, in any language.
+
+Whoever has the key of RUN/gateway/secret opens sessions (session_routes.py); whoever is given a
+session's key plays that one attempt with a client of OpenAI's or Anthropic's API. It needs no torch
+and holds no weights: tokens come from the engines that announce themselves in RUN/engines/, and
+groups go to the run's store, where `agentevo learn` finds them. Asked to stop, it breaks open
+sessions off and writes what there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from agentevo.config import RunConfig
+from agentevo.config.named_agents import check_one_policy
+from agentevo.console import to_stderr
+from agentevo.event_loop import in_thread, run_coroutine
+from agentevo.gateway.gateway import Gateway
+from agentevo.inference.address import EngineAddress
+from agentevo.models.chat import ChatFormat
+from agentevo.processes.client_door import ClientDoor, client_door
+from agentevo.processes.sample import conversation, engines_and_store
+from agentevo.processes.session_routes import SessionRoutes
+from agentevo.retry import STORE_RETRY_S
+from agentevo.rollout.given_tasks import check_same_tasks
+from agentevo.rollout.next_tasks import NextTasks
+from agentevo.rollout.outside import OutsideAgent, OutsideSessions
+from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.scoring import Scoring
+from agentevo.rollout.task_source import TaskSource
+from agentevo.runs.identity import ensure_run_folder
+from agentevo.signals import LOOK_S, asked_to_stop
+
+
+def run_gateway(
+    config: RunConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: bool | None = None,
+    engines: Sequence[str] = (),
+    note: Callable[[str], None] = to_stderr,
+) -> None:
+    """Serves sessions until it is asked to stop; blocks. `engines` are URLs, else those are used
+    that the run's folder knows. Raises ConfigError before anything is created."""
+    check_one_policy(config)
+    for url in engines:
+        EngineAddress.read(url)
+    Scoring(config.rewards)
+    tasks = TaskSource(config, None) if config.tasks.given else None
+    with asked_to_stop() as stop, client_door(config.run_dir, host, port, tls) as door:
+        chat, context_length = conversation(config)
+        if not ensure_run_folder(config, within_s=STORE_RETRY_S, stop=stop, note=note):
+            return
+        if tasks is not None and tasks.read is not None:
+            check_same_tasks(config, tasks.read)
+        run_coroutine(_serve(config, door, engines, tasks, chat, context_length, stop, note))
+
+
+async def _serve(
+    config: RunConfig,
+    door: ClientDoor,
+    urls: Sequence[str],
+    tasks: TaskSource | None,
+    chat: ChatFormat,
+    context_length: int,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> None:
+    async with engines_and_store(config, urls, stop, note) as opened:
+        if opened is None:
+            return
+        engine, store, calls = opened
+        agent = OutsideAgent(config.agent.timeout_s)
+        door.secret.value()
+        gateway = Gateway(
+            config.gateway,
+            model=config.model.name,
+            timeout_s=config.engine.timeout_s,
+            note=note,
+            listener=door.listener,
+            tls=door.server_context(),
+        )
+        sampler = Sampler(
+            config, engine, chat, agent, store, context_length, calls, note, gateway=gateway
+        )
+        sessions = OutsideSessions(config, sampler, agent, engine, store, note)
+        next_tasks = NextTasks(config, tasks, sessions, store)
+        routes = SessionRoutes(
+            sessions, door.secret, engine.stats, next_tasks, config.gateway.requests_per_s
+        )
+        gateway.in_front = routes
+        with closing(sampler):
+            base = await in_thread(lambda: gateway.base)
+            routes.bridge = gateway.bridged()
+            await engine.refresh()  # from here on it goes on looking
+            note(f"gateway: sessions at {base}/sessions\n{door.where_the_key_is()}")
+            while not stop():
+                await asyncio.sleep(LOOK_S)
+            await sessions.close()
+        note("gateway: stopped")

@@ -1,0 +1,105 @@
+"""`agentevo serve RUN --openai`: what a run has trained, for any client of OpenAI's or Anthropic's
+API, by a key of its own. Nothing is trained and nothing is recorded; the run's folder gets the key
+(client_door.py) and stays as it was otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from agentevo.config import RunConfig
+from agentevo.console import to_stderr
+from agentevo.event_loop import in_thread, run_coroutine
+from agentevo.gateway.gateway import Gateway
+from agentevo.gateway.shared_session import SharedSession
+from agentevo.inference.conversation import Conversation
+from agentevo.inference.engine import UpdatableEngine
+from agentevo.inference.engines import engines
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import LoadedModel
+from agentevo.models.positions import context_length
+from agentevo.orchestration.components import check_memory, load_policy
+from agentevo.processes.client_door import SERVING, ClientDoor, client_door
+from agentevo.rollout.sampler import sampling_params
+from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.manifest import read as read_manifest
+
+
+def serve_model(
+    config: RunConfig,
+    *,
+    checkpoint: str = "best",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: bool | None = None,
+    name: str | None = None,
+    note: Callable[[str], None] = to_stderr,
+) -> None:
+    """Serves a checkpoint of the run (`best`, `last` or a path) until it is asked to stop; blocks.
+    `name`: what clients see the model called. Raises ConfigError, or CheckpointError where there is
+    no such checkpoint, before anything is created."""
+    path = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep_last).find(checkpoint)
+    check_memory(config)
+    make_engine = engines.get(config.engine.type)
+    door_of_clients = client_door(config.run_dir, host, port, tls, SERVING)
+    with asked_to_stop() as stop, door_of_clients as door:
+        loaded = load_policy(config, path)
+        engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
+        run_coroutine(
+            _serve(config, engine, loaded, path, door, name or config.run_dir.name, stop, note)
+        )
+
+
+async def _serve(
+    config: RunConfig,
+    engine: UpdatableEngine,
+    loaded: LoadedModel,
+    checkpoint: Path,
+    door: ClientDoor,
+    name: str,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> None:
+    chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    sampling = sampling_params(config.sampling, chat, config.sampling.temperature)
+
+    def new_conversation() -> Conversation:
+        return Conversation(
+            engine,
+            chat,
+            sampling,
+            name=secrets.token_hex(8),
+            seed=secrets.randbits(63),
+            context_length=context_length(loaded.model.config),
+            timeout_s=config.engine.timeout_s,
+        )
+
+    gateway = Gateway(
+        config.gateway,
+        model=name,
+        timeout_s=config.engine.timeout_s,
+        note=note,
+        listener=door.listener,
+        tls=door.server_context(),
+    )
+    try:
+        await engine.begin(_step(checkpoint), deadline_s=config.engine.timeout_s)
+        base = await in_thread(lambda: gateway.base)
+        gateway.add(SharedSession(new_conversation, base, door.secret.value()))
+        note(f"serving {checkpoint} as {name!r} at {base}\n{door.how_to(base)}")
+        while not stop():
+            engine.check()
+            await asyncio.sleep(LOOK_S)
+        note(f"{name}: stopped")
+    finally:
+        await in_thread(gateway.close)
+        await engine.close()
+
+
+def _step(checkpoint: Path) -> int:
+    """The step that a checkpoint is of, which becomes the version of its tokens; 0 for a model that
+    no run has saved."""
+    return read_manifest(checkpoint).step if (checkpoint / "checkpoint.json").is_file() else 0

@@ -1,0 +1,224 @@
+"""Anthropic's messages, as a client: https://docs.anthropic.com/en/api/messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.errors import BadRequestError
+from agentevo.models.answer_form import ANY_OBJECT, AnswerForm
+from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
+from agentevo.remote_models.wire import (
+    Asked,
+    BadAnswerError,
+    RemoteReply,
+    Usage,
+    Wire,
+    with_call_ids,
+)
+from agentevo.types import Message, ToolCall
+
+VERSION = "2023-06-01"
+_CHOICES = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
+
+
+def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
+    """See Wire.body. The API has no seeds: one changes nothing."""
+    sampling = asked.sampling
+    if sampling.min_p is not None:
+        raise BadRequestError("min_p: Anthropic's API has no such setting: leave it out")
+    messages = with_call_ids(asked.messages)
+    system = "\n\n".join(message.text for message in messages if message.role == "system")
+    fields = {
+        "system": system or None,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_sequences": None if sampling.stop_strings is None else list(sampling.stop_strings),
+    }
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": asked.max_new_tokens,
+        "messages": _messages(messages),
+        **{name: value for name, value in fields.items() if value is not None},
+    }
+    if asked.tools:
+        named = {"type": "tool", "name": asked.tool_choice}
+        body["tools"] = [_tool(tool["function"]) for tool in asked.tools]
+        body["tool_choice"] = _CHOICES.get(asked.tool_choice, named)
+    elif any(message.tool_calls or message.role == "tool" for message in messages):
+        body |= {"tools": _called(messages), "tool_choice": _CHOICES["none"]}
+    return body if asked.form is None else _formed(body, asked.form)
+
+
+def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The tools that a history names: the API takes no calls without a definition of tools, where
+    others let a request end the use of tools by leaving them out."""
+    names = dict.fromkeys(call.name for message in messages for call in message.tool_calls)
+    return [_tool({"name": name}) for name in names or ("tool",)]
+
+
+def _formed(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
+    if form.schema == ANY_OBJECT or isinstance(form.schema, bool):
+        raise BadRequestError(
+            "Anthropic's API holds an answer to a JSON schema alone: give the schema of an object "
+            "in place of json_object"
+        )
+    if form.schema is not None:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": form.schema}}
+    if "tool_choice" in body and not form.parallel and body["tool_choice"] != _CHOICES["none"]:
+        body["tool_choice"] = {**body["tool_choice"], "disable_parallel_tool_use": True}
+    return body
+
+
+def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    described = {"description": function["description"]} if function.get("description") else {}
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    strict = {"strict": True} if function.get("strict") else {}
+    return {"name": function["name"], **described, "input_schema": schema, **strict}
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Blocks by turns of the user and the assistant: results of tools are the user's."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        if message.role == "system":
+            continue
+        role = "assistant" if message.role == "assistant" else "user"
+        if not turns or turns[-1]["role"] != role:
+            turns.append({"role": role, "content": []})
+        turns[-1]["content"] += _blocks(message)
+    return [turn for turn in turns if turn["content"]]
+
+
+def _blocks(message: Message) -> list[dict[str, Any]]:
+    if message.role == "tool":
+        result = {"type": "tool_result", "tool_use_id": message.tool_call_id}
+        return [{**result, "content": message.text}]
+    blocks: list[dict[str, Any]] = []
+    if message.text.strip():  # an empty text is refused
+        blocks.append({"type": "text", "text": message.text})
+    for call in message.tool_calls:
+        use = {"type": "tool_use", "id": call.id, "name": call.name}
+        blocks.append({**use, "input": _arguments(call)})
+    return blocks
+
+
+def _arguments(call: ToolCall) -> Any:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise BadRequestError(
+            f"the arguments of a call of {call.name} are no JSON object, which Anthropic's API "
+            "insists on: leave the call out, or mend it"
+        )
+    return arguments
+
+
+def reply_of(answer: Mapping[str, Any]) -> RemoteReply:
+    """See Wire.reply."""
+    try:
+        blocks = answer["content"]
+        calls = tuple(
+            ToolCall(block["name"], json.dumps(block["input"], ensure_ascii=False), block["id"])
+            for block in blocks
+            if block["type"] == "tool_use"
+        )
+        thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+        texts = [block["text"] for block in blocks if block["type"] == "text"]
+        message = Message("assistant", "".join(texts), calls, reasoning="".join(thoughts) or None)
+        return RemoteReply(
+            message=message,
+            finish_reason="length" if answer.get("stop_reason") == "max_tokens" else "stop",
+            usage=_usage(answer.get("usage")),
+        )
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BadAnswerError(f"no message ({type(error).__name__}: {error})") from error
+
+
+class StreamedMessage:
+    """See wire.StreamedAnswer: the events of one message."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, dict[str, Any]] = {}
+        self._parts: dict[int, list[str]] = {}
+        """What has come of each block: of its text, its thought or its JSON."""
+        self._usage: dict[str, Any] = {}
+        self._stop_reason: str | None = None
+        self._is_whole = False
+
+    def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
+        match event["type"]:
+            case "message_start":
+                self._count(event["message"].get("usage"))
+            case "content_block_start":
+                self._blocks[event["index"]] = dict(event["content_block"])
+            case "content_block_delta":
+                return self._add_part(event["index"], event["delta"])
+            case "message_delta":
+                self._stop_reason = event["delta"].get("stop_reason") or self._stop_reason
+                self._count(event.get("usage"))
+            case "message_stop":
+                self._is_whole = True
+            case "error":
+                raise BadAnswerError(f"it failed in the middle: {event['error']['message']}")
+        return []
+
+    def _add_part(
+        self, block: int, delta: Mapping[str, Any]
+    ) -> Sequence[ContentDelta | ReasoningDelta]:
+        kind = delta["type"]
+        field = {"text_delta": "text", "thinking_delta": "thinking"}.get(kind, "partial_json")
+        if field not in delta:  # a signature or a citation
+            return []
+        text = delta[field]
+        if not isinstance(text, str):
+            raise TypeError(f"{type(text).__name__} in the place of a text")
+        self._parts.setdefault(block, []).append(text)
+        if not text or field == "partial_json":
+            return []
+        return [ContentDelta(text) if field == "text" else ReasoningDelta(text)]
+
+    def _count(self, usage: Mapping[str, Any] | None) -> None:
+        self._usage |= {name: count for name, count in (usage or {}).items() if count is not None}
+
+    def answer(self) -> Mapping[str, Any]:
+        if not self._is_whole:
+            raise BadAnswerError("it ended in the middle")
+        for number, block in self._blocks.items():
+            text = "".join(self._parts.get(number, ()))
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(text) if text else block.get("input", {})
+            elif block["type"] in ("text", "thinking"):
+                block[block["type"]] = text
+        blocks = [self._blocks[number] for number in sorted(self._blocks)]
+        return {"content": blocks, "stop_reason": self._stop_reason, "usage": self._usage}
+
+
+def _usage(usage: Any) -> Usage | None:
+    if not isinstance(usage, Mapping) or "input_tokens" not in usage:
+        return None
+    cached = int(usage.get("cache_read_input_tokens") or 0)
+    written = int(usage.get("cache_creation_input_tokens") or 0)
+    return Usage(
+        prompt_tokens=int(usage["input_tokens"]) + cached + written,
+        cached_tokens=cached,
+        completion_tokens=int(usage.get("output_tokens") or 0),
+    )
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"anthropic-version": VERSION} | ({} if key is None else {"x-api-key": key})
+
+
+WIRE = Wire(
+    path=lambda url: f"{url.removesuffix('/v1')}/v1/messages",
+    headers=_headers,
+    body=body_of,
+    reply=reply_of,
+    stream={"stream": True},
+    streamed=StreamedMessage,
+)

@@ -1,0 +1,221 @@
+"""What one attempt says to remote models, and hears: recorded beside its turns, never trained.
+
+A call whose messages begin with a recorded conversation of the same model, tools and agent goes on
+from its last answer, however a client has written it again (equivalence.py): the turn that is
+recorded has only what is new.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from agentevo.errors import BadRequestError
+from agentevo.event_loop import gather_all
+from agentevo.inference.equivalence import key_of, places_of
+from agentevo.models.answer_form import AnswerForm
+from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
+from agentevo.remote_models.wire import Listen, RemoteReply
+from agentevo.seeds import derive_seed
+from agentevo.store.call_log import AttemptCalls
+from agentevo.types import Message, RemoteTurn, SamplingOverrides
+
+MAX_COMPLETIONS = 128
+"""Answers that one call may ask for."""
+
+
+class AnswersRemotely(Protocol):
+    """A remote model, or what stands in its place."""
+
+    @property
+    def within_s(self) -> float:
+        """The longest that a call takes, in seconds."""
+        ...
+
+    async def generate(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: str,
+        form: AnswerForm | None,
+        sampling: SamplingOverrides | None,
+        role: str,
+        attempt: str,
+        listen: Listen | None,
+    ) -> RemoteReply:
+        """See RemoteModel.generate."""
+        ...
+
+
+class RemoteConversations:
+    """See the module. `seed` is the attempt's: every call gets one of its own, made from it and
+    the number of the call."""
+
+    def __init__(
+        self,
+        models: Mapping[str, AnswersRemotely],
+        *,
+        name: str,
+        seed: int,
+        calls: AttemptCalls | None = None,
+    ) -> None:
+        self.models = models
+        self.turns: list[RemoteTurn] = []
+        self._name, self._seed = name, seed
+        self._calls = calls or AttemptCalls(None, name)
+        self._num_calls = 0
+        self._ends: dict[Hashable, int] = {}
+        """What was said until the end of a turn -> its index; of several the newest."""
+        self._lost: set[int] = set()
+
+    async def complete(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        form: AnswerForm | None = None,
+        overrides: SamplingOverrides | None = None,
+        n: int = 1,
+        agent: str = "",
+        listen: Callable[[int, ContentDelta | ReasoningDelta], None] | None = None,
+    ) -> list[RemoteTurn]:
+        """`n` answers of a remote model to a whole history, as recorded turns with one parent.
+        `agent` is whose call it is, where an attempt has several. `listen` is told what each of
+        them says, by its number, as RemoteModel.generate tells it.
+
+        Raises what RemoteModel.generate raises, and UnknownNameError.
+        """
+        if not 1 <= n <= MAX_COMPLETIONS:
+            raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
+        remote, number = self.models[model], self._num_calls
+        self._num_calls += 1
+        seeds = [derive_seed(self._seed, "remote", number, one) for one in range(n)]
+        if overrides is not None and overrides.penalties is not None:
+            raise BadRequestError(
+                f"{model} is a remote model, to which no penalties are passed on: leave them out"
+            )
+        if overrides is not None and overrides.seed is not None:
+            given = overrides.seed
+            seeds = [derive_seed(given, "completion", one) if one else given for one in range(n)]
+        with self._calls.call("remote", model) as call:
+            replies = await gather_all(
+                [
+                    remote.generate(
+                        messages,
+                        tools=tools,
+                        tool_choice=tool_choice,
+                        form=form,
+                        sampling=_with_seed(overrides, seed),
+                        role=agent or "agent",
+                        attempt=self._name,
+                        listen=None if listen is None else partial(listen, one),
+                    )
+                    for one, seed in enumerate(seeds)
+                ]
+            )
+            call.note(
+                turn=len(self.turns),
+                completions=n,
+                prompt_tokens=sum(r.usage.prompt_tokens for r in replies if r.usage),
+                completion_tokens=sum(r.usage.completion_tokens for r in replies if r.usage),
+                cost=sum(reply.cost for reply in replies),
+            )
+            schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
+            parent, known = self._joined(model, agent, schemas, messages)
+            return [
+                self._record(model, agent, schemas, messages, parent, known, reply, seed)
+                for reply, seed in zip(replies, seeds, strict=True)
+            ]
+
+    def within_s(self, model: str) -> float:
+        """The longest that a call of the model takes, in seconds."""
+        return self.models[model].within_s
+
+    def discard(self, turn: int) -> None:
+        """Nobody received what turn `turn` said."""
+        self._lost.add(turn)
+
+    def recorded(self) -> list[RemoteTurn]:
+        """The turns for the trajectory: all but those that nobody received and none goes on
+        from, numbered anew where some are missing."""
+        parents = {turn.parent for turn in self.turns}
+        kept = [t for t in self.turns if t.index not in self._lost or t.index in parents]
+        numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(kept)}
+        return [
+            msgspec.structs.replace(
+                turn, index=numbers[turn.index], parent=numbers.get(turn.parent)
+            )
+            for turn in kept
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """For the trajectory; nothing where no remote model was asked."""
+        if not self.turns:
+            return {}
+        return {
+            "num_remote_turns": float(len(self.turns)),
+            "remote_tokens": float(
+                sum(turn.prompt_tokens + turn.completion_tokens for turn in self.turns)
+            ),
+            "remote_cost": sum(turn.cost for turn in self.turns),
+        }
+
+    def _joined(
+        self, model: str, agent: str, tools: str, messages: Sequence[Message]
+    ) -> tuple[int | None, int]:
+        """The recorded turn that a history goes on from, and how many of its messages that
+        knows."""
+        keys = _keys(messages)
+        for known in range(len(messages) - 1, 0, -1):
+            if messages[known - 1].role == "assistant":
+                turn = self._ends.get((model, agent, tools, keys[:known]))
+                if turn is not None:
+                    return turn, known
+        return None, 0
+
+    def _record(
+        self,
+        model: str,
+        agent: str,
+        tools: str,
+        messages: Sequence[Message],
+        parent: int | None,
+        known: int,
+        reply: RemoteReply,
+        seed: int,
+    ) -> RemoteTurn:
+        usage = reply.usage
+        turn = RemoteTurn(
+            index=len(self.turns),
+            parent=parent,
+            model=model,
+            agent=agent,
+            messages=[*messages[known:], reply.message],
+            tools=tools if parent is None else "",
+            finish_reason=reply.finish_reason,
+            seed=seed,
+            prompt_tokens=0 if usage is None else usage.prompt_tokens,
+            cached_tokens=0 if usage is None else usage.cached_tokens,
+            completion_tokens=0 if usage is None else usage.completion_tokens,
+            cost=reply.cost,
+        )
+        self.turns.append(turn)
+        self._ends[model, agent, tools, _keys([*messages, reply.message])] = turn.index
+        return turn
+
+
+def _keys(messages: Sequence[Message]) -> tuple[Hashable, ...]:
+    return tuple(
+        key_of(message, place) for message, place in zip(messages, places_of(messages), strict=True)
+    )
+
+
+def _with_seed(overrides: SamplingOverrides | None, seed: int) -> SamplingOverrides:
+    return msgspec.structs.replace(overrides or SamplingOverrides(), seed=seed)

@@ -1,0 +1,252 @@
+"""The price log of one remote model, and its budget.
+
+The log is a file of JSON lines in the run's folder that is only added to. A request is one line,
+written when it has ended: model, role, attempt, tokens, cost, status. Where there is a budget, a
+line comes before it, with the most that it can use; such a request counts with that until its end
+is there. What is used is the sum over the file, whichever process wrote it:
+
+    sum of what ended + sum of the most that is under way <= budget, at every moment
+
+so that a process that is killed, or a request that broke off and may have been paid for, can't make
+the run spend more than it says. The lines hold no prompts, no answers and no keys.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from filelock import FileLock
+
+from agentevo.config.remote_models import BudgetSection
+from agentevo.errors import AgentEvoError
+from agentevo.files import must_write
+
+SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "tokens", "cost")
+LOCK_S = 30.0
+"""How long the lock of a log may be held by others, who hold it while they write a line."""
+
+
+class RemoteModelError(AgentEvoError):
+    """A remote model has not answered. `status` is its server's, 0 where there is none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BudgetExceededError(RemoteModelError):
+    """A call would go, or might go, beyond the budget of a remote model: it was not made."""
+
+
+class Spent(msgspec.Struct, kw_only=True):
+    """A sum of what was used, or the most that something can use."""
+
+    requests: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+    def add(self, other: Spent, sign: int = 1) -> None:
+        self.requests += sign * other.requests
+        self.tokens += sign * other.tokens
+        self.cost += sign * other.cost
+
+
+class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line of the log."""
+
+    id: str
+    state: str
+    """`begun`, with the most that it can use in tokens and cost; or how it `ended`."""
+    model: str
+    role: str = ""
+    attempt: str = ""
+    """Id of the trajectory that it was made in."""
+    at: float
+    """Unix time in seconds."""
+    seconds: float = 0.0
+    status: int = 0
+    """The server's; 0 where it has not answered."""
+    requests: int = 1
+    """0 for an answer from the cache."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+    is_estimated: bool = False
+    """The server does not say what it counts: the most that it can be is taken."""
+    error: str = ""
+
+
+class Ledger:
+    """See the module. Any thread may use it. Without a path it is in memory."""
+
+    def __init__(self, path: Path | None, budget: BudgetSection, name: str) -> None:
+        self._path, self._budget, self._name = path, budget, name
+        self._thread_lock = threading.Lock()
+        self._read_to = 0
+        self._rest = b""
+        self._used, self._open = Spent(), dict[str, Spent]()
+        self._own = 0
+        """Requests of this process that have begun and not ended."""
+        self._settled = threading.Condition(self._thread_lock)
+        self._totals: dict[str, dict[str, Any]] = {}
+        """By role."""
+
+    def begin(self, most: Spent, *, role: str, until: float) -> str:
+        """The id of a request that may be made now. Waits, up to the monotonic time `until`, for
+        requests of this process whose end may make room. Raises BudgetExceededError."""
+        if not self._budget.limits:
+            return secrets.token_hex(8)
+        line = Line(
+            id=secrets.token_hex(8),
+            state="begun",
+            model=self._name,
+            role=role,
+            at=time.time(),
+            tokens=most.tokens,
+            cost=most.cost,
+        )
+        with self._thread_lock:
+            while True:
+                with self._locked():
+                    self._read()
+                    problem = self._beyond(most)
+                    if not problem:
+                        self._write(line)
+                        self._own += 1
+                        return line.id
+                if not self._own or time.monotonic() >= until:
+                    raise BudgetExceededError(problem)
+                self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
+
+    def end(self, line: Line) -> None:
+        """A request has ended, with what it used."""
+        with self._thread_lock:
+            with self._locked():
+                self._write(line)
+            if self._budget.limits and line.requests:
+                self._own -= 1
+                self._settled.notify_all()
+
+    def totals(self) -> list[dict[str, Any]]:
+        """What each role used so far, in all processes: answers, those from the cache among them,
+        requests that failed, and sums by the names of SUMMED."""
+        if self._path is not None and not self._path.exists():
+            return []
+        with self._thread_lock, self._locked():
+            self._read()
+            return [
+                row | {"failed_requests": row["requests"] - row["answers"] + row["from_cache"]}
+                for row in self._totals.values()
+            ]
+
+    def left(self) -> dict[str, float]:
+        """What is left of each limit of the budget, by its name, in all processes: what is under
+        way, or was when its process was killed, counts with the most that it can use."""
+        with self._thread_lock:
+            if self._path is not None and self._path.exists():
+                with self._locked():
+                    self._read()
+            used = self._most()
+        limits = {name: getattr(self._budget, name) for name in Spent.__struct_fields__}
+        return {
+            name: max(0.0, limit - getattr(used, name))
+            for name, limit in limits.items()
+            if limit is not None
+        }
+
+    def _beyond(self, most: Spent) -> str:
+        """Which limit a request that uses so much would break, as a sentence; empty for none."""
+        used = self._most()
+        limits = self._budget
+        for what, limit, now, more in (
+            ("requests", limits.requests, used.requests, most.requests),
+            ("tokens", limits.tokens, used.tokens, most.tokens),
+            ("cost", limits.cost, used.cost, most.cost),
+        ):
+            if limit is not None and now + more > limit:
+                return (
+                    f"remote model {self._name}: {now:g} of budget.{what}={limit:g} are used, and "
+                    f"the next request may need {more:g}: raise "
+                    f"remote_models.{self._name}.budget.{what}, or ask for shorter answers"
+                )
+        return ""
+
+    def _most(self) -> Spent:
+        """What is used, and the most that what is under way can use."""
+        used = Spent()
+        for spent in (self._used, *self._open.values()):
+            used.add(spent)
+        return used
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """No other process of the run writes meanwhile."""
+        if self._path is None:
+            yield
+            return
+        with must_write(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._path.with_name(f".{self._path.name}.lock"), timeout=LOCK_S):
+                yield
+
+    def _write(self, line: Line) -> None:
+        if self._path is None:
+            self._take(line)
+            return
+        text = msgspec.json.encode(line) + b"\n"
+        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            if self._half_a_line():  # of a process that was killed
+                text = b"\n" + text
+            os.write(handle, text)
+        finally:
+            os.close(handle)
+
+    def _half_a_line(self) -> bool:
+        assert self._path is not None
+        size = self._path.stat().st_size
+        if not size:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(size - 1)
+            return file.read(1) != b"\n"
+
+    def _read(self) -> None:
+        """Takes in what was written since."""
+        if self._path is None or not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read_to)
+            new = file.read()
+        self._read_to += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        for text in whole:
+            try:
+                self._take(msgspec.json.decode(text, type=Line))
+            except msgspec.MsgspecError:
+                continue  # half a line of a process that was killed
+
+    def _take(self, line: Line) -> None:
+        spent = Spent(requests=line.requests, tokens=line.tokens, cost=line.cost)
+        if line.state == "begun":
+            self._open[line.id] = spent
+            return
+        self._open.pop(line.id, None)
+        self._used.add(spent)
+        row = self._totals.setdefault(line.role, {"model": self._name, "role": line.role})
+        for name, value in (
+            ("answers", line.state in ("completed", "cached")),
+            ("from_cache", line.state == "cached"),
+            *((name, getattr(line, name)) for name in SUMMED),
+        ):
+            row[name] = row.get(name, 0) + value

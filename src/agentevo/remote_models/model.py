@@ -1,0 +1,390 @@
+"""Remote models: a history of messages in, a reply out, over HTTP.
+
+Requests are made on threads of this package's, so that no step of an engine, which holds the event
+loop, is taken for a slow server, and so that a call that was given up is still accounted for when
+its answer comes. What a server is known to refuse by chance (too many requests, its own failures, a
+connection that ends) is asked again, with pauses that double, or as long as its `Retry-After` says;
+what it refuses for a reason is raised at once. Every call ends within its deadline.
+
+A key is read from the environment when a model is made. It is sent to its server and goes nowhere
+else: what a server says about it is shown without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.credentials import REFERENCE
+from agentevo.data.messages import messages_of, tools_of
+from agentevo.errors import BadRequestError, ConfigError, UnknownNameError
+from agentevo.models.answer_form import AnswerForm
+from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
+from agentevo.registry import nearest
+from agentevo.remote_models import anthropic_messages, openai_chat
+from agentevo.remote_models.cache import ReplyCache
+from agentevo.remote_models.http import Server, Unanswered
+from agentevo.remote_models.ledger import Ledger, Line, RemoteModelError, Spent
+from agentevo.remote_models.wire import Asked, Listen, RemoteReply, Usage
+from agentevo.seeds import derive_seed
+from agentevo.types import Message, SamplingOverrides
+
+T = TypeVar("T")
+WIRES = {"openai": openai_chat.WIRE, "anthropic": anthropic_messages.WIRE}
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MARGIN_S = 2.0
+"""What a call may take beyond its deadline, where a server keeps its thread busy."""
+
+
+class RemoteModel:
+    """See the module. `folder` is where its price log and its cache are; without it they are in
+    memory, and nothing is cached. Any thread and any event loop may use it."""
+
+    def __init__(self, name: str, section: RemoteModelSection, folder: Path | None = None) -> None:
+        """Raises ConfigError for a key that is not in the environment."""
+        self.name, self.section = name, section
+        self._wire = WIRES[section.api]
+        key = _key(name, section)
+        self._server = Server(name, section.url, self._wire, key, section.api_key)
+        file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
+        self.ledger = Ledger(folder and folder / file, section.budget, name)
+        self._cache = ReplyCache(folder / "cache") if folder and section.cache else None
+        self._workers = Workers(section.max_at_once, f"agentevo-{name}")
+        self._num_calls = 0
+
+    @property
+    def within_s(self) -> float:
+        """The longest that a call takes, in seconds."""
+        return self.section.deadline_s + MARGIN_S
+
+    async def generate(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str = "auto",
+        form: AnswerForm | None = None,
+        sampling: SamplingOverrides | None = None,
+        seed: int | None = None,
+        role: str = "",
+        attempt: str = "",
+        listen: Listen | None = None,
+    ) -> RemoteReply:
+        """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
+        function; `form` says what the answer has to look like, its calls in place of that;
+        `sampling` replaces what the recipe says; `role` and `attempt` say in the price log what it
+        is for. `listen` is told what the model says as it comes, on a thread of this package's:
+        what it was told is not taken back, so an answer that breaks off then is not asked again.
+
+        Raises BudgetExceededError, RemoteModelError where no answer comes, and BadRequestError for
+        what can't be asked.
+        """
+        if form is not None and form.calls != "auto":
+            tool_choice = form.tool or form.calls
+        asked = Asked(
+            messages=messages_of(messages),
+            tools=None if not tools else tools_of(tools),
+            tool_choice=tool_choice,
+            form=form,
+            sampling=self._sampling(sampling, seed),
+        )
+        answer = self._workers.submit(self._call(asked, role, attempt, listen))
+        try:
+            async with asyncio.timeout(self.within_s):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError:
+            raise self._late("its server keeps all of max_at_once connections") from None
+
+    def close(self) -> None:
+        """Ends it. Calls that wait fail."""
+        self._workers.close()
+        self._server.close()
+
+    def _call(
+        self, asked: Asked, role: str, attempt: str, listen: Listen | None
+    ) -> Callable[[], RemoteReply]:
+        """What a thread has to do, with all that was asked checked."""
+        if not asked.messages:
+            raise BadRequestError("messages is a list with at least one message")
+        body = self._wire.body(self.section.url, self.section.model, asked) | self.section.extra
+        try:
+            content = msgspec.json.encode(body)
+            sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            raise BadRequestError(f"the request can't be written as JSON: {error}") from error
+        self._num_calls += 1
+        line = Line(
+            id="", state="failed", model=self.name, role=role, attempt=attempt, at=time.time()
+        )
+        until = time.monotonic() + self.section.deadline_s
+        request = _Request(sent, asked.max_new_tokens, until, self._num_calls, listen)
+        return partial(self._answered, content, request, line)
+
+    def _sampling(self, given: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
+        section = self.section
+        base: dict[str, Any] = {
+            "temperature": section.temperature,
+            "top_p": section.top_p,
+            "max_new_tokens": section.max_new_tokens,
+            "seed": seed,
+        }
+        return SamplingOverrides(**base | ({} if given is None else given.given()))
+
+    def _answered(self, content: bytes, request: _Request, call: Line) -> RemoteReply:
+        """On a thread: the answer from the cache or the server, asked as often as it is worth it.
+        `content` is what was asked, whether the answer is to come in events or not."""
+        kept = None if self._cache is None else self._cache.find(self._server.url, content)
+        if kept is not None:
+            self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
+            return kept
+        problem: RemoteModelError | None = None
+        for attempt in range(self.section.max_tries):
+            try:
+                reply = self._request(request, call)
+            except Unanswered as error:
+                problem = RemoteModelError(str(error), error.status)
+                if not error.again or request.has_told:
+                    raise problem from error
+                self._pause(error, attempt, request)
+                continue
+            if self._cache is not None:
+                self._cache.keep(self._server.url, content, reply)
+            return reply
+        assert problem is not None
+        tries = self.section.max_tries
+        raise RemoteModelError(f"given up after {tries} requests: {problem}", problem.status)
+
+    def _request(self, request: _Request, call: Line) -> RemoteReply:
+        """One request, accounted for."""
+        if request.until <= time.monotonic():
+            raise self._late("it waited for its turn")
+        content, max_new = request.content, request.max_new_tokens
+        most_tokens = len(content) + max_new  # a token is a byte at the very least
+        most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
+        number = self.ledger.begin(most, role=call.role, until=request.until)
+        line = msgspec.structs.replace(call, id=number, at=time.time())
+        began = time.monotonic()
+        try:
+            left = min(self.section.timeout_s, request.until - began)
+            listen = None if request.listen is None else request.tell
+            reply, status = self._server.post(content, left, listen)
+        except BaseException as error:
+            line.seconds, line.error = time.monotonic() - began, str(error)[:300]
+            line.status = getattr(error, "status", 0)
+            if getattr(error, "may_cost", True):
+                line.tokens, line.cost, line.is_estimated = most.tokens, most.cost, True
+            self.ledger.end(line)
+            raise
+        line.seconds, line.status, line.state = time.monotonic() - began, status, "completed"
+        usage = reply.usage or Usage(prompt_tokens=len(content), completion_tokens=max_new)
+        line.is_estimated = reply.usage is None
+        line.prompt_tokens, line.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        line.completion_tokens, line.tokens = usage.completion_tokens, usage.tokens
+        line.cost = self._price(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        self.ledger.end(line)
+        return msgspec.structs.replace(reply, cost=line.cost)
+
+    def _price(self, prompt: int, cached: int, completion: int) -> float:
+        price = self.section.price
+        return 0.0 if price is None else price.of(prompt, cached, completion)
+
+    def _pause(self, error: Unanswered, attempt: int, request: _Request) -> None:
+        """Before the next request; half of it depends on the call, so that calls that failed
+        together don't come back together."""
+        pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
+        share = derive_seed(self.name, "pause", request.number, attempt) / 2**63
+        pause = pause * (0.5 + 0.5 * share)
+        if error.retry_after_s is not None:
+            pause = error.retry_after_s
+            self._server.rest(pause)
+        if attempt + 1 == self.section.max_tries:
+            return
+        if time.monotonic() + pause >= request.until:
+            raise self._late(f"it would be asked again in {pause:.1f} s: {error}") from error
+        if self._workers.ended.wait(pause):
+            raise RemoteModelError(f"remote model {self.name}: the run has ended")
+
+    def _late(self, why: str) -> RemoteModelError:
+        deadline = self.section.deadline_s
+        return RemoteModelError(
+            f"remote model {self.name}: no answer within deadline_s={deadline:g}: {why}", 504
+        )
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is sent, as often as it takes."""
+
+    content: bytes
+    max_new_tokens: int
+    until: float
+    """The end of the call, as monotonic time."""
+    number: int
+    """Of the model's calls."""
+    listen: Listen | None
+    has_told: bool = False
+
+    def tell(self, delta: ContentDelta | ReasoningDelta) -> None:
+        self.has_told = True
+        if self.listen is not None:
+            self.listen(delta)
+
+
+class RemoteModels(Mapping[str, RemoteModel]):
+    """The remote models of a run, by name. `folder` is the one in the run's folder for their price
+    logs; without it nothing is written."""
+
+    def __init__(
+        self, sections: Mapping[str, RemoteModelSection], folder: Path | None = None
+    ) -> None:
+        self._models = {
+            name: RemoteModel(name, section, folder) for name, section in sections.items()
+        }
+
+    def __getitem__(self, name: str) -> RemoteModel:
+        """Raises UnknownNameError."""
+        if name not in self._models:
+            guess = nearest(name, list(self._models))
+            hint = f"did you mean {guess!r}? " if guess else ""
+            known = ", ".join(self._models) or "none: add the section remote_models"
+            raise UnknownNameError(
+                f"there is no remote model {name!r}: {hint}the recipe has {known}"
+            )
+        return self._models[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._models
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def totals(self) -> list[dict[str, Any]]:
+        """What each role has used of each model, in all processes of the run."""
+        return [row for model in self._models.values() for row in model.ledger.totals()]
+
+    def summary(self) -> dict[str, Any]:
+        """Their entry in summary.json: `totals`, and what is left of the budgets; empty without
+        remote models."""
+        if not self._models:
+            return {}
+        left = {name: model.ledger.left() for name, model in self._models.items()}
+        return {
+            "asked": self.totals(),
+            "budget_left": {name: limits for name, limits in left.items() if limits},
+        }
+
+    def account(self) -> list[str]:
+        """`totals` for people, a line for each, and what is left of the budgets."""
+        lines = [
+            f"remote model {row['model']}, asked by {row['role'] or 'nobody in particular'}: "
+            f"{row['answers']} answers ({row['from_cache']} from the cache), "
+            f"{row['failed_requests']} failed requests, {row['tokens']} tokens, cost "
+            f"{row['cost']:.4g}"
+            for row in self.totals()
+        ]
+        for name, model in self._models.items() if lines else ():
+            if left := model.ledger.left():
+                limits = ", ".join(f"{value:.4g} {what}" for what, value in left.items())
+                lines.append(f"remote model {name}: left of its budget: {limits}")
+        return lines
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for model in self._models.values():
+            model.close()
+
+
+def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
+    """Raises ConfigError for a key that is not in the environment."""
+    for name, section in sections.items():
+        _key(name, section)
+
+
+def _key(name: str, section: RemoteModelSection) -> str | None:
+    if section.api_key is None:
+        return None
+    reference = REFERENCE.fullmatch(section.api_key)
+    if reference is None:
+        raise ConfigError(
+            f"remote_models.{name}.api_key: write ${{env:NAME}}, the environment variable that "
+            "holds the key"
+        )
+    key = os.environ.get(reference[1], "").strip()
+    if not key:
+        raise ConfigError(
+            f"remote_models.{name}.api_key: the environment variable {reference[1]} is not set: "
+            "set it for every process of the run"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"remote_models.{name}.api_key: the environment variable {reference[1]} holds a line "
+            "break or a character that is not ASCII, which no HTTP header can carry: set it to the "
+            "key alone"
+        )
+    return key
+
+
+class Workers:
+    """A bounded number of threads, begun as they are needed, which do not keep a process alive."""
+
+    def __init__(self, limit: int, name: str) -> None:
+        self.ended = threading.Event()
+        self._limit, self._name = limit, name
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = self._num_busy = 0
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """What the work returns or raises."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self.ended.is_set():
+                raise RemoteModelError(f"{self._name}: the run has ended")
+            self._num_busy += 1
+            if self._num_threads < min(self._num_busy, self._limit):
+                self._num_threads += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._jobs.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """Takes no more work, and fails what waits."""
+        with self._lock:
+            self.ended.set()
+            num_threads = self._num_threads
+        with suppress(queue.Empty):
+            while job := self._jobs.get_nowait():
+                job[0].set_exception(RemoteModelError(f"{self._name}: the run has ended"))
+        for _ in range(num_threads):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            try:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+                future.set_exception(error)
+            finally:
+                with self._lock:
+                    self._num_busy -= 1
+            del job, future, work

@@ -1,0 +1,138 @@
+"""What a call of a remote model asks and gets, and what both APIs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from agentevo.errors import AgentEvoError, BadRequestError
+from agentevo.inference.equivalence import places_of
+from agentevo.models.answer_form import AnswerForm
+from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
+from agentevo.types import FinishReason, Message, SamplingOverrides
+
+MOST_TOKENS = 10**9
+"""Of one prompt or answer, as a server may count them."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of one answer, as the server counts them."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    """How many of those the server had already."""
+    completion_tokens: int
+
+    def __post_init__(self) -> None:
+        counts = (self.prompt_tokens, self.completion_tokens)
+        if not 0 <= self.cached_tokens <= self.prompt_tokens or self.completion_tokens < 0:
+            raise ValueError(f"the server counts {self}, which can't be")
+        if max(counts) > MOST_TOKENS:
+            raise ValueError(f"the server counts more than {MOST_TOKENS} tokens, which can't be")
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a remote model said."""
+
+    message: Message
+    """With tool calls and reasoning apart from the content."""
+    finish_reason: FinishReason
+    usage: Usage | None = None
+    """None where the server does not say."""
+    cost: float = 0.0
+    """By the recipe's prices."""
+    is_cached: bool = False
+    """It was kept from an earlier call."""
+
+    @property
+    def text(self) -> str:
+        return self.message.text
+
+
+Listen = Callable[[ContentDelta | ReasoningDelta], None]
+"""Is told what a model says as it comes; a call of a tool is told by the reply alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One call."""
+
+    messages: Sequence[Message]
+    tools: list[dict[str, Any]] | None
+    """In OpenAI's form."""
+    tool_choice: str
+    """auto, none, required, or the name of a function."""
+    form: AnswerForm | None = None
+    """What the answer has to look like; its calls are those of tool_choice."""
+    sampling: SamplingOverrides
+    """With all that the recipe says of the model; max_new_tokens is given."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.sampling.max_new_tokens or 1
+
+
+class StreamedAnswer(Protocol):
+    """An answer that comes in events. What an event lacks raises LookupError, TypeError, ValueError
+    or AttributeError, what it says of a failure BadAnswerError."""
+
+    def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
+        """What an event says."""
+        ...
+
+    def answer(self) -> Mapping[str, Any]:
+        """The body that the server would have sent in one piece. Raises BadAnswerError where the
+        events ended before the answer did."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """An API: how a call is written and its answer read."""
+
+    path: Callable[[str], str]
+    """The URL of a base URL."""
+    headers: Callable[[str | None], dict[str, str]]
+    """For a key."""
+    body: Callable[[str, str, Asked], dict[str, Any]]
+    """For a URL, the server's name of the model, and the call."""
+    reply: Callable[[Mapping[str, Any]], RemoteReply]
+    """Raises BadAnswerError for anything else."""
+    stream: Mapping[str, Any]
+    """The fields of a request whose answer is to come in events."""
+    streamed: Callable[[], StreamedAnswer]
+
+
+class BadAnswerError(AgentEvoError):
+    """What a server answered with status 200 is none of its API's answers."""
+
+
+def with_call_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages, in which every tool call and every result has an id, as servers demand."""
+    whole: list[Message] = []
+    ids: list[str] = []
+    for number, (message, place) in enumerate(zip(messages, places_of(messages), strict=True)):
+        if not isinstance(message.content, str):
+            raise BadRequestError(
+                f"message {number + 1} has an image, which is known by its digest alone: a remote "
+                "model can't see it; send text"
+            )
+        if message.role == "tool":
+            known = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
+            message = msgspec.structs.replace(message, tool_call_id=known)
+        elif message.tool_calls:
+            ids = [call.id or f"call_{number}_{n}" for n, call in enumerate(message.tool_calls)]
+            calls = tuple(
+                msgspec.structs.replace(call, id=one)
+                for call, one in zip(message.tool_calls, ids, strict=True)
+            )
+            message = msgspec.structs.replace(message, tool_calls=calls)
+        whole.append(message)
+    return whole

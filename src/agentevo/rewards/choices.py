@@ -1,0 +1,115 @@
+"""Multiple choice: the options of a task, and which of them a text chooses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from string import ascii_uppercase
+from typing import Any
+
+from agentevo.rewards.texts import squad_normalised
+from agentevo.types import Task
+
+OPTION_KEYS = ("options", "choices")
+Options = dict[str, str]
+"""Label, in upper case -> what the option says; empty where the row has no texts."""
+WITHOUT_TEXTS = dict.fromkeys(ascii_uppercase[:10], "")
+_MARKS = " \t\r\n()[]{}*_`'\"$.:,;!?\u3002\uff1a"
+_LEADING = re.compile(r"[\s(\[*_`]{0,9}([A-Za-z0-9]{1,2})[*_`]{0,3}(?:[)\]\s]{0,2}[).:\]]|\s-\s)")
+_STATED = re.compile(
+    r"(?:(?i:answer)|\u7b54\u6848)\s{0,3}(?:is|are|:|=|\u662f|\u4e3a|\uff1a){1,2}"
+    r"[\s:(\[*_`]{0,9}(?:(?i:option|choice)[\s(\[*_`]{1,9})?([A-Z])(?![A-Za-z0-9])",
+)
+"""As an answer, unlike options that a reply goes through."""
+_SAID = re.compile(
+    r"(?:(?i:answer|option|choice)|\u7b54\u6848)\s{0,3}(?:is|are|:|=|\u662f|\u4e3a|\uff1a){0,2}"
+    r"[\s:(\[*_`]{0,9}([A-Z])(?![A-Za-z0-9])",
+)
+_TOKEN = re.compile(
+    r"(?<![A-Za-z0-9])([B-HJ-Z]|[AI](?![ \t]{1,3}(?!or\b|and\b|is\b)[a-z]))(?![A-Za-z0-9'])"
+)
+"""A lone letter. `A` and `I` before a word are words themselves, other than in `A or B`."""
+_TEX = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit)\s{0,3}\{([^{}]*)\}")
+
+
+def options_of(task: Task, key: str | None) -> Options:
+    """The options that the task's row has: a list of texts, a mapping from labels to texts, or
+    ARC's {"label": [...], "text": [...]}. Without any, the letters A to J. Raises ValueError for
+    what is no options."""
+    names = [key] if key is not None else [name for name in OPTION_KEYS if name in task.metadata]
+    if not names:
+        return WITHOUT_TEXTS
+    given: Any = task.metadata.get(names[0])
+    if isinstance(given, Mapping) and given.keys() == {"label", "text"}:
+        labels, texts = given["label"], given["text"]
+        fit = isinstance(labels, list) and isinstance(texts, list) and len(labels) == len(texts)
+        given = dict(zip(labels, texts, strict=True)) if fit else None
+    if isinstance(given, (list, tuple)) and 0 < len(given) <= len(ascii_uppercase):
+        given = dict(zip(ascii_uppercase, given, strict=False))
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(
+            f"the options of the task {task.id!r} (key {names[0]}) are no list of texts or mapping "
+            "from letters to texts: set options_key"
+        )
+    return {str(label).strip().upper(): str(text) for label, text in given.items()}
+
+
+def check_right(answer: Any, options: Options, name: str) -> str:
+    """The label of a task's right answer: given as label, as text, or as a number counted from 0.
+    Raises ValueError for one that is no option."""
+    if isinstance(answer, int) and not isinstance(answer, bool) and str(answer) not in options:
+        labels = list(options)
+        label = labels[answer] if 0 <= answer < len(labels) else None
+    else:
+        label = choice_of(str(answer), options)
+    if label is None:
+        raise ValueError(
+            f"the answer of the task {name!r} is none of its options: got {answer!r}; they are "
+            f"{', '.join(options)}"
+        )
+    return label
+
+
+def choice_of(text: str, options: Options) -> str | None:
+    """The label of the option that a text chooses; None where it chooses none or several."""
+    text = _TEX.sub(r"\1", text).strip()
+    bare = text.strip(_MARKS).upper()
+    if bare in options:
+        return bare
+    said = squad_normalised(text)
+    same = [label for label, option in options.items() if option and said == _words(option)]
+    if len(same) == 1:
+        return same[0]
+    stated = [label for label in _STATED.findall(text) if label in options]
+    if stated:
+        return str(stated[-1])
+    leading = _LEADING.match(text)
+    if leading and leading[1].upper() in options:
+        return leading[1].upper()
+    named = [label for label in _SAID.findall(text) if label in options]
+    if named:
+        return str(named[-1])
+    letters = {label for label in _TOKEN.findall(text) if label in options}
+    if len(letters) == 1:
+        return str(letters.pop())
+    return None if letters else _by_text(said, options)
+
+
+def _by_text(said: str, options: Options) -> str | None:
+    """The one option whose text stands in what was said; one that is a part of another option that
+    stands there does not count."""
+    there = {
+        label: words
+        for label, option in options.items()
+        if (words := _words(option)) and f" {words} " in f" {said} "
+    }
+    longest = [
+        label
+        for label, words in there.items()
+        if not any(f" {words} " in f" {other} " and words != other for other in there.values())
+    ]
+    return longest[0] if len(longest) == 1 else None
+
+
+def _words(option: str) -> str:
+    return squad_normalised(option)

@@ -1,0 +1,162 @@
+"""Rewards for the manner of an attempt, whatever its answer is: how long it is, whether it repeats
+itself, in which language it is, and how its tools were called.
+
+None of them says that a task is solved, but each may be listed beside one that does.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from agentevo.parsing import ParseError, parse_json
+from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward, text_of
+from agentevo.rewards.texts import SCRIPTS, repeated_share, share_of_language, words_of
+from agentevo.types import Message, Task, Trajectory, Turn
+
+
+class LengthConfig(RewardConfig):
+    """A penalty for attempts that are too long or too short."""
+
+    max_length: int = Field(ge=1)
+    """The longest that costs nothing."""
+    min_length: int = Field(default=0, ge=0)
+    """The shortest that costs nothing."""
+    margin: int = Field(default=0, ge=0)
+    """How far beyond, the penalty grows evenly from 0 to -1; 0 takes all of it at once."""
+    unit: Literal["tokens", "words", "characters"] = "tokens"
+    """What is counted: the tokens that the policy sampled in the whole attempt, or the words or
+    characters of its last reply."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> LengthConfig:
+        if self.min_length > self.max_length:
+            raise ValueError(
+                f"min_length={self.min_length} is above max_length={self.max_length}: exchange them"
+            )
+        return self
+
+
+class RepetitionConfig(RewardConfig):
+    """A penalty for what an attempt says again."""
+
+    ngram: int = Field(default=3, ge=1, le=100)
+    """Words that are compared together."""
+
+
+class LanguageConfig(RewardConfig):
+    """A reward for one language."""
+
+    language: str
+    """Language that the reply should be in: en, zh, ja, ko, ru, el, ar, he, hi or th. It is told by
+    its script, so that `en` stands for any language in Latin letters."""
+
+    @field_validator("language")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in SCRIPTS:
+            raise ValueError(f"{value!r} is not known: give one of {', '.join(SCRIPTS)}")
+        return value
+
+
+@reward("length")
+class Length:
+    """0 within min_length and max_length, and down to -1 beyond, evenly over `margin`."""
+
+    Config = LengthConfig
+
+    def __init__(self, config: LengthConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """DAPO's soft penalty of overlong replies (https://arxiv.org/abs/2503.14476, equation 13)
+        with L_max = max_length + margin and L_cache = margin, and its mirror image for short
+        ones."""
+        config, reply = self.config, completion_of(trajectory)
+        counts = {
+            "tokens": trajectory.num_completion_tokens,
+            "words": lambda: len(words_of(reply)),
+            "characters": lambda: len(reply),
+        }
+        length = counts[config.unit]()
+        beyond = max(length - config.max_length, config.min_length - length, 0)
+        return Score(-min(1.0, beyond / (config.margin or 1)), success=beyond == 0)
+
+
+@reward("repetition")
+class Repetition:
+    """Minus the share of the n-grams of words in the policy's replies that it had said before: 0
+    to -1."""
+
+    Config = RepetitionConfig
+
+    def __init__(self, config: RepetitionConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score. The formula is that of Yeo et al. (https://arxiv.org/abs/2502.03373),
+        without its factor, which is `weight`."""
+        replies = [said for turn in trajectory.turns if (said := _reply(turn)) is not None]
+        text = "\n".join(text_of(message.content) for message in replies)
+        share = repeated_share(text, self.config.ngram)
+        return Score(-share, success=share == 0)
+
+
+@reward("language")
+class Language:
+    """The share of the last reply's words that are in the target language, from 0 to 1."""
+
+    Config = LanguageConfig
+
+    def __init__(self, config: LanguageConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score. DeepSeek-R1's language consistency (https://arxiv.org/abs/2501.12948,
+        section 2.3.2)."""
+        return Score(share_of_language(completion_of(trajectory), self.config.language))
+
+
+@reward("tool_use")
+class ToolUse:
+    """The share of the policy's tool calls that were well formed and whose results are no errors;
+    0 without a call."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        pass
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score. A call that was begun and is none counts as one that failed, and so
+        does one whose result begins with `Error`; one that the attempt ended with has no result
+        and counts by its form."""
+        good: list[bool] = []
+        under_way: dict[str, int] = {}  # of the last reply: id -> its place in `good`
+        for turn in trajectory.turns:
+            for message in turn.messages:
+                place = (
+                    under_way.get(message.tool_call_id or "") if message.role == "tool" else None
+                )
+                if place is not None and _is_error(text_of(message.content)):
+                    good[place] = False
+            calls = () if (said := _reply(turn)) is None else said.tool_calls
+            under_way = {call.id: len(good) + n for n, call in enumerate(calls) if call.id}
+            good += [bool(call.name) and _is_object(call.arguments) for call in calls]
+        number = len(good) + trajectory.metrics.get("num_malformed_calls", 0.0)
+        return Score(sum(good) / number if number else 0.0)
+
+
+def _reply(turn: Turn) -> Message | None:
+    """What the policy said in a turn; None where that was not recorded as a message."""
+    return next((m for m in reversed(turn.messages) if m.role == "assistant"), None)
+
+
+def _is_error(result: str) -> bool:
+    return result.lstrip()[:5].lower() == "error"
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(parse_json(arguments), dict)
+    except ParseError:
+        return False

@@ -1,0 +1,90 @@
+"""The process that compares mathematical answers by the package math-verify, for math_answer.py.
+
+What a policy writes may keep sympy busy for ever or fill the memory, in code that no thread can
+break off: so it is computed in here, within a limit of memory, and whoever asks ends this process
+when it is late. A request is a line of JSON, {"right": [...], "stated": TEXT}, and so is the
+answer: {"equal": true}, or {"problem": ...}. The end of the requests ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from typing import Any
+
+MAX_MEMORY = 4 * 2**30
+"""Bytes of address space."""
+LONGEST_S = 120
+"""A request that nobody waits for any more ends the process after this time."""
+_DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\fbox|\\begin")
+_TEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s{0,3}\{[^{}]*\}|\\[A-Za-z]+")
+_WORD = re.compile(r"[A-Za-z]{3,}")
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    _limit_memory()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a package prints is no answer
+    logging.disable(logging.WARNING)
+    import math_verify  # noqa: F401 (now, so that the first request does not wait for it)
+
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        _end_after(LONGEST_S)
+        print(json.dumps(answer_to(json.loads(line))), file=answers, flush=True)
+        _end_after(0)  # the next request may be minutes away
+
+
+def _end_after(seconds: int) -> None:
+    """Ends this process after so many seconds; 0: no more."""
+    if hasattr(signal, "alarm"):  # not on Windows
+        signal.alarm(seconds)
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, Any]:
+    """Compares a stated answer with the right ones, of which each must be mathematics."""
+    from math_verify import verify
+
+    try:
+        stated = _parsed(request["stated"])
+        for right in request["right"]:
+            parsed = _parsed(right)
+            if not parsed:
+                return {"problem": f"the right answer is no mathematics: {right[:200]!r}"}
+            if stated and verify(parsed, stated, timeout_seconds=None, raise_on_error=True):
+                return {"equal": True}
+    except Exception as error:  # noqa: BLE001 (whatever sympy raises)
+        return {"problem": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {"equal": False}
+
+
+def _parsed(text: str) -> list[Any]:
+    """What a text says: expressions; none where it holds no mathematics. LaTeX need not stand
+    between dollars where nothing else stands beside it."""
+    from math_verify import parse
+
+    if not _DELIMITED.search(text) and not _WORD.search(_TEX_WORDS.sub(" ", text)):
+        alone: list[Any] = parse(f"${text}$", parsing_timeout=None)
+        if alone:
+            return alone
+    within: list[Any] = parse(text, parsing_timeout=None)
+    return within
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    _, highest = resource.getrlimit(resource.RLIMIT_AS)
+    most = MAX_MEMORY if highest == resource.RLIM_INFINITY else min(MAX_MEMORY, highest)
+    resource.setrlimit(resource.RLIMIT_AS, (most, highest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Regular expressions that a user gives, matched within a time limit.
+
+Python's own `re` holds the interpreter's lock while it backtracks, so that one pattern such as
+`(a+)+$` stops a whole process. The package `regex` reads the same patterns and gives up in time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import regex
+
+LIMIT_S = 2.0
+"""Longest time to match one pattern with one text; patterns that don't backtrack need
+microseconds."""
+MAX_PATTERN = 10_000
+"""Characters of a pattern."""
+
+
+class Pattern:
+    """A regular expression as `re` reads it, in which `.` matches new lines too."""
+
+    def __init__(self, pattern: str) -> None:
+        """Raises ValueError for what is no regular expression."""
+        if len(pattern) > MAX_PATTERN:
+            raise ValueError(f"the pattern has {len(pattern)} characters; give at most 10,000")
+        try:
+            self._compiled = regex.compile(pattern, regex.DOTALL)
+        except (regex.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"got {pattern[:200]!r}; it is no regular expression: {error}"
+            ) from error
+        self._pattern = pattern
+
+    def matches_whole(self, text: str) -> bool:
+        """Whether it matches all of the text. Raises TimeoutError."""
+        return bool(self._within_limit(self._compiled.fullmatch, text))
+
+    def last(self, text: str) -> str | None:
+        """Its last match in the text: the first group, if it has groups and that one took part,
+        else all that matched. Raises TimeoutError."""
+        every = self._within_limit(self._all, text)
+        if not every:
+            return None
+        found = every[-1]
+        in_group = found[1] if self._compiled.groups else None
+        return str(found[0] if in_group is None else in_group)
+
+    def _all(self, text: str, **limits: Any) -> list[Any]:
+        return list(self._compiled.finditer(text, **limits))
+
+    def _within_limit(self, match: Any, text: str) -> Any:
+        try:
+            return match(text, timeout=LIMIT_S, concurrent=True)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the pattern {self._pattern[:200]!r} took longer than {LIMIT_S:g} s with a text "
+                f"of {len(text)} characters: it has nested repetitions; write it without them"
+            ) from None

@@ -1,0 +1,68 @@
+"""Rewards for answers in words: SQuAD's exact match and F1, and multiple choice."""
+
+from __future__ import annotations
+
+from agentevo.rewards.choices import check_right, choice_of, options_of
+from agentevo.rewards.reward import Score, reward
+from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
+from agentevo.rewards.texts import f1, squad_normalised
+from agentevo.types import Task, Trajectory
+
+
+class ChoiceConfig(AnswerConfig):
+    """A reward for the choice of one of several options."""
+
+    options_key: str | None = None
+    """Column of the row that holds the options. Default: options or choices, whichever it has."""
+
+
+@reward("em")
+class SquadExactMatch:
+    """The stated answer is the task's, or one of them, without regard to case, punctuation and
+    English articles."""
+
+    Config = AnswerConfig
+
+    def __init__(self, config: AnswerConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score."""
+        right = {squad_normalised(str(answer)) for answer in right_answers(task)}
+        stated = await stated_answer(trajectory, task, self.config.place)
+        return Score(float(stated is not None and squad_normalised(stated) in right))
+
+
+@reward("f1")
+class F1:
+    """Words that the stated answer and the task's share, from 0 to 1, as SQuAD counts them; of
+    several right answers the nearest counts."""
+
+    Config = AnswerConfig
+
+    def __init__(self, config: AnswerConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score."""
+        right = right_answers(task)
+        stated = await stated_answer(trajectory, task, self.config.place)
+        return Score(0.0 if stated is None else max(f1(stated, str(answer)) for answer in right))
+
+
+@reward("multiple_choice")
+class MultipleChoice:
+    """The stated answer chooses the task's option, by its letter (`B`, `(B)`, `B.`, `the answer is
+    B`) or by its text."""
+
+    Config = ChoiceConfig
+
+    def __init__(self, config: ChoiceConfig) -> None:
+        self.config = config
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score. Raises ValueError for a task whose answer is none of its options."""
+        options = options_of(task, self.config.options_key)
+        right = {check_right(answer, options, task.id) for answer in right_answers(task)}
+        stated = await stated_answer(trajectory, task, self.config.place)
+        return Score(float(stated is not None and choice_of(stated, options) in right))

@@ -1,0 +1,26 @@
+"""The reward `reasoning_gym`: the score that a task's own dataset of reasoning-gym gives."""
+
+from __future__ import annotations
+
+from agentevo.extras import load_extra
+from agentevo.rewards.reward import reward
+from agentevo.types import Task
+
+ENTRY = "entry"
+"""Key of a task's metadata for that of the dataset's entry, `source_dataset` in it."""
+
+
+@reward("reasoning_gym")
+def reasoning_gym(model_answer: str, task: Task) -> float:
+    """What the dataset says of the stated answer, from 0 to 1, for tasks of `agentevo data
+    prepare`. Raises ValueError for a task that is none of them."""
+    metadata = task.metadata.get(ENTRY)
+    if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+        raise ValueError(
+            f"the task {task.id!r} is none of reasoning-gym's: make tasks by `agentevo data "
+            "prepare reasoning_gym/NAME FOLDER`"
+        )
+    package = load_extra("reasoning_gym", "reasoning-gym", "the reward reasoning_gym")
+    score = package.get_score_answer_fn(metadata["source_dataset"])
+    entry = {"question": task.query, "answer": task.answer, "metadata": metadata}
+    return float(score(answer=model_answer, entry=entry))

@@ -1,0 +1,86 @@
+"""Texts as words: SQuAD's comparison of answers, n-grams, and the scripts that words are
+written in. All of it takes time that grows with the text alone."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_EAST_ASIAN = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
+_WORDS = re.compile(rf"[{_EAST_ASIAN}]|[^\W{_EAST_ASIAN}]+")
+SCRIPTS = {
+    "en": ("LATIN",),
+    "zh": ("CJK",),
+    "ja": ("HIRAGANA", "KATAKANA", "CJK", "KATAKANA-HIRAGANA"),
+    "ko": ("HANGUL",),
+    "ru": ("CYRILLIC",),
+    "el": ("GREEK",),
+    "ar": ("ARABIC",),
+    "he": ("HEBREW",),
+    "hi": ("DEVANAGARI",),
+    "th": ("THAI",),
+}
+"""Language -> the scripts that it is written in, as Unicode names them."""
+_NO_LANGUAGE = re.compile(
+    r"```.*?(?:```|\Z)"  # code
+    r"|`[^`\n]*`"
+    r"|\$\$.*?(?:\$\$|\Z)|\$[^$\n]*\$"  # mathematics
+    r"|\\[A-Za-z]+"
+    r"|https?://\S+"
+    r"|</?[A-Za-z][^<>]*>",
+    re.DOTALL,
+)
+
+
+def squad_normalised(text: str) -> str:
+    """As SQuAD's evaluation does it: lower case, without punctuation of ASCII and English articles,
+    white space as one blank (Rajpurkar et al., 2016, https://arxiv.org/abs/1606.05250)."""
+    bare = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def f1(stated: str, right: str) -> float:
+    """Harmonic mean of precision and recall of the normalised words, as SQuAD's evaluation does it:
+    2 * shared / (words of the one + words of the other). Where either has no words, 1 if neither
+    has."""
+    mine, gold = squad_normalised(stated).split(), squad_normalised(right).split()
+    if not mine or not gold:
+        return float(mine == gold)
+    shared = sum((Counter(mine) & Counter(gold)).values())
+    return 2 * shared / (len(mine) + len(gold))
+
+
+def words_of(text: str) -> list[str]:
+    """The words, in lower case; a Chinese or Japanese character is one."""
+    return _WORDS.findall(text.lower())
+
+
+def repeated_share(text: str, size: int) -> float:
+    """The share of the n-grams of `size` words that stood in the text before: 1 - distinct / all.
+    0 for a text of fewer words."""
+    words = words_of(text)
+    number = len(words) - size + 1
+    if number <= 0:
+        return 0.0
+    return 1 - len({tuple(words[place : place + size]) for place in range(number)}) / number
+
+
+def share_of_language(text: str, language: str) -> float:
+    """The share of the words that are written in the language's scripts; code, mathematics, tags
+    and links, and words without a letter count in neither. 1 for a text without words."""
+    scripts = SCRIPTS[language]
+    known: dict[str, bool] = {}
+    mine = counted = 0
+    for word in words_of(_NO_LANGUAGE.sub(" ", text)):
+        letter = next((character for character in word if character.isalpha()), None)
+        if letter is None:
+            continue
+        if letter not in known:
+            script = unicodedata.name(letter, "").partition(" ")[0]
+            known[letter] = script in scripts
+        mine, counted = mine + known[letter], counted + 1
+    return mine / counted if counted else 1.0

@@ -1,0 +1,56 @@
+"""Tasks that an agent brings: those of a world of its own, such as a dataset with its environment.
+
+A registered class with `brings_tasks = True` has a method `tasks()`, which returns a pair: the
+tasks to train on and the held-out ones, each a list of `agentevo.Task` or of mappings as rows of a
+file. No held-out ones: they are split off, as those of a file are. The method is called in every
+process of a run, more than once, and gives the same tasks every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.agents.agent import make_player
+from agentevo.config import AgentSection
+from agentevo.config.tasks import TaskFields
+from agentevo.data import RowError
+from agentevo.errors import ConfigError, described, shown
+from agentevo.rollout.given_tasks import GivenTasks, task_of
+from agentevo.types import Task
+
+
+def tasks_of_agent(section: AgentSection) -> GivenTasks:
+    """What the agent of that section brings. Raises ConfigError for what is no pair of lists of
+    tasks, also with what its method raised."""
+    player = make_player(section)
+    where = f"agent.type: {section.type}: {type(player).__name__}.tasks()"
+    try:
+        train, held_out = player.tasks()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: {described(error)}: it must return the tasks to train on and the held-out "
+            "ones"
+        ) from error
+    taken: set[str] = set()
+    return GivenTasks(_checked(train, where, taken), _checked(held_out, where, taken), [])
+
+
+def _checked(rows: Any, where: str, taken: set[str]) -> list[Task]:
+    """`taken`: the ids so far."""
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
+        raise ConfigError(f"{where} gave {shown(rows)}: give lists of tasks")
+    tasks = []
+    for number, row in enumerate(rows):
+        try:
+            given = dict(row) if isinstance(row, Mapping) else row
+            task = given if isinstance(given, Task) else task_of(given, TaskFields())
+        except RowError as error:
+            raise ConfigError(f"{where}: task {number}: {error}") from error
+        if task.id in taken:
+            raise ConfigError(f"{where}: two tasks have the id {task.id!r}: give each its own")
+        taken.add(task.id)
+        tasks.append(task)
+    return tasks

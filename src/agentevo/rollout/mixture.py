@@ -1,0 +1,60 @@
+"""Orders of given tasks: a round after the other, all from the run's seed.
+
+A mixture's round has of each source as many tasks as its weight says, in whole numbers, and as the
+source that is the scarcest for its weight has: no round has a task twice. Within a source the
+rounds take one part of its shuffled tasks after the other, and shuffle them anew when they are
+through; what does not fill a part waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from agentevo.errors import ConfigError
+from agentevo.seeds import derive_seed
+
+
+class Mixture:
+    """See the module. Tasks are known by their number, those of one source after the other's."""
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, at_least: int
+    ) -> None:
+        """`sizes`: tasks of each source. Raises ConfigError for a round of less than `at_least`
+        tasks, which fill a step."""
+        scarcest = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+        self.shares = [max(1, int(weight * scarcest + 1e-9)) for weight in weights]
+        """Tasks of each source in a round."""
+        self.round_size = sum(self.shares)
+        self._sizes, self._seed = list(sizes), seed
+        if self.round_size < at_least:
+            raise ConfigError(
+                f"tasks.weights: with {', '.join(map(str, sizes))} tasks a round has "
+                f"{self.round_size}, and a step needs trainer.groups_per_step={at_least}: give the "
+                "smaller source more tasks or less weight, or set fewer groups"
+            )
+
+    def order(self, round_: int) -> list[int]:
+        """The tasks of a round, in order."""
+        tasks: list[int] = []
+        first = 0
+        for source, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
+            turn, part = divmod(round_, size // share)
+            own = permutation(size, derive_seed(self._seed, "source", source, turn))
+            tasks += [first + index for index in own[part * share : (part + 1) * share]]
+            first += size
+        shuffled = permutation(len(tasks), derive_seed(self._seed, "order", round_))
+        return [tasks[place] for place in shuffled]
+
+
+def permutation(size: int, seed: int) -> list[int]:
+    """The numbers below `size` in a random order: `torch.randperm` of a generator with this seed
+    (Fisher-Yates with 32-bit draws of MT19937), for processes without torch."""
+    draws = np.random.RandomState(seed % 2**32).randint(2**32, size=size, dtype=np.uint32)
+    order = list(range(size))
+    for place, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
+        other = place + draw % (size - place)
+        order[place], order[other] = order[other], order[place]
+    return order

@@ -1,0 +1,468 @@
+"""Attempts whose agents are outside: a request opens one, others tell its rewards and its end.
+
+    open(task, group) ── claims ──► an attempt of the group, which waits for an agent
+    end(session)      ── ends   ──► its agent has ended with the rewards that were posted
+    all of the group ended          ──► the group is scored, and written as a sampler's is
+
+To the sampler it is an agent like any other (`OutsideAgent`), so what holds for attempts holds for
+these: `agent.timeout_s` ends one that nobody ends, what fails is data, a group is written whole,
+and an engine's failure costs the whole group. A session without a group is a group of its own that
+is kept and never trained on (split `eval`). Sessions belong to the event loop of the sampler.
+
+Not promised: that a group under way outlives its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.agents.policy import Policy
+from agentevo.agents.posted_rewards import PostedReward, outcome_of_rewards
+from agentevo.config import RunConfig
+from agentevo.errors import (
+    AgentEvoError,
+    EngineUnavailableError,
+    StoreError,
+    StoreUnavailableError,
+    described,
+)
+from agentevo.gateway.refusals import Refusal
+from agentevo.gateway.session import Session
+from agentevo.inference.engine import Engine
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.group import Group
+from agentevo.rollout.sampler import BASELINE, Sampler
+from agentevo.rollout.unstorable import written
+from agentevo.store.store import Split, Store
+from agentevo.types import Outcome, Status, Task, Trajectory
+
+MAX_OPEN = 4096
+"""Attempts that are under way, or wait for an agent."""
+MAX_ENDED = 1000
+"""Sessions that are remembered after their group was written; the oldest are forgotten."""
+CLAIM_S = 30.0
+"""How long an attempt may take to be ready for its agent."""
+STOPPING_S = 10.0
+_GROUP = re.compile(r"\w[\w.:-]{0,99}")
+_LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
+"""Of a group's id, which sampler.group_name makes."""
+_TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
+"""Labels of the groups that a run makes itself."""
+
+
+class OutsideFailure(AgentEvoError):
+    """What an agent outside said of its failure, or that there was none."""
+
+
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an attempt is."""
+
+    id: str
+    object: Literal["session"] = "session"
+    state: Literal["open", "ended"] | Status
+    """`ended`: its agent has, and others of its group have not."""
+    task_id: str
+    group: str
+    """The id of its group in the run's store."""
+    trajectory_id: str
+    turns: int
+    completion_tokens: int
+    posted: list[PostedReward]
+    reward: float | None
+    """Once it is written."""
+    error: str | None
+    is_written: bool
+
+
+class OutsideSession:
+    """One attempt, from when it waits for an agent."""
+
+    def __init__(self, task: Task, policy: Policy) -> None:
+        self.id = secrets.token_hex(8)
+        self.task, self.policy = task, policy
+        self.group_id, _, self.attempt = policy.name.rpartition("#")
+        self.door: Session | None = None
+        """How its agent reaches the policy, once it has been claimed."""
+        self.opened_at = 0.0
+        self.claimed, self.opened = asyncio.Event(), asyncio.Event()
+        self.ended, self.over = asyncio.Event(), asyncio.Event()
+        self.failure: str | None = None
+        """What its agent has failed with, as that said."""
+        self.trajectory: Trajectory | None = None
+        """As it was written."""
+
+    def exported(self) -> Trajectory:
+        """What is recorded, with what was posted; before its group has been scored that is all."""
+        if self.trajectory is not None:
+            return self.trajectory
+        posted = self.door.posted if self.door is not None else ()
+        outcome = outcome_of_rewards(posted, self.policy.received)
+        error = self.failure if self.ended.is_set() else "its agent did not end it"
+        return Trajectory(
+            id=self.policy.name,
+            task_id=self.task.id,
+            group_id=self.group_id,
+            attempt=int(self.attempt),
+            turns=self.policy.conversation.recorded(outcome.turn_rewards),
+            reward=outcome.reward or 0.0,
+            reward_parts=outcome.reward_parts,
+            success=outcome.success,
+            status="completed" if error is None else "failed",
+            error=error,
+            metrics=self.policy.conversation.metrics(),
+            started_at=self.opened_at,
+        )
+
+    def state(self) -> SessionState:
+        """For its agent: how far it is."""
+        turns = self.policy.conversation.turns
+        done, ended = self.trajectory, self.over.is_set() or self.ended.is_set()
+        return SessionState(
+            id=self.id,
+            state=("ended" if done is None else done.status) if ended else "open",
+            task_id=self.task.id,
+            group=self.group_id,
+            trajectory_id=self.policy.name,
+            turns=len(turns),
+            completion_tokens=sum(len(turn.completion_ids) for turn in turns),
+            posted=[] if self.door is None else list(self.door.posted),
+            reward=None if done is None else done.reward,
+            error=self.failure if done is None else done.error,
+            is_written=done is not None,
+        )
+
+
+class OutsideAgent:
+    """The agent of the module: it waits for another one to play."""
+
+    def __init__(self, within_s: float) -> None:
+        """`within_s`: how long an attempt waits to be claimed after anything has happened to its
+        group."""
+        self._within_s = within_s
+        self._waiting: dict[str, asyncio.Queue[OutsideSession]] = {}
+        self._touched: dict[str, float] = {}
+
+    async def run(self, task: Task, policy: Policy) -> Outcome:
+        """See Agent.run. Raises OutsideFailure."""
+        session = OutsideSession(task, policy)
+        try:
+            with policy.waiting():
+                await self._until_claimed(session)
+            door = policy.session
+            assert isinstance(door, Session)
+            session.door, session.opened_at = door, time.time()
+            session.opened.set()
+            await session.ended.wait()
+            if session.failure is not None:
+                raise OutsideFailure(session.failure)
+            return outcome_of_rewards(door.posted, policy.received)
+        finally:
+            session.over.set()
+
+    async def claim(self, group_id: str) -> OutsideSession:
+        """The next attempt of a group that runs, with a door for its agent."""
+        async with asyncio.timeout(CLAIM_S):
+            while True:
+                session = await self._queue(group_id).get()
+                if session.over.is_set():
+                    continue
+                self._touched[group_id] = time.monotonic()
+                session.claimed.set()
+                await session.opened.wait()
+                return session
+
+    def forget(self, group_id: str) -> None:
+        """The group has ended."""
+        self._waiting.pop(group_id, None)
+        self._touched.pop(group_id, None)
+
+    def _queue(self, group_id: str) -> asyncio.Queue[OutsideSession]:
+        return self._waiting.setdefault(group_id, asyncio.Queue())
+
+    async def _until_claimed(self, session: OutsideSession) -> None:
+        group = session.group_id
+        self._queue(group).put_nowait(session)
+        touched = self._touched.setdefault(group, time.monotonic())
+        while (left := touched + self._within_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await session.claimed.wait()
+                return
+            except TimeoutError:
+                touched = self._touched.get(group, touched)
+        raise OutsideFailure(
+            f"nobody opened this attempt within agent.timeout_s={self._within_s:g} s of the last "
+            "one of its group"
+        )
+
+
+@dataclass(eq=False)
+class _Opened:
+    """A group whose attempts are opened from outside."""
+
+    name: str
+    task: Task
+    size: int
+    group: Group
+    split: Split
+    step: int
+    playing: asyncio.Task[None] | None = None
+    sessions: list[OutsideSession] = field(default_factory=list)
+    num_claimed: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.group.group_id
+
+
+class OutsideSessions:
+    """See the module. `note` hears what somebody should know."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sampler: Sampler,
+        agent: OutsideAgent,
+        engine: Engine,
+        store: Store,
+        note: Callable[[str], None],
+    ) -> None:
+        """`sampler` plays with `agent` and draws from `engine`."""
+        self._config, self._sampler, self._agent = config, sampler, agent
+        self._engine, self._store, self._note = engine, store, note
+        self._groups: dict[str, _Opened] = {}
+        """Those under way, by the name that was given."""
+        self._sessions: dict[str, tuple[OutsideSession, _Opened]] = {}
+        self._ended: dict[str, None] = {}
+        """Ids of sessions whose group has been written; the oldest first."""
+        self._opening = asyncio.Lock()
+        self._names: set[str] | None = None
+        """Of the groups that were written; None until they have been looked up."""
+        self._counts = Counter[str]()
+
+    def stats(self) -> dict[str, float]:
+        under_way = sum(not session.over.is_set() for session, _ in self._sessions.values())
+        return {"sessions/open": float(under_way)} | {
+            f"sessions/{name}": float(self._counts[name])
+            for name in ("opened", "groups_written", "groups_failed")
+        }
+
+    @property
+    def num_groups(self) -> int:
+        """Groups under way that will be trained on."""
+        return sum(one.split == "train" for one in self._groups.values())
+
+    def is_under_way(self, group: str) -> bool:
+        return group in self._groups
+
+    async def open(
+        self, task: Task | None, group: str | None, size: int | None, shown: Task | None = None
+    ) -> OutsideSession:
+        """The next attempt of the group, which begins with its first one and has `size` of them
+        (`trainer.group_size`); without a group an attempt by itself. `shown` is the task as the
+        agent gets it. Raises Refusal for what can't
+        be opened, EngineUnavailableError while no engine serves."""
+        if self._engine.version < 0:
+            raise EngineUnavailableError("no engine serves weights of this run yet: try again")
+        async with self._opening:
+            opened = self._groups.get(group) if group is not None else None
+            if opened is None:
+                opened = await self._begin(task, group, size, shown)
+            self._check_same(opened, task, size)
+            session = await self._agent.claim(opened.id)
+            opened.num_claimed += 1
+        opened.sessions.append(session)
+        self._sessions[session.id] = (session, opened)
+        self._counts["opened"] += 1
+        return session
+
+    def find(self, session_id: str) -> OutsideSession:
+        """Raises Refusal where there is none."""
+        if session_id not in self._sessions:
+            raise Refusal(
+                f"there is no session {session_id!r}, or its group was written long ago: the run's "
+                "store has it",
+                status=404,
+            )
+        return self._sessions[session_id][0]
+
+    def all(self) -> list[OutsideSession]:
+        return [session for session, _ in self._sessions.values()]
+
+    def post(self, session: OutsideSession, *rewards: PostedReward) -> None:
+        """Raises Refusal where the session takes none."""
+        if session.over.is_set() or session.ended.is_set() or session.door is None:
+            raise Refusal("this session has ended: it takes no more rewards", status=409)
+        session.door.post(*rewards)
+
+    async def end(self, session: OutsideSession, failure: str | None = None) -> None:
+        """Its agent has ended, with a failure if there was one. Returns when the attempt is over,
+        and its group written if it was the last one; again for one that has ended, it changes
+        nothing."""
+        if not session.ended.is_set() and not session.over.is_set():
+            session.failure = failure
+            session.ended.set()
+        await session.over.wait()
+        _, opened = self._sessions[session.id]
+        is_last = opened.num_claimed == opened.size and all(
+            one.over.is_set() for one in opened.sessions
+        )
+        if is_last and opened.playing is not None:
+            await asyncio.shield(opened.playing)
+
+    async def close(self) -> None:
+        """Breaks off what is open, and writes what there is."""
+        opened = list(self._groups.values())
+        for one in opened:
+            one.group.cut("the gateway was stopped")
+        playing = [one.playing for one in opened if one.playing is not None]
+        if playing:
+            await asyncio.wait(playing, timeout=STOPPING_S)
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+
+    async def _begin(
+        self, task: Task | None, name: str | None, size: int | None, shown: Task | None
+    ) -> _Opened:
+        if name is not None:
+            await self._check_group(name)
+        least = self._config.trainer.group_size
+        size = 1 if name is None else least if size is None else size
+        if name is not None and size < least:
+            raise Refusal(
+                f"size is {size}, and the trainer takes groups of trainer.group_size={least} or "
+                "more",
+                param="size",
+            )
+        busy = sum(len(one.group.members) for one in self._groups.values())
+        if busy + size > MAX_OPEN:
+            raise Refusal(
+                f"{busy} attempts are under way or wait for an agent, of {MAX_OPEN}: end some",
+                status=429,
+                kind="rate_limit_error",
+            )
+        label = name or f"session-{secrets.token_hex(8)}"
+        task = task if task is not None else Task(id=label)
+        step = self._engine.version + 1
+        await self._add(task)
+        group = self._sampler.group(
+            task,
+            attempts=size,
+            temperature=self._config.sampling.temperature,
+            step=step,
+            label=label,
+            shown=shown,
+        )
+        split: Split = "eval" if name is None else "train"
+        opened = _Opened(label, task, size, group, split, step)
+        self._groups[label] = opened
+        opened.playing = asyncio.create_task(self._play(opened))
+        return opened
+
+    async def _add(self, task: Task) -> None:
+        """Makes the task known. Raises Refusal for one that can't be judged, or whose id another
+        one has."""
+        try:
+            self._sampler.check_scorer(task)
+        except AgentEvoError as error:
+            raise Refusal(f"the task's scorer: {error}", param="task") from error
+        try:
+            await self._retried(lambda: self._store.add_tasks([task], queue=False))
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            raise Refusal(
+                f"the task {task.id[:60]!r} is known with another content: give it an id of its "
+                "own, or send it as it was",
+                status=409,
+                param="task",
+            ) from error
+
+    async def _check_group(self, name: str) -> None:
+        if not _GROUP.fullmatch(name) or name in _TAKEN:
+            raise Refusal(
+                f"group {name[:60]!r}: use 1 to 100 letters, digits and `_ . : -`, and none of "
+                f"{', '.join(sorted(_TAKEN))}",
+                param="group",
+            )
+        if self._names is None:
+            written = await self._retried(lambda: self._store.summaries(split="train"))
+            found = (_LABEL.search(summary.group_id) for summary in written)
+            self._names = {label[1] for label in found if label is not None}
+        if name in self._names:
+            raise Refusal(f"the group {name} was written already: give it another name", status=409)
+        if self._config.rollout.policy == "wait":
+            raise Refusal(
+                "this run trains on its own tasks in their order (rollout.policy=wait), so nobody "
+                "would train on a group: set rollout.staleness=1 rollout.policy=mask, or leave "
+                "the group out",
+                param="group",
+            )
+
+    def _check_same(self, opened: _Opened, task: Task | None, size: int | None) -> None:
+        """Raises Refusal for a session that does not belong to the group."""
+        if task is not None and task != opened.task:
+            raise Refusal(
+                f"the group {opened.name} is of another task: attempts are compared at one task",
+                status=409,
+                param="task",
+            )
+        if size is not None and size != opened.size:
+            raise Refusal(
+                f"the group {opened.name} has {opened.size} attempts", status=409, param="size"
+            )
+        if opened.num_claimed >= opened.size:
+            raise Refusal(f"the group {opened.name} has all its attempts", status=409)
+
+    async def _play(self, opened: _Opened) -> None:
+        """From its first attempt until it is written, or why it never is."""
+        try:
+            trajectories = await opened.group.run()
+            trajectories = await written(
+                trajectories,
+                lambda storable: self._retried(
+                    lambda: self._store.write_trajectories(
+                        storable, split=opened.split, step=opened.step
+                    )
+                ),
+            )
+            self._counts["groups_written"] += 1
+            if opened.split == "train" and self._names is not None:
+                self._names.add(opened.name)
+        except Exception as error:  # noqa: BLE001 (whatever it is, its sessions are told)
+            self._counts["groups_failed"] += 1
+            self._note(f"the group {opened.id} is lost: {described(error)}")
+            trajectories = [_lost(session, error) for session in opened.sessions]
+        finally:
+            del self._groups[opened.name]
+            self._agent.forget(opened.id)
+        self._remember(opened, trajectories)
+
+    def _remember(self, opened: _Opened, trajectories: Sequence[Trajectory]) -> None:
+        by_id = {trajectory.id: trajectory for trajectory in trajectories}
+        for session in opened.sessions:
+            session.trajectory = by_id.get(session.policy.name)
+            self._ended[session.id] = None
+        while len(self._ended) > MAX_ENDED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest], self._sessions[oldest]
+
+    async def _retried(self, call: Callable[[], Any]) -> Any:
+        return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
+
+
+def _lost(session: OutsideSession, error: Exception) -> Trajectory:
+    """An attempt that the infrastructure has failed, which no store has."""
+    return msgspec.structs.replace(
+        session.exported(), status="cancelled", error=f"nothing was written: {error}"
+    )

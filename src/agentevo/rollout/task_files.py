@@ -1,0 +1,156 @@
+"""Files of tasks out of other data: rows in another system's form, GSM8K, reasoning-gym's sets.
+
+A file appears whole or not at all; each row that can't be said in the form is reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.config.tasks import TaskFields
+from agentevo.data import RowError, RowReport, read_rows
+from agentevo.data.task_forms import AGENT_NAME, row_of
+from agentevo.errors import ConfigError
+from agentevo.extras import load_extra
+from agentevo.files import write_atomic
+from agentevo.registry import nearest
+from agentevo.rewards.numerals import last_numeral
+from agentevo.rollout.given_tasks import task_of
+from agentevo.store.export import whole_file
+from agentevo.types import Task
+
+TRAIN, HELD_OUT = "train.jsonl", "eval.jsonl"
+GSM8K_SCORER = "numeric"
+"""The reward of GSM8K's rows."""
+
+
+def converted(source: str, read_form: str, form: str, report: RowReport) -> list[dict[str, Any]]:
+    """The rows of a source in another form."""
+    rows: list[dict[str, Any]] = []
+    taken: dict[str, str] = {}
+    for row in read_rows(source):
+        report.rows += 1
+        try:
+            task = task_of(row.value, TaskFields(), read_form)
+            if task.id in taken:
+                raise RowError(
+                    "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
+                )
+            rows.append(row_of(task, form))
+        except RowError as error:
+            report.add(row.where, error)
+            continue
+        taken[task.id] = row.where
+    return rows
+
+
+def gsm8k_tasks(source: str, agent: str | None, report: RowReport) -> list[Task]:
+    """GSM8K's rows, {"question", "answer": "... #### 18"}, as tasks whose answer is the number;
+    the worked solution is metadata."""
+    tasks = []
+    for number, row in enumerate(read_rows(source)):
+        report.rows += 1
+        try:
+            tasks.append(_gsm8k_task(row.value, number, agent))
+        except RowError as error:
+            report.add(row.where, error)
+    return tasks
+
+
+def _gsm8k_task(row: Any, number: int, agent: str | None) -> Task:
+    if isinstance(row, RowError):
+        raise row
+    texts: list[Any] = []
+    if isinstance(row, dict):
+        texts = [row.get("question"), row.get("answer")]
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise RowError("unknown_form", "a row of GSM8K has question and answer, both texts")
+    question, solution = texts
+    work, mark, stated = solution.rpartition("####")
+    value = last_numeral(stated) if mark else None
+    if value is None:
+        raise RowError("unknown_form", "the answer of GSM8K ends with #### and a number")
+    metadata = {"solution": work.strip(), "data_source": "openai/gsm8k"}
+    if agent is not None:
+        metadata[AGENT_NAME] = agent
+    answer = value[0].replace(",", "")
+    name = f"gsm8k-{number}"
+    return Task(id=name, query=question, answer=answer, scorer=GSM8K_SCORER, metadata=metadata)
+
+
+def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> list[Task]:
+    """Tasks of a dataset of reasoning-gym, judged by the reward `reasoning_gym`, which is the
+    dataset's own. Raises ConfigError for an unknown one."""
+    package = load_extra("reasoning_gym", "reasoning-gym", "data prepare reasoning_gym/NAME")
+    known = sorted(load_extra("reasoning_gym.factory", "reasoning-gym", "data prepare").DATASETS)
+    if name not in known:
+        guess = nearest(name, known)
+        hint = f": did you mean {guess!r}?" if guess else ""
+        raise ConfigError(f"data prepare: reasoning-gym has no dataset {name!r}{hint}")
+    tasks = []
+    for number, entry in enumerate(package.create_dataset(name, size=count, seed=seed)):
+        plain = json.loads(json.dumps(entry["metadata"], default=str))
+        metadata: dict[str, Any] = {"entry": plain | {"source_dataset": name}}
+        if agent is not None:
+            metadata[AGENT_NAME] = agent
+        tasks.append(
+            Task(
+                id=f"{name}-{seed}-{number}",
+                query=entry["question"],
+                answer=entry["answer"],
+                scorer="reasoning_gym",
+                metadata=metadata,
+            )
+        )
+    return tasks
+
+
+def write_split(tasks: Sequence[Task], share: float, folder: Path) -> int:
+    """Writes FOLDER/train.jsonl and, with the last `share` of the tasks, FOLDER/eval.jsonl. Returns
+    how many are held out: never all."""
+    rows = [row_of(task, "agentevo") for task in tasks]
+    number = min(round(len(rows) * share), len(rows) - 1)
+    # of an earlier split: its tasks would be trained on now
+    (folder / HELD_OUT).unlink(missing_ok=True)
+    write_rows(rows[: len(rows) - number], folder / TRAIN)
+    if number:
+        write_rows(rows[len(rows) - number :], folder / HELD_OUT)
+    return number
+
+
+def write_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Writes a .jsonl, .jsonl.gz or .parquet file. Raises ConfigError for rows that no Parquet file
+    can hold, and for another name."""
+    if out.name.endswith(".parquet"):
+        _write_parquet(rows, out)
+        return
+    if not out.name.endswith((".jsonl", ".jsonl.gz")):
+        raise ConfigError(f"{out}: give a file named .jsonl, .jsonl.gz or .parquet")
+    with whole_file(out) as file:
+        for line in _lines(rows):
+            file.write(line)
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[bytes]:
+    for row in rows:
+        yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def _write_parquet(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    arrow = load_extra("pyarrow", "data", str(out), ", or write JSONL")
+    parquet = load_extra("pyarrow.parquet", "data", str(out), ", or write JSONL")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        columns = {name: arrow.array([row.get(name) for row in rows]) for name in names}
+        sink = arrow.BufferOutputStream()
+        parquet.write_table(arrow.table(columns), sink)
+    except (arrow.ArrowException, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{out}: a column of Parquet has values of one type, and here they differ ({reason}): "
+            "write JSONL"
+        ) from error
+    write_atomic(out, sink.getvalue().to_pybytes())

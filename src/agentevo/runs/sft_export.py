@@ -1,0 +1,205 @@
+"""What was said in a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
+or those of the policy itself, which may be the teacher of a smaller one.
+
+A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
+Answers that were recorded are taught; those that somebody else put into the history, and those that
+the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
+what it would refuse is left out here already, with the same reasons.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.data import RowError, RowReport
+from agentevo.data.conversation import check_text, conversation_of
+from agentevo.errors import ConfigError
+from agentevo.models.chat import ChatFormat
+from agentevo.store.export import whole_file
+from agentevo.store.store import Split, Store, TrajectorySummary
+from agentevo.types import Message, RemoteTurn, Trajectory, Turn
+
+POLICY = "policy"
+"""What `model` calls the policy."""
+Read = Callable[[Turn, str], dict[str, Any]]
+"""An answer of the policy, and the tools as JSON -> the message."""
+
+
+def answer_reader(chat: ChatFormat | None) -> Read:
+    """Takes thoughts and tool calls out of the policy's text, as its model's family writes them.
+    Without a chat format the text stays as it is."""
+
+    def read(turn: Turn, tools: str) -> dict[str, Any]:
+        text = turn.messages[-1].text
+        opening = "" if chat is None else chat.opening_of(turn.prompt_ids)
+        if chat is None or not (tools or opening):
+            return {"role": "assistant", "content": text}
+        schemas = json.loads(tools) if tools else None
+        parsed = chat.parser.parse(text, opening=opening, tools=schemas, calls=bool(tools))
+        content = parsed.content + "".join(call.text for call in parsed.malformed)
+        said = Message("assistant", content, parsed.tool_calls, reasoning=parsed.reasoning)
+        return as_row(said) | ({"weight": 0} if parsed.malformed else {})
+
+    return read
+
+
+def as_row(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's form, with what was thought."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                **({"id": call.id} if call.id else {}),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    for key, value in (
+        ("tool_call_id", message.tool_call_id),
+        ("name", message.name),
+        ("reasoning_content", message.reasoning),
+    ):
+        if value is not None:
+            fields[key] = value
+    return fields
+
+
+def conversations_of(
+    trajectory: Trajectory, read: Read, model: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of an attempt, each with `messages` and `tools`. `model`: POLICY or the name of a
+    remote model; None takes the remote models where any was asked, else the policy."""
+    turns: Sequence[Turn | RemoteTurn] = trajectory.turns
+    if model != POLICY and (model is not None or trajectory.remote_turns):
+        turns = trajectory.remote_turns
+    parents = {turn.parent for turn in turns}
+    for leaf in turns:
+        if leaf.index in parents or model not in (None, POLICY, _model_of(leaf)):
+            continue
+        path: list[Turn | RemoteTurn] = [leaf]
+        while (parent := path[-1].parent) is not None:
+            path.append(turns[parent])
+        tools = path[-1].tools
+        messages: list[dict[str, Any]] = []
+        for turn in reversed(path):
+            given = map(as_row, turn.messages[:-1])
+            messages += [_untaught(m) if m["role"] == "assistant" else m for m in given]
+            last = turn.messages[-1]
+            said = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
+            messages.append(_untaught(said) if turn.finish_reason == "length" else said)
+        yield {
+            "messages": messages,
+            **({"tools": json.loads(tools)} if tools else {}),
+            "model": _model_of(leaf),
+        }
+
+
+def _model_of(turn: Turn | RemoteTurn) -> str:
+    return turn.model if isinstance(turn, RemoteTurn) else POLICY
+
+
+def _untaught(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"weight": 0}
+
+
+async def export_sft(
+    store: Store,
+    path: Path,
+    read: Read,
+    *,
+    split: Split = "train",
+    min_reward: float | None = None,
+    per_task: int | None = None,
+    model: str | None = None,
+) -> RowReport:
+    """Writes the conversations of the attempts that succeeded, or have at least `min_reward`, at
+    most `per_task` attempts at a task, the best first, to `path` (.jsonl or .jsonl.gz), and returns
+    the account of all of them. None twice. Raises ConfigError if there is nothing to export."""
+    report = RowReport("export")
+    summaries = await store.summaries(split=split)
+    if not summaries:
+        raise ConfigError(await _nothing(store, split))
+    chosen = _chosen(summaries, report, min_reward, per_task)
+    rows: set[str] = set()
+    with whole_file(path) as file:
+        async for stored in store.trajectories(split=split, status="completed"):
+            trajectory = stored.trajectory
+            if trajectory.id not in chosen:
+                continue
+            found = False
+            for row in conversations_of(trajectory, read, model):
+                found = True
+                report.rows += 1
+                try:
+                    line = _line(row, trajectory, rows)
+                except RowError as error:
+                    report.add(trajectory.id, error)
+                    continue
+                file.write(line.encode() + b"\n")
+            if not found:
+                report.rows += 1
+                who = f"the model {model}" if model else "a model"
+                what = "its tokens were deleted" if stored.tokens_deleted else f"{who} said nothing"
+                report.add(trajectory.id, RowError("empty", f"{what} in this attempt"))
+        if not report.used:
+            raise ConfigError("\n".join(["nothing was written:", *report.lines()]))
+    return report
+
+
+def _chosen(
+    summaries: Sequence[TrajectorySummary],
+    report: RowReport,
+    min_reward: float | None,
+    per_task: int | None,
+) -> set[str]:
+    """Ids of the attempts that are good enough; of a task the best, of equals the shortest."""
+    chosen: set[str] = set()
+    taken: Counter[str] = Counter()
+    for one in sorted(summaries, key=lambda s: (-s.reward, s.num_completion_tokens, s.id)):
+        error: RowError | None = None
+        if one.status != "completed":
+            error = RowError("attempt_failed", one.error or one.status)
+        elif min_reward is None and not one.success:
+            error = RowError("low_reward", f"no success (reward {one.reward:g})")
+        elif min_reward is not None and one.reward < min_reward:
+            error = RowError("low_reward", f"reward {one.reward:g} is below {min_reward:g}")
+        elif per_task is not None and taken[one.task_id] == per_task:
+            error = RowError("beyond_per_task", f"{per_task} of {one.task_id} are taken already")
+        if error is not None:
+            report.rows += 1
+            report.add(one.id, error)
+            continue
+        taken[one.task_id] += 1
+        chosen.add(one.id)
+    return chosen
+
+
+def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> str:
+    """A row as JSON. Raises RowError for one that can't be taught, or is there already."""
+    check_text(row)
+    conversation = conversation_of(trajectory.id, row)
+    answers = [m for m in conversation.messages if m["role"] == "assistant"]
+    if all(answer.get("weight") == 0 for answer in answers):
+        raise RowError("cut_off", "every answer was cut off by the token limit, or is malformed")
+    content = json.dumps(row, ensure_ascii=False)
+    if content in known:
+        raise RowError("duplicate", "an attempt before it says the same")
+    known.add(content)
+    about = {
+        "task_id": trajectory.task_id,
+        "trajectory_id": trajectory.id,
+        "reward": trajectory.reward,
+    }
+    return json.dumps({**row, **about}, ensure_ascii=False)
+
+
+async def _nothing(store: Store, split: Split) -> str:
+    counts: Counter[str] = Counter(one.split for one in await store.summaries())
+    others = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
+    remedy = f"it has {others}: choose one with --split" if others else "it holds no attempt yet"
+    return f"the store has no attempt of the split {split}: {remedy}"

@@ -1,0 +1,23 @@
+"""Where code runs that nobody has read: one warm Python interpreter for each trajectory, without
+network, host files, host variables or a way out."""
+
+from agentevo.sandbox import bubblewrap, landlock, unconfined  # noqa: F401 (they register themselves)
+from agentevo.sandbox.opening import Sandboxes
+from agentevo.sandbox.sandbox import (
+    Execution,
+    Failure,
+    ProgramRun,
+    Sandbox,
+    SandboxTool,
+    sandboxes,
+)
+
+__all__ = [
+    "Execution",
+    "Failure",
+    "ProgramRun",
+    "Sandbox",
+    "SandboxTool",
+    "Sandboxes",
+    "sandboxes",
+]

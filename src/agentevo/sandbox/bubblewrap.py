@@ -1,0 +1,184 @@
+"""Sandboxes by bubblewrap: namespaces of their own, and a file system of which only the system's
+programs and this Python are there, read-only.
+
+As root it makes namespaces without a user namespace, and the supervisor becomes a user that nobody
+else is: root would not be bound by limits of processes. As an ordinary user, and as root where
+that is not allowed, it makes a user namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from functools import cache
+from typing import TYPE_CHECKING
+
+from agentevo.errors import SandboxError
+from agentevo.sandbox.launch import (
+    INSIDE,
+    SYSTEM,
+    SYSTEM_FILES,
+    Launch,
+    hidden_folders,
+    is_below,
+    new_uid,
+    package_folders,
+    python_folders,
+    python_program,
+    supervisor_settings,
+)
+from agentevo.sandbox.local import LocalKind
+from agentevo.sandbox.sandbox import sandboxes
+from agentevo.sandbox.seccomp import is_supported, seccomp_program
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+INSTALL = "install it (apt-get install bubblewrap, dnf install bubblewrap, apk add bubblewrap)"
+OWN_FOLDERS = ("/sandbox", "/agentevo")
+"""Inside: the work folder, and the supervisor's program."""
+_SHARED_MIB = 16
+_TRIAL_S = 20
+
+
+@sandboxes.register("bubblewrap")
+class Bubblewrap(LocalKind):
+    """Namespaces, a file system of its own, seccomp and rlimits, by the program `bwrap`."""
+
+    name = "bubblewrap"
+
+    def obstacle(self) -> str:
+        program = shutil.which("bwrap")
+        if program is None:
+            return f"there is no program `bwrap`: {INSTALL}"
+        if not is_supported():
+            return "there is no list of system calls for this processor"
+        return "" if _way(program) else f"`bwrap` makes no namespaces here: {_complaint(program)}"
+
+    def launch(self, section: SandboxSection) -> Launch:
+        program = shutil.which("bwrap")
+        way = _way(program) if program else ""
+        if program is None or not way:
+            raise SandboxError(f"bubblewrap: {self.obstacle()}")
+        uid = new_uid() if os.geteuid() == 0 else None
+        read, write = os.pipe()
+        os.write(write, seccomp_program())  # less than a pipe holds
+        os.close(write)
+        argv = [
+            program,
+            *_namespaces(way),
+            *_file_system(section),
+            *("--seccomp", str(read), "--as-pid-1", "--"),
+            *(python_program(), "-I", "-S", "-B", "/agentevo/supervisor.py"),
+        ]
+        is_root = way == "root"
+        settings = supervisor_settings(section, work="/sandbox", uid=uid if is_root else None)
+        return Launch(
+            argv,
+            settings,
+            pass_fds=(read,),
+            uid=None if is_root else uid,
+            owned_uid=uid,
+        )
+
+
+def _namespaces(way: str) -> list[str]:
+    ways = {
+        "root": "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
+        "--cap-add CAP_SETUID --cap-add CAP_SETGID",
+        "user": "--unshare-all --unshare-user --uid 1000 --gid 1000",
+    }
+    return [
+        *ways[way].split(),
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+        "--hostname",
+        "sandbox",
+    ]
+
+
+@cache
+def _way(program: str) -> str:
+    """`root`, `user`, or nothing where neither works."""
+    ways = ["root", "user"] if os.geteuid() == 0 else ["user"]
+    return next((way for way in ways if _tried(program, way).returncode == 0), "")
+
+
+def _complaint(program: str) -> str:
+    said = _tried(program, "user").stderr.decode("utf-8", "replace").strip()
+    return (said.splitlines() or ["it says nothing"])[-1][:300]
+
+
+@cache
+def _tried(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
+    argv = [program, *_namespaces(way), "--ro-bind", "/usr", "/usr"]
+    argv += [part for path in SYSTEM[1:] for part in _system_folder(path)]
+    uid = new_uid() if os.geteuid() == 0 and way == "user" else None
+    argv += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--size",
+        "65536",
+        "--tmpfs",
+        "/sandbox",
+        "--as-pid-1",
+    ]
+    return subprocess.run(
+        [*argv, "--as-pid-1", "--", "/usr/bin/env", "-i"],
+        user=uid,
+        group=uid,
+        extra_groups=None if uid is None else [],
+        capture_output=True,
+        timeout=_TRIAL_S,
+        check=False,
+        cwd="/",
+        env={},
+    )
+
+
+def _system_folder(path: str) -> list[str]:
+    if os.path.islink(path):
+        return ["--symlink", os.readlink(path), path]
+    return ["--ro-bind", path, path] if os.path.isdir(path) else []
+
+
+def _file_system(section: SandboxSection) -> list[str]:
+    folders = [*python_folders(), *package_folders(section)]
+    if any(is_below(path, OWN_FOLDERS) for path in folders):
+        raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
+    parts: list[str] = []
+    for path in _above([*folders, *SYSTEM_FILES]):
+        parts += ["--perms", "0755", "--dir", path]
+    for path in SYSTEM:
+        parts += _system_folder(path)
+    for path in folders:
+        parts += ["--ro-bind", path, path]
+    for path in SYSTEM_FILES:
+        parts += ["--ro-bind-try", path, path]
+    for path in hidden_folders(section):
+        parts += ["--perms", "0755", "--tmpfs", path, "--remount-ro", path]
+    parts += ["--ro-bind", str(INSIDE), "/agentevo", "--proc", "/proc", "--dev", "/dev"]
+    parts += _memory_folder("/dev/shm", _SHARED_MIB) + _memory_folder("/sandbox", section.disk_mib)
+    if not any(is_below(path, ("/tmp",)) for path in folders):
+        parts += ["--symlink", "/sandbox/.tmp", "/tmp"]
+    return [*parts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/sandbox"]
+
+
+def _memory_folder(path: str, mib: int) -> list[str]:
+    return ["--perms", "1777", "--size", str(mib * 2**20), "--tmpfs", path]
+
+
+def _above(paths: list[str]) -> list[str]:
+    """The folders above these, from the root on: bubblewrap would make them unreadable."""
+    found: list[str] = []
+    for path in paths:
+        parts = path.split("/")[1:-1]
+        for index in range(len(parts)):
+            above = "/" + "/".join(parts[: index + 1])
+            if above not in found and above != "/usr" and not above.startswith("/usr/"):
+                found.append(above)
+    return found

@@ -1,0 +1,110 @@
+"""The end of all that runs in a sandbox, seen from the host."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from agentevo.sandbox.launch import Launch
+from agentevo.sandbox.watch import descendants
+
+ENDING_S = 5.0
+_LOOK_S = 0.005
+
+_alive: set[tuple[int, subprocess.Popen[bytes], Launch]] = set()
+"""With the process that started each: a fork of ours inherits the set, and not what is in it."""
+
+
+def started(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    """From here on it ends with this process at the latest."""
+    _alive.add((os.getpid(), process, launch))
+
+
+def end_all_of(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    """Kills every process of a sandbox, waits for it, and deletes its folder. Blocks, for at most
+    some seconds."""
+    until = time.monotonic() + ENDING_S
+    tree = descendants(process.pid)
+    kill(process, launch)
+    while time.monotonic() < until and not all(_is_dead(one) for one in tree):
+        time.sleep(_LOOK_S / 5)
+    if launch.owned_uid is not None:
+        _end_user(launch.owned_uid, until)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S)
+    if process.stderr is not None:
+        process.stderr.close()
+    launch.clean()
+    _alive.discard((os.getpid(), process, launch))
+
+
+def kill(process: subprocess.Popen[bytes], launch: Launch) -> None:
+    """Kills every process of a sandbox. Where they are no namespace of their own it may take some
+    seconds."""
+    if process.poll() is None:
+        if launch.has_namespace:
+            # The first of the namespace is among them: all end with it. It does not end with
+            # bubblewrap, which may not signal a process of another user.
+            for one in descendants(process.pid):
+                _kill(one)
+        else:
+            _end_descendants(process.pid, time.monotonic() + ENDING_S / 2)
+    process.kill()
+
+
+def _end_descendants(pid: int, until: float) -> None:
+    """Without a namespace, orphans go to the supervisor: so it is the last to be killed."""
+    while time.monotonic() < until:
+        living = [one for one in descendants(pid) if not _is_dead(one)]
+        if not living:
+            return
+        for one in living:
+            _kill(one)
+        time.sleep(_LOOK_S)
+
+
+def _end_user(uid: int, until: float) -> None:
+    while time.monotonic() < until:
+        living = [
+            int(path.name)
+            for path in Path("/proc").iterdir()
+            if path.name.isdigit() and _is_of(path, uid) and not _is_dead(int(path.name))
+        ]
+        if not living:
+            return
+        for one in living:
+            _kill(one)
+        time.sleep(_LOOK_S)
+
+
+def _is_of(process: Path, uid: int) -> bool:
+    try:
+        status = (process / "status").read_bytes()  # its name may be no text
+    except OSError:
+        return False
+    return f"\nUid:\t{uid}\t".encode() in status
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state in (b"Z", b"X")
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@atexit.register
+def _end_everything() -> None:
+    for owner, process, launch in list(_alive):
+        if owner == os.getpid():
+            end_all_of(process, launch)

@@ -1,0 +1,69 @@
+"""Messages between a host, a sandbox's supervisor and its interpreter: four bytes of length, then
+JSON. Nothing else is ever read of a stream that untrusted code can write to."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import Any
+
+HEADER = struct.Struct(">I")
+LARGEST_CALL = 2**20
+"""Bytes of a tool's call and of its result."""
+
+
+class BadFrame(Exception):
+    """What came is no message."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Raises ValueError or RecursionError for what can't be written as JSON."""
+    # halves of surrogate pairs are no UTF-8, and code may name a file or raise an error with them
+    text = json.dumps(message, allow_nan=False, ensure_ascii=False)
+    content = text.encode("utf-8", "replace")
+    return HEADER.pack(len(content)) + content
+
+
+class Frames:
+    """Cuts a stream of bytes into messages of at most `longest` bytes."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._buffer = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._buffer += chunk
+
+    def next(self) -> dict[str, Any] | None:
+        """The next whole message, or None. Raises BadFrame."""
+        if len(self._buffer) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack(self._buffer[: HEADER.size])
+        if length > self._longest:
+            raise BadFrame(f"a message of {length:,} bytes, and at most {self._longest:,} are read")
+        if len(self._buffer) < HEADER.size + length:
+            return None
+        content = bytes(self._buffer[HEADER.size : HEADER.size + length])
+        del self._buffer[: HEADER.size + length]
+        try:
+            message = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise BadFrame("a message that is no JSON") from error
+        if not isinstance(message, dict):
+            raise BadFrame("a message that is no JSON object")
+        return message
+
+
+def write_all(handle: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def clipped(text: str, longest: int) -> str:
+    """Head and tail of a text that is longer than that."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

@@ -1,0 +1,129 @@
+"""How the process of a sandbox is started, and what of this machine it sees."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentevo.errors import SandboxError
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+INSIDE = Path(__file__).parent / "inside"
+FIRST_UID, NUM_UIDS = 1_800_000_000, 100_000_000
+"""Users that no account has; a sandbox that root starts is one of them, alone, by chance."""
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+TOO_WIDE = ("/", "/home", "/root", "/opt", "/var", "/etc", "/tmp", "/mnt", "/srv", "/Users")
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """The start of one sandbox."""
+
+    argv: list[str]
+    settings: Mapping[str, Any]
+    """For the supervisor, see inside/supervisor.py."""
+    pass_fds: tuple[int, ...] = ()
+    """Handles of ours that the process inherits; they are closed after its start."""
+    uid: int | None = None
+    """The user that starts it, where that is not ours."""
+    owned_uid: int | None = None
+    """The user that all its processes have, and no others."""
+    folder: Path | None = None
+    """A folder of the host that it writes into, whose size nothing else bounds."""
+    work: str = "/sandbox"
+    """The work folder by the path that it has inside."""
+    has_namespace: bool = True
+    """Whether all its processes end with the first."""
+    clean: Callable[[], None] = field(default=lambda: None)
+    """Deletes what it leaves on the host."""
+
+
+def new_uid() -> int:
+    return FIRST_UID + secrets.randbelow(NUM_UIDS)
+
+
+def python_program() -> str:
+    """The real file of this Python, outside of a virtual environment."""
+    return os.path.realpath(sys.executable)
+
+
+def python_folders() -> list[str]:
+    """Where this Python is, besides the system's folders. Raises SandboxError where making that
+    visible would show a home folder."""
+    found = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
+    found.add(os.path.dirname(os.path.dirname(python_program())))
+    home = os.path.realpath(os.path.expanduser("~"))
+    for folder in found:
+        if folder != "/usr" and (folder in TOO_WIDE or home == folder):
+            raise SandboxError(
+                f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
+                "that has a folder of its own, as those of uv, pyenv, conda and the system do"
+            )
+    if any(folder.startswith("/nix/") for folder in found):
+        found = {"/nix/store"}
+    return sorted(folder for folder in found if not is_below(folder, SYSTEM))
+
+
+def package_folders(section: SandboxSection) -> list[str]:
+    """Folders of installed packages that the code may import from."""
+    if not section.packages:
+        return []
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+    return sorted(os.path.realpath(path) for path in paths if os.path.isdir(path))
+
+
+def hidden_folders(section: SandboxSection) -> list[str]:
+    """Packages that lie below what is visible, and are not asked for."""
+    if section.packages:
+        return []
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    paths = [f"{prefix}/lib/{version}/site-packages" for prefix in python_folders()]
+    return [path for path in paths if os.path.isdir(path)]
+
+
+def is_below(path: str, folders: tuple[str, ...]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def supervisor_settings(
+    section: SandboxSection,
+    *,
+    work: str,
+    uid: int | None = None,
+    is_alone: bool = True,
+    counts_processes: bool = True,
+) -> dict[str, Any]:
+    """`is_alone`: the supervisor may end every process that it can signal. `counts_processes`: the
+    kernel counts those of this sandbox apart from others."""
+    packages = package_folders(section)
+    folder = os.path.dirname(python_program())
+    env = {
+        "HOME": work,
+        "LANG": "C.UTF-8",
+        "PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TMPDIR": f"{work}/.tmp",
+        "USER": "sandbox",
+        **({"PYTHONPATH": ":".join(packages)} if packages else {}),
+        **section.env,
+    }
+    limits = ("memory_mib", "cpu_s", "processes", "file_mib", "max_files", "output_kib")
+    return {
+        **{name: getattr(section, name) for name in limits},
+        "work": work,
+        "uid": uid,
+        "is_alone": is_alone,
+        "counts_processes": counts_processes,
+        "packages": packages,
+        "env": env,
+    }

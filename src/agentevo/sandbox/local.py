@@ -1,0 +1,482 @@
+"""A sandbox in processes of this machine: the host's side of the talk with its supervisor.
+
+Nothing that comes from inside is trusted: frames of bounded length, JSON of known types, texts of
+bounded length. What is wrong ends the sandbox, and is told as a failure of the code. A call waits
+for its deadline and a margin, and ends the sandbox then. Cancelled, it ends the sandbox at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from agentevo.errors import AgentEvoError, SandboxError, storable
+from agentevo.event_loop import in_thread
+from agentevo.files import atomic_folder
+from agentevo.sandbox.ending import end_all_of, kill, started
+from agentevo.sandbox.inside.frames import LARGEST_CALL
+from agentevo.sandbox.launch import Launch
+from agentevo.sandbox.replies import (
+    Ended,
+    ProgramReply,
+    RunReply,
+    is_unicode,
+    storable_failure,
+    violation,
+)
+from agentevo.sandbox.sandbox import Execution, Failure, ProgramRun, Sandbox, SandboxTool
+from agentevo.sandbox.watch import Watched, watch
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+MARGIN_S = 6.0
+"""How long after its deadline the supervisor may take to end a call."""
+FILE_S = 30.0
+"""How long reading, writing or listing files may take."""
+LONGEST_CODE = 4 * 2**20
+_HEADER = struct.Struct(">I")
+_TRIAL = """
+import socket
+try:
+    socket.socket()
+    open_ways = "a network"
+except OSError:
+    open_ways = "no network"
+open_ways
+"""
+
+
+_T = TypeVar("_T")
+
+
+class LocalKind(ABC):
+    """A way to start sandboxes on this machine."""
+
+    name: str
+
+    @abstractmethod
+    def obstacle(self) -> str:
+        """What is missing here, and what to do; empty where it should work. May block."""
+
+    @abstractmethod
+    def launch(self, section: SandboxSection) -> Launch:
+        """May block. Raises SandboxError and OSError."""
+
+    async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
+        """Raises SandboxError."""
+        sandbox = LocalSandbox(self, section, tools)
+        await sandbox.start()
+        return sandbox
+
+    async def problem(self, section: SandboxSection) -> str:
+        """See SandboxKind: starts one and tries it."""
+        try:
+            if obstacle := await in_thread(self.obstacle):
+                return obstacle
+            sandbox = await self.open(section, {})
+        except (SandboxError, OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        try:
+            tried = await sandbox.run(_TRIAL, deadline_s=10.0)
+        finally:
+            await sandbox.close()
+        if tried.value == "'no network'" or (self.name == "none" and tried.error is None):
+            return ""
+        return f"a trial has failed: it has {tried.value}, {tried.error}, {tried.stderr[-300:]}"
+
+
+class LocalSandbox:
+    """See Sandbox, and the module."""
+
+    def __init__(
+        self, kind: LocalKind, section: SandboxSection, tools: Mapping[str, SandboxTool]
+    ) -> None:
+        self._kind, self._section, self._tools = kind, section, dict(tools)
+        self._lock = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._launch: Launch | None = None
+        self._failure: Failure | None = None
+        self._num_requests, self._num_calls = 0, 0
+        self._has_lost = False
+        self._is_closed = False
+        output = 3 * section.output_kib * 1024 * 6
+        files = section.file_mib * 2**20 * 3 // 2 + section.max_files * 1100
+        self._longest = output + files + 2 * LARGEST_CALL
+
+    async def start(self) -> None:
+        """Raises SandboxError."""
+        spawning = asyncio.ensure_future(in_thread(self._spawn))
+        try:
+            async with asyncio.timeout(self._section.start_timeout_s):
+                process, launch, ours = await asyncio.shield(spawning)
+                self._process, self._launch, self._failure = process, launch, None
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+                self._write(dict(launch.settings))
+                await self._read()
+        except TimeoutError as error:
+            await self._abandon(spawning)
+            limit = self._section.start_timeout_s
+            raise SandboxError(f"{self._kind.name}: not started within {limit:g} s") from error
+        except Ended as ended:
+            reason = await self._complaint()
+            await self._abandon(spawning)
+            raise SandboxError(
+                f"{self._kind.name}: it can't be started: {reason or ended}"
+            ) from ended
+        except BaseException:
+            await self._abandon(spawning)
+            raise
+        self._watch(process, launch)
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], Launch, socket.socket]:
+        try:
+            launch = self._kind.launch(self._section)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
+        ours, theirs = socket.socketpair()
+        try:
+            process = subprocess.Popen(
+                launch.argv,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env={},
+                pass_fds=launch.pass_fds,
+                start_new_session=True,
+                user=launch.uid,
+                group=launch.uid,
+                extra_groups=None if launch.uid is None else [],
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            ours.close()
+            launch.clean()
+            raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
+        finally:
+            theirs.close()
+            for handle in launch.pass_fds:
+                os.close(handle)
+        started(process, launch)
+        ours.setblocking(False)
+        return process, launch, ours
+
+    def _watch(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
+        def end(kind: str, message: str) -> None:
+            if self._process is process and self._failure is None:
+                self._failure = Failure(kind, f"the sandbox was ended: it had {message}")
+                kill(process, launch)
+
+        section = self._section
+        watched = Watched(
+            process.pid,
+            section.memory_mib,
+            section.processes,
+            section.disk_mib,
+            section.max_files,
+            launch.folder,
+            launch.work,
+            end,
+        )
+        watch.add(watched)
+
+    async def _abandon(self, spawning: asyncio.Future[Any]) -> None:
+        """Ends what was being started, also where its thread is still at it."""
+
+        def end(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                process, launch, ours = done.result()
+                ours.close()
+                threading.Thread(target=end_all_of, args=(process, launch)).start()
+
+        if self._process is None:
+            spawning.add_done_callback(end)
+        await self._end()
+
+    async def _complaint(self) -> str:
+        """What the wrapper or the supervisor wrote last."""
+        process = self._process
+        if process is None or process.stderr is None:
+            return ""
+        stream = process.stderr
+        os.set_blocking(stream.fileno(), False)
+        text = (stream.read(2**16) or b"").decode("utf-8", "replace").strip()
+        return (text.splitlines() or [""])[-1][:500]
+
+    async def run(self, code: str, deadline_s: float | None = None) -> Execution:
+        """See Sandbox.run."""
+        limit = self._deadline(deadline_s)
+        if (refusal := _no_code(code)) is not None:
+            return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
+        tools = [
+            {"name": one.name, "parameters": one.parameters, "description": one.description}
+            for one in self._tools.values()
+        ]
+        async with self._lock:
+            before = time.monotonic()
+            is_new = await self._ensure()
+            began = time.monotonic()
+            self._num_calls = 0
+            try:
+                given = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
+                reply = await self._converted(given, RunReply)
+            except Ended as ended:
+                return Execution(
+                    *("", "", None, ended.failure, (), time.monotonic() - before),
+                    is_alive=False,
+                    is_new=is_new,
+                    files_lost=True,
+                )
+        return Execution(
+            self._kept(reply.stdout),
+            self._kept(reply.stderr),
+            None if reply.value is None else self._kept(reply.value),
+            storable_failure(reply.error),
+            tuple(storable(path, 1100) for path in reply.files),
+            time.monotonic() - began,
+            is_alive=reply.is_alive,
+            is_new=is_new or reply.is_new,
+        )
+
+    async def execute(
+        self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
+    ) -> ProgramRun:
+        """See Sandbox.execute. Raises SandboxError."""
+        limit = self._deadline(deadline_s)
+        if not argv or any("\0" in word or not is_unicode(word) for word in argv):
+            raise SandboxError("execute takes the words of a command, as texts without NUL")
+        if len(stdin) > self._section.file_mib * 2**20:
+            raise SandboxError(f"stdin has more than file_mib, {self._section.file_mib} MiB")
+        async with self._lock:
+            await self._ensure()
+            self._has_lost = False
+            began = time.monotonic()
+            text = base64.b64encode(stdin).decode()
+            try:
+                given = await self._ask(
+                    "execute", limit, argv=list(argv), stdin=text, deadline_s=limit
+                )
+                reply = await self._converted(given, ProgramReply)
+            except Ended as ended:
+                duration_s = time.monotonic() - began
+                return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
+        return ProgramRun(
+            self._kept(reply.stdout),
+            self._kept(reply.stderr),
+            reply.exit_code,
+            storable_failure(reply.error),
+            tuple(storable(path, 1100) for path in reply.files),
+            time.monotonic() - began,
+        )
+
+    async def files(self) -> dict[str, int]:
+        """See Sandbox.files. Raises SandboxError."""
+        return await self._file_request("files", "files", dict[str, int])
+
+    async def read_file(self, path: str) -> bytes:
+        """See Sandbox.read_file. Raises SandboxError."""
+        text = await self._file_request("read", "content", str, path=path)
+        try:
+            return base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise SandboxError(f"{path}: the sandbox gave what is no file") from error
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        """See Sandbox.write_file. Raises SandboxError."""
+        if len(content) > self._section.file_mib * 2**20:
+            raise SandboxError(f"{path}: more than file_mib, {self._section.file_mib} MiB")
+        text = base64.b64encode(content).decode()
+        await self._file_request("write", "", type(None), path=path, content=text)
+
+    async def export(self, folder: Path) -> tuple[str, ...]:
+        """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
+        written: list[str] = []
+        paths = [path for path in await self.files() if _is_inner_path(path)]
+        total = 0
+        with atomic_folder(folder) as staging:
+            for path in paths:
+                try:
+                    content = await self.read_file(path)
+                except SandboxError:
+                    if self._process is None:
+                        raise
+                    continue  # its name is no UTF-8, or it is gone since
+                total += len(content)
+                if total > self._section.disk_mib * 2**20:
+                    raise SandboxError("export: the files have more bytes than disk_mib allows")
+                await in_thread(_write, staging / path, content)
+                written.append(path)
+        return tuple(written)
+
+    async def close(self) -> None:
+        """See Sandbox.close."""
+        self._is_closed = True
+        await self._end()
+
+    def _deadline(self, given: float | None) -> float:
+        limit = self._section.timeout_s if given is None else given
+        if not 0 < limit < 1e6:
+            raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
+        return limit
+
+    def _kept(self, text: str) -> str:
+        """Head and tail were cut inside; what is longer was not written by the supervisor."""
+        return storable(text, 2 * self._section.output_kib * 1024 + 200)
+
+    async def _ensure(self) -> bool:
+        """Starts another sandbox where the last one has ended. Returns whether it did."""
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed")
+        if self._process is not None and self._process.poll() is not None:
+            await self._end()
+        is_new = self._process is None
+        if is_new:
+            await self.start()
+        if self._is_closed:  # while it was started
+            await self._end()
+            raise SandboxError("the sandbox is closed")
+        return is_new
+
+    async def _file_request(self, do: str, key: str, kind: type[_T], **more: Any) -> _T:
+        if not is_unicode(more.get("path", "")):
+            raise SandboxError(f"the path {more['path'][:200]!r} is no Unicode: give another name")
+        async with self._lock:
+            await self._ensure()
+            try:
+                reply = await self._ask(do, FILE_S, **more)
+                if "refused" in reply:
+                    raise SandboxError(storable(str(reply["refused"])))
+                return await self._converted(reply.get(key), kind)
+            except Ended as ended:
+                raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
+
+    async def _ask(self, do: str, limit_s: float, **more: Any) -> dict[str, Any]:
+        """One request and its reply. Raises Ended, with everything ended then."""
+        self._num_requests += 1
+        number = self._num_requests
+        try:
+            async with asyncio.timeout(limit_s + MARGIN_S):
+                self._write({"id": number, "do": do, **more})
+                return await self._reply_to(number)
+        except TimeoutError:
+            failure = Failure("Timeout", f"the sandbox did not answer within {limit_s:g} s")
+        except Ended as ended:
+            failure = ended.failure
+        except BaseException:
+            await self._end()
+            raise
+        await self._end()
+        raise Ended(failure)
+
+    async def _reply_to(self, number: int) -> dict[str, Any]:
+        calling: asyncio.Task[None] | None = None
+        try:
+            while True:
+                message = await self._read()
+                if message.get("id") != number:
+                    raise violation("a reply to no request")
+                if "call" not in message:
+                    return message
+                if calling is not None and not calling.done():
+                    calling.cancel()  # the code does not wait for it any more
+                calling = asyncio.create_task(self._answer(message))
+        finally:
+            if calling is not None:
+                calling.cancel()
+                await asyncio.wait([calling], timeout=1.0)
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        number, name = message.get("number"), message["call"]
+        answer: dict[str, Any]
+        try:
+            answer = {"result": await self._call(name, message.get("arguments"))}
+            if len(msgspec.json.encode(answer)) > LARGEST_CALL:
+                answer = {"error": f"{name}: the result has more than {LARGEST_CALL:,} bytes"}
+        except AgentEvoError as error:
+            answer = {"error": storable(str(error))}
+        except Exception as error:  # noqa: BLE001 (a tool's author may raise anything)
+            answer = {"error": f"{storable(str(name), 100)} has failed: {type(error).__name__}"}
+        if isinstance(number, int):
+            self._write({"do": "answer", "number": number, **answer})
+
+    async def _call(self, name: Any, arguments: Any) -> Any:
+        tool = self._tools.get(name) if isinstance(name, str) else None
+        if tool is None or not isinstance(arguments, dict):
+            raise SandboxError(f"there is no tool {storable(str(name), 100)!r}")
+        self._num_calls += 1
+        if self._num_calls > self._section.max_tool_calls:
+            limit = self._section.max_tool_calls
+            raise SandboxError(f"no more than max_tool_calls, {limit}, calls of tools in one run")
+        return await tool.call(arguments)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        content = msgspec.json.encode(message)
+        with contextlib.suppress(OSError):  # the reader hears of the end
+            self._writer.write(_HEADER.pack(len(content)) + content)
+
+    async def _read(self) -> dict[str, Any]:
+        """The next frame. Raises Ended."""
+        try:
+            (length,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            if length > self._longest:
+                raise violation(f"{length:,} bytes")
+            message = msgspec.json.decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            failure = self._failure or Failure("SandboxDied", "the sandbox has ended itself")
+            raise Ended(failure) from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise violation("what is no JSON") from error
+        if not isinstance(message, dict):
+            raise violation("what is no JSON object")
+        return message
+
+    async def _converted(self, value: Any, kind: type[_T]) -> _T:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            await self._end()
+            raise violation(f"a reply of another form ({error})") from error
+
+    async def _end(self) -> None:
+        """Ends all processes, deletes its files. Not interrupted by a cancellation."""
+        process, launch, self._process = self._process, self._launch, None
+        if process is None or launch is None:
+            return
+        watch.remove(process.pid)
+        if (writer := getattr(self, "_writer", None)) is not None:
+            writer.close()
+        await asyncio.shield(asyncio.ensure_future(in_thread(end_all_of, process, launch)))
+
+
+def _no_code(code: str) -> Failure | None:
+    """What is wrong with a text that can't even be sent."""
+    if len(code) > LONGEST_CODE:
+        return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
+    if not is_unicode(code):
+        return Failure("UnicodeEncodeError", "the code is no text: it has half of a surrogate pair")
+    return None
+
+
+def _is_inner_path(path: str) -> bool:
+    """Whether a path that the sandbox gave stays below a folder, also on this machine."""
+    parts = path.split("/")
+    return bool(path) and "\0" not in path and not any(part in ("", ".", "..") for part in parts)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

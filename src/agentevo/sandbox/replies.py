@@ -1,0 +1,57 @@
+"""What a sandbox's supervisor answers, in the forms that the host accepts, and as the store takes
+it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentevo.errors import storable
+from agentevo.sandbox.sandbox import Failure
+
+
+class Reply(msgspec.Struct):
+    """To any call that runs code."""
+
+    error: Failure | None
+    stdout: str
+    stderr: str
+    files: list[str]
+
+
+class RunReply(Reply):
+    """To `run`."""
+
+    is_alive: bool
+    is_new: bool
+    value: str | None
+
+
+class ProgramReply(Reply):
+    """To `execute`."""
+
+    exit_code: int | None
+
+
+class Ended(Exception):
+    """The whole sandbox has ended."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def violation(what: str) -> Ended:
+    return Ended(Failure("ProtocolViolation", f"the sandbox sent {what}, and was ended"))
+
+
+def storable_failure(failure: Failure | None) -> Failure | None:
+    if failure is None:
+        return None
+    return Failure(
+        storable(failure.type, 300), storable(failure.message), storable(failure.traceback, 8000)
+    )
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be sent: a model's JSON may have halves of surrogate pairs."""
+    return text.isascii() or text.encode("utf-8", "replace").decode() == text

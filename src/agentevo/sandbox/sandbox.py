@@ -1,0 +1,128 @@
+"""The contract of a sandbox: code in, what became of it out.
+
+A sandbox has a work folder, and one Python interpreter whose variables live from one `run` to the
+next. Whatever the code does is told in an `Execution`; it never raises. `SandboxError` is raised
+for what is no fault of the code: a sandbox that can't be started, a path outside the work folder,
+a sandbox that is closed. One call is under way at a time; others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from agentevo.registry import Registry
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why code did not come to its end."""
+
+    type: str
+    """The exception's type; or the limit that ended it: `Timeout`, `OutOfMemory`, `DiskFull`,
+    `TooManyProcesses`, `InterpreterDied`, `ProtocolViolation`, `SandboxDied`."""
+    message: str
+    traceback: str = ""
+    """Lines of the user's code only."""
+
+
+class Execution(msgspec.Struct, frozen=True):
+    """What became of one call of `Sandbox.run`."""
+
+    stdout: str
+    stderr: str
+    """The head and the tail; what was left out is told between them."""
+    value: str | None
+    """The repr of the last expression, as a notebook shows it; None for None or no expression."""
+    error: Failure | None
+    files: tuple[str, ...]
+    """Files of the work folder that were made, changed or deleted, by their paths in it."""
+    duration_s: float
+    is_alive: bool
+    """Whether the interpreter lives on. If not, its variables are lost, and the next call has a new
+    one."""
+    is_new: bool
+    """Whether this call had a new interpreter because an earlier one had ended."""
+    files_lost: bool = False
+    """Whether the work folder was lost with it: the whole sandbox ended, and the next call has
+    another."""
+
+
+class ProgramRun(msgspec.Struct, frozen=True):
+    """What became of one call of `Sandbox.execute`."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    """Negative for the signal that ended it; None where a limit did, see `error`."""
+    error: Failure | None
+    files: tuple[str, ...]
+    duration_s: float
+    files_lost: bool = False
+
+
+class SandboxTool(msgspec.Struct, frozen=True):
+    """A function of the host that the code can call by name. What the code gives is untrusted."""
+
+    name: str
+    parameters: tuple[str, ...]
+    """Their names in order, for arguments that are given without."""
+    description: str
+    call: Callable[[dict[str, Any]], Awaitable[Any]]
+    """Gives a JSON value. What it raises is raised in the code as `ToolError`, with the message of
+    an AgentEvoError and the type of anything else."""
+
+
+class Sandbox(Protocol):
+    """See the module."""
+
+    async def run(self, code: str, deadline_s: float | None = None) -> Execution:
+        """Runs code in the interpreter, for at most `deadline_s` (the section's `timeout_s`)."""
+        ...
+
+    async def execute(
+        self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
+    ) -> ProgramRun:
+        """Runs a program in the work folder, alone: the interpreter, its variables and all else
+        that runs in the sandbox end first, and what the program started ends with it. `python` is
+        this Python."""
+        ...
+
+    async def files(self) -> dict[str, int]:
+        """The sizes of the regular files in the work folder, by their paths in it."""
+        ...
+
+    async def read_file(self, path: str) -> bytes: ...
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        """Makes or replaces a file, and the folders above it."""
+        ...
+
+    async def export(self, folder: Path) -> tuple[str, ...]:
+        """Copies the regular files of the work folder into a new folder of the host, and gives
+        their paths. Files whose names are no UTF-8 stay behind."""
+        ...
+
+    async def close(self) -> None:
+        """Ends all that runs in it, and deletes its files. May be called again."""
+        ...
+
+
+class SandboxKind(Protocol):
+    """A way to make sandboxes."""
+
+    async def problem(self, section: SandboxSection) -> str:
+        """Why it can't be used on this machine, and what to do; empty where a trial has
+        succeeded."""
+        ...
+
+    async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox: ...
+
+
+sandboxes: Registry[Callable[[], SandboxKind]] = Registry("sandboxes")
+"""Kinds of sandboxes by the name that `type` of a SandboxSection gives."""

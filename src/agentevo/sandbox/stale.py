@@ -1,0 +1,44 @@
+"""Work folders on the host's disk, for sandboxes without a file system of their own. What a killed
+process left is deleted when the next folder is made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+PREFIX = "agentevo-sandbox-"
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-\w+")
+
+
+def new_folder() -> Path:
+    """An empty folder that tells whose it is: by process and its time of start."""
+    remove_stale()
+    me = os.getpid()
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{me}-{_started(me)}-"))
+
+
+def remove_stale() -> None:
+    """Deletes the folders of processes of this user that are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or path.is_symlink():
+            continue
+        with contextlib.suppress(OSError):
+            is_root = os.geteuid() == 0
+            is_ours = is_root or path.stat().st_uid == os.geteuid()
+            if is_ours and _started(int(match[1])) != int(match[2]):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _started(pid: int) -> int:
+    """When a process was started, in hundredths of a second; 0 where there is none."""
+    try:
+        return int(psutil.Process(pid).create_time() * 100)
+    except psutil.Error:
+        return 0

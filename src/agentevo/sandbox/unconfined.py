@@ -1,0 +1,36 @@
+"""No protection: code runs as this user, with its network and files. Only where `type: none` says
+so."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+from agentevo.sandbox.launch import INSIDE, Launch, python_program, supervisor_settings
+from agentevo.sandbox.local import LocalKind
+from agentevo.sandbox.sandbox import sandboxes
+from agentevo.sandbox.stale import new_folder
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+
+@sandboxes.register("none")
+class Unconfined(LocalKind):
+    """No protection but limits of memory, time and sizes: for code that you wrote."""
+
+    name = "none"
+
+    def obstacle(self) -> str:
+        return ""
+
+    def launch(self, section: SandboxSection) -> Launch:
+        folder = new_folder()
+        return Launch(
+            [python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
+            supervisor_settings(section, work=str(folder), is_alone=False, counts_processes=False),
+            folder=folder,
+            has_namespace=False,
+            work=str(folder),
+            clean=lambda: shutil.rmtree(folder, ignore_errors=True),
+        )

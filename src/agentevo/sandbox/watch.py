@@ -1,0 +1,170 @@
+"""What a sandbox uses of the machine, watched from the outside: memory of all its processes
+together, their number, and the files of its work folder. One thread of the host looks at all
+sandboxes, and ends the one that is over its limits.
+
+The kernel's own limits act first: address space of each process, the size of a file system in
+memory, the number of processes of a user. What is watched is what those leave open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentevo.errors import described
+
+LOOK_S = 0.1
+FOLDER_LOOK_S = 1.0
+MIB = 2**20
+_EXTRA_TASKS = 6
+"""Tasks that are ours: the wrapper's, the supervisor's, the interpreter's first."""
+
+
+@dataclass
+class Watched:
+    """One sandbox. `end` is called in the watching thread, with the kind of limit and words."""
+
+    pid: int
+    memory_mib: int
+    processes: int
+    disk_mib: int
+    max_files: int
+    folder: Path | None
+    work: str
+    end: Callable[[str, str], None]
+    looked_at_folder: float = field(default=0.0)
+
+    def look(self) -> None:
+        tree = [self.pid, *descendants(self.pid)]
+        num_tasks = sum(len(_tasks(pid)) for pid in tree)
+        if num_tasks > self.processes + _EXTRA_TASKS:
+            self.end("TooManyProcesses", f"more than {self.processes} processes and threads")
+            return
+        limit = self.memory_mib * MIB
+        if sum(map(_resident, tree)) > limit and sum(map(_proportional, tree)) > limit:
+            self.end("OutOfMemory", f"more than {self.memory_mib} MiB of memory, all together")
+            return
+        now = time.monotonic()
+        if now - self.looked_at_folder > FOLDER_LOOK_S:
+            self.looked_at_folder = now
+            self._look_at_folder(tree)
+
+    def _look_at_folder(self, tree: list[int]) -> None:
+        num_files, num_bytes = 0, 0
+        if self.folder is not None:
+            for what in _entries(self.folder, self.max_files + 100):
+                num_files += 1
+                num_bytes += what.st_blocks * 512
+        else:
+            with contextlib.suppress(OSError):
+                inside = os.statvfs(f"/proc/{tree[-1]}/root{self.work}")
+                num_files = inside.f_files - inside.f_ffree
+        if num_files > self.max_files + 16:
+            self.end("DiskFull", f"more than {self.max_files} files")
+        elif num_bytes > self.disk_mib * MIB:
+            self.end("DiskFull", f"more than {self.disk_mib} MiB of files")
+
+
+class Watch:
+    """The thread, which runs while there is something to watch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: dict[int, Watched] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, watched: Watched) -> None:
+        with self._lock:
+            self._watched[watched.pid] = watched
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="agentevo sandboxes", daemon=True
+                )
+                self._thread.start()
+
+    def remove(self, pid: int) -> None:
+        """From here on `end` is not called."""
+        with self._lock:
+            self._watched.pop(pid, None)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with self._lock:
+                if not self._watched:
+                    self._thread = None
+                    return
+                watched = list(self._watched.values())
+            for one in watched:
+                try:
+                    one.look()
+                except OSError:  # it is just ending
+                    continue
+                except Exception as error:  # noqa: BLE001 (others are watched on)
+                    one.end("SandboxDied", f"what can't be watched ({described(error)})")
+
+
+watch = Watch()
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below this one, nearer ones first."""
+    found: list[int] = []
+    left = [pid]
+    while left:
+        parent = left.pop(0)
+        for task in _tasks(parent):
+            with contextlib.suppress(OSError, ValueError):
+                text = Path(f"/proc/{parent}/task/{task}/children").read_text()
+                children = [int(word) for word in text.split()]
+                found += children
+                left += children
+        if len(found) > 100_000:
+            break
+    return found
+
+
+def _tasks(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def _resident(pid: int) -> int:
+    """Bytes that a process alone has in memory, or shares with others of its kind."""
+    return _sum_of(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:"))
+
+
+def _proportional(pid: int) -> int:
+    """The same, with each shared page divided among those who share it."""
+    path = f"/proc/{pid}/smaps_rollup"
+    return _sum_of(path, (b"Pss_Anon:", b"Pss_Shmem:")) or _resident(pid)
+
+
+def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
+    """Of lines in KiB. The code names its processes, with any bytes but a new line's."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
+
+
+def _entries(folder: Path, most: int) -> Iterator[os.stat_result]:
+    left = [str(folder)]
+    num_found = 0
+    while left and num_found < most:
+        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    what = entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    num_found += 1
+                    yield what

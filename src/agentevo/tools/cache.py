@@ -1,0 +1,53 @@
+"""Results of calls that change nothing, kept for a process: equal calls of all attempts are one.
+
+Calls that come while the first one is under way wait for it. A call that fails is not kept: whoever
+waited makes it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+
+from agentevo.tools.tool import ToolResult
+
+MAX_CHARS = 2**26
+"""Of all kept results, their texts: the oldest go first."""
+
+
+class ResultCache:
+    """See the module."""
+
+    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+        self.hits = 0
+        self._max_chars, self._num_chars = max_chars, 0
+        self._results: OrderedDict[Hashable, ToolResult] = OrderedDict()
+        self._running: dict[Hashable, asyncio.Event] = {}
+
+    async def get(self, key: Hashable, make: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        """The result of an equal call, or of `make`. Raises what `make` raises."""
+        while (ended := self._running.get(key)) is not None:
+            await ended.wait()
+        if key in self._results:
+            self.hits += 1
+            self._results.move_to_end(key)
+            return self._results[key]
+        ended = self._running[key] = asyncio.Event()
+        try:
+            result = await make()
+            if not result.is_error:
+                self._keep(key, result)
+            return result
+        finally:
+            del self._running[key]
+            ended.set()
+
+    def _keep(self, key: Hashable, result: ToolResult) -> None:
+        if len(result.text) > self._max_chars:
+            return
+        self._results[key] = result
+        self._num_chars += len(result.text)
+        while self._num_chars > self._max_chars:
+            _, oldest = self._results.popitem(last=False)
+            self._num_chars -= len(oldest.text)

@@ -1,0 +1,275 @@
+"""Python functions and classes as tools.
+
+A function is one tool without a state. Of a class every attempt has an object of its own, made with
+the task if its constructor has a parameter `task`, and its public methods are the tools; `close` is
+called at the end, and `outcome` before it says what the attempt is worth (what an agent function
+may return: a number, named parts, an Outcome, or None). A `close` that fails is shown.
+
+A tool that is not async runs on a thread, so that one that hangs costs its call alone; the methods
+of one object come from one thread, one after the other. What a tool returns is the result: a text
+as it is, a ToolResult, anything else as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pydantic
+
+from agentevo.config.agents import is_async
+from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
+from agentevo.console import to_stderr
+from agentevo.daemon_threads import OwnThread, run_in_thread
+from agentevo.errors import ConfigError, ToolUnavailableError, described
+from agentevo.event_loop import in_thread
+from agentevo.rewards.returned import plain_number
+from agentevo.tools.signature import Signature
+from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.tracebacks import traceback_of
+from agentevo.types import Task
+
+CLOSING_S = 10.0
+"""How long an async close may take, and the end of a process waits for the others."""
+
+
+class FunctionTools:
+    """The toolset of a registered function or class; see the module."""
+
+    def __init__(self, section: FunctionToolSection) -> None:
+        """Raises ConfigError for what can't be called by its types, and for options that a
+        constructor does not take."""
+        self.name = section.name
+        self._limit_s = section.timeout_s
+        self._ending: set[OwnThread] = set()
+        self._told = set[type]()
+        self._item = tools.get(section.name)
+        self._options = dict(section.options)
+        self._function: _Function | None = None
+        if not inspect.isclass(self._item):
+            if self._options:
+                raise ConfigError(
+                    f"the tool {section.name!r} is a function, and takes no options: make it a "
+                    "class to have some"
+                )
+            self._function = _Function(section.name, self._item, says_cached(section.name))
+            return
+        if section.cache:
+            raise ConfigError(
+                f"the tool {section.name!r} is a class with a state of its own for each attempt: "
+                "its calls can't be cached"
+            )
+        self._signatures = {
+            name: Signature(name, method, skip_first=not _is_static(self._item, name))
+            for name, method in public_methods(self._item).items()
+        }
+        self._takes = _constructor(section.name, self._item, self._options)
+
+    @property
+    def has_outcome(self) -> bool:
+        """See Toolset.has_outcome."""
+        return self._function is None and hasattr(self._item, "outcome")
+
+    @asynccontextmanager
+    async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
+        """See Toolset.session."""
+        if self._function is not None:
+            yield self._function
+            return
+        given = {"task": task, "seed": seed}
+        options = self._options | {name: given[name] for name in self._takes}
+        thread = OwnThread("tool")
+        made: list[Any] = []
+
+        def make() -> None:
+            made.append(self._item(**options))
+
+        try:
+            try:
+                await asyncio.wait_for(thread.call(make), self._limit_s)
+            except TimeoutError:
+                raise ToolUnavailableError(
+                    f"the tool {self.name!r}: {self._item.__name__} was not made within "
+                    f"{self._limit_s:g} s"
+                ) from None
+            yield _Object(made[0], self._signatures, thread)
+        finally:
+            try:
+                if made and is_async(getattr(made[0], "close", None)):
+                    await self._close_async(made.pop())
+            finally:
+                # Also of one that was made when nobody waited for it any more.
+                thread.end(partial(self._close, made))
+                self._ending = {one for one in self._ending if not one.has_ended(0)} | {thread}
+
+    async def close(self) -> None:
+        """See Toolset.close."""
+        deadline = time.monotonic() + CLOSING_S
+
+        def wait() -> None:
+            for thread in self._ending:
+                if not thread.is_stuck:
+                    thread.has_ended(max(0.0, deadline - time.monotonic()))
+
+        await in_thread(wait)
+
+    def _close(self, made: Sequence[Any]) -> None:
+        """On the object's own thread, if one was made."""
+        try:
+            for item in made:
+                ended = item.close() if hasattr(item, "close") else None
+                if inspect.isawaitable(ended):
+                    asyncio.run(_awaited(ended))
+        except BaseException as error:  # noqa: BLE001 (the attempt has its outcome already)
+            self._show(error)
+
+    async def _close_async(self, item: Any) -> None:
+        try:
+            await asyncio.wait_for(item.close(), CLOSING_S)
+        except Exception as error:  # noqa: BLE001 (the attempt has its outcome already)
+            self._show(error)
+
+    def _show(self, error: BaseException) -> None:
+        if type(error) not in self._told:
+            self._told.add(type(error))
+            to_stderr(
+                f"the tool {self.name}: close failed: {described(error)}\n{traceback_of(error)}"
+            )
+
+
+class _Function:
+    """One function, which serves every attempt."""
+
+    def __init__(self, name: str, function: Callable[..., Any], cacheable: bool) -> None:
+        self._function = function
+        self._signature = Signature(name, function)
+        spec = self._signature.spec
+        self.specs: Sequence[ToolSpec] = [
+            ToolSpec(
+                name=name,
+                description=spec.description,
+                parameters=spec.parameters,
+                cacheable=cacheable,
+            )
+        ]
+
+    async def prepare(self) -> None:
+        """See ToolSession.prepare."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """See ToolSession.call."""
+        call = partial(self._function, **self._signature.read(arguments))
+        if is_async(self._function):
+            return result_of(await call())
+        return await _result(await run_in_thread(lambda: _read(call()), "tool"))
+
+    async def outcome(self) -> Any:
+        """See ToolSession.outcome."""
+        return None
+
+
+class _Object:
+    """One attempt's object of a class."""
+
+    def __init__(self, item: Any, signatures: Mapping[str, Signature], thread: OwnThread) -> None:
+        self._item, self._signatures, self._thread = item, signatures, thread
+        self.specs = [one.spec for one in signatures.values()]
+
+    async def prepare(self) -> None:
+        """See ToolSession.prepare."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """See ToolSession.call."""
+        method = getattr(self._item, name)
+        call = partial(method, **self._signatures[name].read(arguments))
+        return await _result(await self._run(method, lambda: _read(call())))
+
+    async def outcome(self) -> Any:
+        """See ToolSession.outcome."""
+        method = getattr(self._item, "outcome", None)
+        returned = None if method is None else await self._run(method, method)
+        return await returned if inspect.isawaitable(returned) else returned
+
+    async def _run(self, method: Any, call: Callable[[], Any]) -> Any:
+        if is_async(method):
+            return call()
+        if self._thread.is_stuck:
+            raise ToolUnavailableError("an earlier call of these tools has not come back")
+        return await self._thread.call(call)
+
+
+def _read(returned: Any) -> Any:
+    """What a tool's code returned, written out where it ran: that takes long for much of it."""
+    return returned if inspect.isawaitable(returned) else result_of(returned)
+
+
+async def _result(read: Any) -> ToolResult:
+    """Of what `_read` gave."""
+    return result_of(await read) if inspect.isawaitable(read) else result_of(read)
+
+
+async def _awaited(ended: Any) -> None:
+    await ended
+
+
+def result_of(returned: Any) -> ToolResult:
+    """What a tool's code returned. Raises TypeError or ValueError for what can't be a result, or be
+    written as JSON."""
+    if isinstance(returned, ToolResult):
+        if not isinstance(returned.text, str):
+            raise TypeError(f"the text of a ToolResult is a {type(returned.text).__name__}")
+        reward = plain_number(returned.reward, "the reward of a ToolResult")
+        return ToolResult(text=returned.text, is_error=bool(returned.is_error), reward=reward)
+    if isinstance(returned, str):
+        return ToolResult(text=returned)
+    if returned is None:
+        return ToolResult(text="")
+    try:
+        text = json.dumps(_plain(returned), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the tool returned a {type(returned).__name__} that can't be written as JSON: return "
+            "a text"
+        ) from error
+    return ToolResult(text=text)
+
+
+def _is_static(item: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(item, name), staticmethod)
+
+
+def _plain(returned: Any) -> Any:
+    return pydantic.TypeAdapter(Any).dump_python(returned, mode="json")
+
+
+def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]:
+    """Which of `task` and `seed` the constructor takes. Raises ConfigError for options that it does
+    not take, or lacks."""
+    parameters = inspect.signature(item).parameters
+    has_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    unknown = [key for key in options if key not in parameters and not has_any]
+    if unknown:
+        known = ", ".join(key for key in parameters if key not in ("task", "seed")) or "none"
+        raise ConfigError(
+            f"the tool {name!r}: {item.__name__} takes no option {unknown[0]!r} (options: {known})"
+        )
+    takes = [key for key in ("task", "seed") if key in parameters and key not in options]
+    missing = [
+        key
+        for key, one in parameters.items()
+        if one.default is one.empty
+        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        and key not in options
+        and key not in takes
+    ]
+    if missing:
+        raise ConfigError(
+            f"the tool {name!r}: {item.__name__} needs {missing[0]!r}: give it under `options`"
+        )
+    return takes

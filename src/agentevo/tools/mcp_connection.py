@@ -1,0 +1,339 @@
+"""One session with one MCP server, by the official SDK: the only module that imports `mcp`.
+
+A connection is a task of its own, which enters and leaves the SDK's contexts; calls may come from
+any other task of the same event loop. What a server says is not trusted: its tools and results are
+bounded, and of what it writes to stderr the last STDERR_LINES are for messages and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
+from agentevo.extras import load_extra
+from agentevo.tools.tool import ToolResult, ToolSpec
+
+MAX_TOOLS = 1000
+STDERR_BYTES = 4096
+STDERR_LINES = 5
+STDERR_S = 0.5
+PROBE_S = 5.0
+"""How long a server that has not answered a call may take to show that it is alive."""
+CLOSING_S = 10.0
+"""Longest wait for a server's end: the SDK kills one that does not end by itself."""
+SHORTEST_SECRET = 6
+"""Characters: shorter values, such as 1 or true, are words of any message."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server is reached. `env`, `headers` and, in another program's file, all of it may hold
+    secrets: messages have `shown`, and never a value of `secrets`."""
+
+    name: str
+    command: str | None = None
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cwd: Path | None = None
+    url: str | None = None
+    transport: str = "http"
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    start_timeout_s: float = 60.0
+    shown: str = ""
+    """Where it is, for messages."""
+    secrets: Sequence[str] = field(default=(), repr=False)
+
+
+def check_package() -> None:
+    """Raises MissingExtraError where the SDK is not installed."""
+    load_extra("mcp", "mcp", "an entry of agent.tools for an MCP server")
+    # Lines of a server that are no messages are skipped; the SDK tells only who configures logging.
+    logging.getLogger("mcp").addHandler(logging.NullHandler())
+
+
+class Connection:
+    """See the module. One that has been closed, or whose server has gone, is not opened again."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._closing = asyncio.Event()
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._stderr = _Tail()
+        self.specs: Sequence[ToolSpec] = ()
+        """The server's tools, once it is open."""
+        self._is_suspect = False
+        """A call was given up: whether the server still answers is to be seen."""
+
+    @property
+    def is_open(self) -> bool:
+        return self._client is not None
+
+    async def open(self) -> None:
+        """Starts the server, or connects to it, and learns its tools. Raises
+        ToolUnavailableError."""
+        ready = self._ready = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._serve(ready))
+        limit_s = self._server.start_timeout_s
+        try:
+            await asyncio.wait_for(asyncio.shield(ready), limit_s)
+        except TimeoutError:
+            await self.close()
+            raise ToolUnavailableError(
+                self._words(f"it has not started within {limit_s:g} s")
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Ends the session, and a server that was started for it."""
+        self._closing.set()
+        if self._task is None:
+            return
+        if self._ready is not None and not self._ready.done():
+            self._task.cancel()  # it would wait for a server that has not said hello
+        _, running = await asyncio.wait([self._task], timeout=CLOSING_S)
+        for task in running:
+            task.cancel()
+            await asyncio.wait([task], timeout=CLOSING_S)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Calls a tool. Raises ToolArgumentsError, and ToolUnavailableError where the server is
+        gone."""
+        from mcp import MCPError
+
+        _check_sendable(arguments)
+        client = self._client
+        if client is None:
+            raise ToolUnavailableError(self._words("it is gone"))
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except asyncio.CancelledError:
+            self._is_suspect = True
+            raise
+        except MCPError as error:
+            if error.code == _invalid_params():
+                raise ToolArgumentsError(error.message) from None
+            if self._is_gone(error):
+                raise await self._lost(error) from error
+            return ToolResult(text=f"Error: {error.message}", is_error=True)
+        except Exception as error:
+            raise await self._lost(error) from error
+        text = _text_of(result)
+        return ToolResult(
+            text=f"Error: {text}" if result.is_error else text, is_error=result.is_error
+        )
+
+    async def still_answers(self) -> bool:
+        """Whether calls may go on: where one was given up, the server is asked something easy."""
+        if self._is_suspect and self.is_open:
+            try:
+                async with asyncio.timeout(PROBE_S):
+                    await self._client.list_tools(cache_mode="bypass")
+                self._is_suspect = False
+            except Exception:  # noqa: BLE001 (whatever it is, it is no answer)
+                await self.close()
+        return self.is_open
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        from mcp import Client
+
+        try:
+            async with AsyncExitStack() as stack:
+                transport = await self._transport(stack)
+                client = await stack.enter_async_context(Client(transport, cache=None))
+                self.specs = await self._tools(client)
+                self._client = client
+                if not ready.done():
+                    ready.set_result(None)
+                await self._closing.wait()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 (groups of whatever the SDK's tasks raise)
+            if not ready.done():
+                await self._stderr.settle()
+                ready.set_exception(ToolUnavailableError(self._words(_first(error))))
+        finally:
+            self._client = None
+            if not ready.done():
+                ready.set_exception(ToolUnavailableError(self._words("it was ended")))
+            ready.exception()  # it is known here; nobody else may be waiting
+
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        server = self._server
+        if server.command is not None:
+            from mcp import StdioServerParameters, stdio_client
+
+            errors = stack.enter_context(await self._stderr.open())
+            parameters = StdioServerParameters(
+                command=server.command,
+                args=list(server.args),
+                env=dict(server.env),
+                cwd=server.cwd,
+                encoding_error_handler="replace",
+            )
+            return stdio_client(parameters, errlog=errors)
+        if server.transport == "sse":
+            from mcp.client.sse import sse_client
+
+            return sse_client(str(server.url), headers=dict(server.headers))
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        client = create_mcp_http_client(headers=dict(server.headers))
+        return streamable_http_client(
+            str(server.url), http_client=await stack.enter_async_context(client)
+        )
+
+    async def _tools(self, client: Any) -> list[ToolSpec]:
+        specs: list[ToolSpec] = []
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            specs += [
+                ToolSpec(
+                    name=tool.name,
+                    description=tool.description or "",
+                    parameters=_parameters(tool.input_schema),
+                )
+                for tool in page.tools
+            ]
+            cursor = page.next_cursor
+            if not cursor or len(specs) > MAX_TOOLS:
+                break
+        if len(specs) > MAX_TOOLS:
+            raise ToolUnavailableError(f"it has more than {MAX_TOOLS} tools")
+        return specs
+
+    def _is_gone(self, error: Any) -> bool:
+        from mcp_types import CONNECTION_CLOSED
+
+        return bool(error.code == CONNECTION_CLOSED)
+
+    async def _lost(self, error: BaseException) -> ToolUnavailableError:
+        self._closing.set()
+        self._client = None
+        await self._stderr.settle()
+        return ToolUnavailableError(self._words(f"it is gone ({_first(error)})"), was_sent=True)
+
+    def _words(self, problem: str) -> str:
+        said = self._stderr.text
+        more = f"; it said: {said}" if said else ""
+        return _without(
+            self._server.secrets,
+            f"the MCP server {self._server.name!r} ({self._server.shown}): {problem}{more}",
+        )
+
+
+class _Tail(asyncio.Protocol):
+    """The last of what a server writes to stderr."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._is_open, self._ended = False, asyncio.Event()
+
+    @property
+    def text(self) -> str:
+        lines = self._bytes.decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-STDERR_LINES:])
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._bytes = (self._bytes + data)[-STDERR_BYTES:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._ended.set()
+
+    async def settle(self) -> None:
+        """Until a server that has ended has said all, for STDERR_S at most."""
+        if self._is_open:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), STDERR_S)
+
+    async def open(self) -> Any:
+        """A file for the server to write to."""
+        read, write = os.pipe()
+        self._is_open = True
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: self, os.fdopen(read, "rb"))
+        return os.fdopen(write, "w")
+
+
+def _without(secrets: Sequence[str], text: str) -> str:
+    for one in sorted(secrets, key=len, reverse=True):
+        if len(one) >= SHORTEST_SECRET:
+            text = text.replace(one, "***")
+    return text
+
+
+def _check_sendable(arguments: Mapping[str, Any]) -> None:
+    """Raises ToolArgumentsError for what the SDK would fail on when it writes the message, which
+    ends the connection: halves of surrogate pairs, and nesting beyond what pydantic writes."""
+    import pydantic
+
+    message = {"params": {"arguments": dict(arguments)}}
+    try:
+        pydantic.TypeAdapter(dict[str, Any]).dump_json(message)
+    except ValueError as error:
+        raise ToolArgumentsError(f"the arguments can't be sent as JSON: {error}") from None
+
+
+def _parameters(schema: Any) -> dict[str, Any]:
+    """A tool's schema as chat templates and parsers read it: that of an object, whose properties
+    are schemas. What is none says nothing of the arguments."""
+    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
+    if (
+        not isinstance(properties, dict)
+        or schema.get("type", "object") != "object"
+        or not all(isinstance(one, (dict, bool)) for one in properties.values())
+        or not isinstance(schema.get("required", []), list)
+    ):
+        return {"type": "object", "properties": {}}
+    return {**schema, "type": "object", "properties": properties}
+
+
+def _invalid_params() -> int:
+    from mcp_types import INVALID_PARAMS
+
+    return int(INVALID_PARAMS)
+
+
+def _first(error: BaseException) -> str:
+    """The innermost reason: the SDK's tasks raise groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ToolUnavailableError):
+        return str(error)
+    return described(error)
+
+
+def _text_of(result: Any) -> str:
+    """A result's content as text. What is no text is named."""
+    parts = [_part(one) for one in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _part(content: Any) -> str:
+    if content.type == "text":
+        return str(content.text)
+    if content.type in ("image", "audio"):
+        return f"[{content.type}, {content.mime_type}, {len(content.data) * 3 // 4:,} bytes]"
+    if content.type == "resource":
+        held = content.resource
+        with suppress(AttributeError):
+            return str(held.text)
+        return f"[resource {held.uri}, {len(held.blob) * 3 // 4:,} bytes]"
+    return f"[{content.type} {getattr(content, 'uri', '')}]"

@@ -1,0 +1,124 @@
+"""Files with MCP servers, as Claude, Cursor and others write them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentevo.config.mcp import MCPFileSection
+from agentevo.errors import ConfigError
+from agentevo.parsing import ParseError, parse_json, read_text
+from agentevo.registry import nearest
+from agentevo.tools.mcp_connection import Server
+
+_VARIABLE = re.compile(r"\$\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+_INPUT = re.compile(r"\$\{input:[^}]*\}")
+_HTTP = {"http", "streamable-http", "streamable_http", "streamableHttp"}
+
+
+class _Entry(msgspec.Struct, rename="camel"):
+    """One server of such a file. Keys that other programs read are left alone."""
+
+    command: str | None = None
+    args: list[str] = []
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    url: str | None = None
+    server_url: str | None = None
+    type: str | None = None
+    transport: str | None = None
+    headers: dict[str, str] = {}
+    disabled: bool = False
+
+
+def read_servers(section: MCPFileSection) -> list[Server]:
+    """The servers that an entry of `agent.tools` means. `${NAME}`, `${env:NAME}` and
+    `${NAME:-DEFAULT}` are variables of this process. Raises ConfigError."""
+    where = f"agent.tools: {section.file}"
+    try:
+        tree = parse_json(read_text(section.file.expanduser()))
+    except ParseError as error:
+        raise ConfigError(f"{where}: no JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"agent.tools: {error}") from error
+    entries = isinstance(tree, Mapping) and next(
+        (tree[key] for key in ("mcpServers", "servers", "mcp_servers") if key in tree), None
+    )
+    if not isinstance(entries, Mapping) or not entries:
+        raise ConfigError(
+            f'{where} has no servers: write {{"mcpServers": {{NAME: {{"command": ..., "args": '
+            "[...]}}}"
+        )
+    unknown = next((name for name in section.servers if name not in entries), None)
+    if unknown is not None:
+        guess = nearest(unknown, list(entries))
+        hint = f"did you mean {guess!r}? " if guess else ""
+        raise ConfigError(f"{where} has no server {unknown!r}: {hint}it has {', '.join(entries)}")
+    wanted = section.servers or [
+        name
+        for name, one in entries.items()
+        if not (isinstance(one, Mapping) and one.get("disabled"))
+    ]
+    if not wanted:
+        raise ConfigError(f"{where}: every server is disabled: name some under `servers`")
+    # Of the others nothing is asked: their variables need not be set.
+    return [_server(f"{where}: {name}", name, entries[name], section) for name in wanted]
+
+
+def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Server:
+    try:
+        entry = msgspec.convert(given, _Entry)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    url = entry.url or entry.server_url
+    if (entry.command is None) == (url is None):
+        raise ConfigError(f"{where}: a server has a `command` or a `url`: give one of them")
+    kind = entry.type or entry.transport or ("stdio" if url is None else "http")
+    if url is not None and kind not in {"sse", *_HTTP}:
+        raise ConfigError(f"{where}: type is {kind!r}: a server at a url is http or sse")
+
+    secrets: list[str] = []
+
+    def value(found: re.Match[str]) -> str:
+        given = os.environ.get(found["name"], found["default"])
+        if given is None:
+            raise ConfigError(
+                f"{where}: the environment variable {found['name']} is not set: set it"
+            )
+        secrets.append(given)
+        return given
+
+    def filled(text: str) -> str:
+        asked = _INPUT.search(text)
+        if asked is not None:
+            raise ConfigError(
+                f"{where}: nobody can be asked for {asked[0]} here: write ${{env:NAME}} for a "
+                "variable of this process"
+            )
+        return _VARIABLE.sub(value, text)
+
+    server = Server(
+        name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40],
+        command=None if entry.command is None else filled(entry.command),
+        args=[filled(one) for one in entry.args],
+        env={key: filled(one) for key, one in entry.env.items()},
+        cwd=None if entry.cwd is None else Path(filled(entry.cwd)),
+        url=None if url is None else filled(url),
+        transport="sse" if kind == "sse" else "http",
+        headers={key: filled(one) for key, one in entry.headers.items()},
+        start_timeout_s=section.start_timeout_s,
+        shown=f"of {section.file.name}",
+    )
+    return replace(server, secrets=[*secrets, *_values(server)])
+
+
+def _values(server: Server) -> list[str]:
+    """What may hold secrets beside variables; httpx quotes a URL in its messages."""
+    headers = [word for text in server.headers.values() for word in text.split()]
+    return [*server.env.values(), *headers, *([server.url] if server.url else [])]

@@ -1,0 +1,187 @@
+"""MCP servers as toolsets: a session for each attempt, or one that all attempts share.
+
+All connections of a process live on an event loop of their own, so that a server that floods its
+client holds up no engine. Which tools a server has is asked when the first attempt begins; later
+ones start, or connect to, their server with the first call that they make. A server that has gone
+is started again for the next call, and the policy is told what that means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from agentevo.config.mcp import MCPSection
+from agentevo.errors import EnvironmentFailure, ToolUnavailableError
+from agentevo.own_loop import OwnLoop
+from agentevo.tools.mcp_connection import Connection, Server, check_package
+from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.types import Task
+
+RESTARTED = "[the server was started again: what it held from earlier calls is lost]\n"
+LARGEST_TASK = 64 * 2**10
+"""Bytes of a task that a server gets in its environment."""
+
+_loop = OwnLoop("agentevo-mcp")
+
+
+class MCPServer:
+    """The toolset of one server."""
+
+    def __init__(self, server: Server, section: MCPSection) -> None:
+        """Raises MissingExtraError without the SDK."""
+        check_package()
+        self.name = server.name
+        self._server, self._section = server, section
+        self._known: list[ToolSpec] | None = None
+        self._room = asyncio.Semaphore(section.max_sessions)
+        self._shared: _Session | None = None
+
+    @property
+    def has_outcome(self) -> bool:
+        """See Toolset.has_outcome."""
+        return self._section.outcome is not None
+
+    @asynccontextmanager
+    async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
+        """See Toolset.session."""
+        if self._section.session == "shared":
+            if self._shared is None:
+                self._shared = _Session(self._server, self._section)
+            await self._shared.learn_tools(None)
+            yield self._shared
+            return
+        async with self._room:
+            server = replace(self._server, env={**self._server.env, **_variables(task, seed)})
+            session = _Session(server, self._section)
+            try:
+                self._known = await session.learn_tools(self._known)
+                yield session
+            finally:
+                await session.close()
+
+    async def close(self) -> None:
+        """See Toolset.close."""
+        if self._shared is not None:
+            await self._shared.close()
+
+
+class _Session:
+    """One session of one server, which is connected to when it is needed."""
+
+    def __init__(self, server: Server, section: MCPSection) -> None:
+        self.specs: Sequence[ToolSpec] = ()
+        self._server, self._section = server, section
+        self._connection: Connection | None = None
+        self._opening = asyncio.Lock()
+        self._num_tries = 0
+        self._failure: str | None = None
+        """Why the last try to open it failed."""
+        self._was_open = False
+        self._was_lost = False
+        """It held something that is gone."""
+        self._tell_restart = False
+
+    async def learn_tools(self, known: Sequence[ToolSpec] | None) -> list[ToolSpec]:
+        """The server's tools: those that are known already, or what it says. Raises
+        ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
+        if known is None:
+            await self.prepare()
+        else:
+            self.specs = self._shown(known)
+        return list(self._all)
+
+    def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
+        self._all = list(specs)
+        outcome = self._section.outcome
+        if outcome is not None and all(one.name != outcome for one in specs):
+            raise EnvironmentFailure(
+                f"the MCP server {self._server.name!r} has no tool {outcome!r}, which `outcome` "
+                f"names: it has {', '.join(one.name for one in specs) or 'none'}"
+            )
+        return [one for one in specs if one.name != outcome]
+
+    async def prepare(self) -> None:
+        """See ToolSession.prepare."""
+        tries = self._num_tries
+        async with self._opening:
+            connection = self._connection
+            if connection is None or not await _loop.run(connection.still_answers):
+                if self._failure is not None and self._num_tries > tries:
+                    raise ToolUnavailableError(self._failure)  # of whoever this one waited for
+                connection = await self._opened()
+            if not self._was_open:  # by this one, or by one that was given up just then
+                self.specs = self._shown(connection.specs)
+                self._was_open = True
+
+    async def _opened(self) -> Connection:
+        if self._was_open and self._section.session == "attempt":
+            self._was_lost = self._tell_restart = True
+        connection = self._connection = Connection(self._server)
+        self._num_tries += 1
+        self._failure = None
+        try:
+            await _loop.run(connection.open)
+        except ToolUnavailableError as error:
+            self._failure = str(error)
+            raise
+        return connection
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """See ToolSession.call."""
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            raise ToolUnavailableError(f"the MCP server {self._server.name!r} is not connected")
+        result = await _loop.run(lambda: connection.call(name, arguments))
+        if self._tell_restart:
+            self._tell_restart = False
+            return msgspec.structs.replace(result, text=RESTARTED + result.text)
+        return result
+
+    async def outcome(self) -> Any:
+        """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say, because it
+        is not the one that the attempt called."""
+        name = self._section.outcome
+        if name is None:
+            return None
+        await self.prepare()
+        if self._was_lost:
+            raise EnvironmentFailure(
+                f"the MCP server {self._server.name!r} went away in the attempt: what it would say "
+                "of the state is not what the calls left"
+            )
+        result = await self.call(name, {})
+        if result.is_error:
+            raise EnvironmentFailure(f"{self._server.name}.{name}: {result.text}")
+        return _read_outcome(result.text, f"{self._server.name}.{name}")
+
+    async def close(self) -> None:
+        """Ends it."""
+        if self._connection is not None:
+            await _loop.run(self._connection.close)
+
+
+def _read_outcome(text: str, what: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if isinstance(value, (int, float, dict)):
+        return value
+    raise EnvironmentFailure(
+        f"{what} answered {text[:200]!r}: what an attempt is worth is a number, or a JSON object "
+        "of named ones"
+    )
+
+
+def _variables(task: Task, seed: int) -> dict[str, str]:
+    """What a server that is started for an attempt is told of it."""
+    content = msgspec.json.encode(task)
+    whole = {"AGENTEVO_TASK": content.decode()} if len(content) <= LARGEST_TASK else {}
+    return {"AGENTEVO_TASK_ID": task.id, "AGENTEVO_SEED": str(seed), **whole}

@@ -1,0 +1,18 @@
+"""A result that is too long: its head and its tail, with what is left out told between them."""
+
+from __future__ import annotations
+
+HEAD = 0.7
+"""Share of the kept characters that are the head."""
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text itself, or at most `longest` characters of it and a line about the rest. Halves of
+    surrogate pairs, which no tokenizer takes, become question marks."""
+    if len(text) <= longest:
+        return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    head = int(longest * HEAD)
+    tail = longest - head
+    left_out = len(text) - longest
+    told = f"\n[{left_out:,} characters are left out here]\n"
+    return f"{text[:head]}{told}{text[-tail:]}".encode("utf-8", "replace").decode()

@@ -1,0 +1,114 @@
+"""The schema of a Python function: type hints and docstring in, JSON schema out, and arguments
+checked by it.
+
+    def add(a: int, b: int = 1) -> int:
+        '''Adds two numbers.
+
+        Args:
+            a: The first one.
+        '''
+
+What pydantic can check may be a type hint; a parameter without one takes any JSON. Docstrings are
+read in the styles of Google, numpy and Sphinx.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import docstring_parser
+import pydantic
+from pydantic import Field
+
+from agentevo.errors import ConfigError, ToolArgumentsError
+from agentevo.tools.tool import ToolSpec
+
+MAX_PROBLEMS = 5
+"""Wrong arguments that the policy is told of."""
+
+
+class Signature:
+    """What a function takes. `skip_first` leaves out the `self` of a method."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], *, skip_first: bool = False
+    ) -> None:
+        """Raises ConfigError for a function that can't be called with arguments by name, or whose
+        type hints have no JSON schema."""
+        self.name = name
+        self._model = _model(name, function, skip_first)
+        text = docstring_parser.parse(inspect.getdoc(function) or "")
+        said = [part for part in (text.short_description, text.long_description) if part]
+        try:
+            parameters = self._model.model_json_schema()
+        except pydantic.PydanticInvalidForJsonSchema as error:
+            raise ConfigError(f"the tool {name!r}: a type has no JSON schema: {error}") from error
+        described = {one.arg_name: one.description for one in text.params if one.description}
+        self.spec = ToolSpec(
+            name=name, description="\n\n".join(said), parameters=_plain(parameters, described)
+        )
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by the function's types. Raises ToolArgumentsError."""
+        try:
+            checked = self._model.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            problems = [_problem(wrong, self._model) for wrong in error.errors()[:MAX_PROBLEMS]]
+            raise ToolArgumentsError(
+                f"wrong arguments for {self.name}: {'; '.join(problems)}"
+            ) from None
+        return {
+            field.alias or name: getattr(checked, name)
+            for name, field in type(checked).model_fields.items()
+            if name in checked.model_fields_set
+        }
+
+
+def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[pydantic.BaseModel]:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[skip_first:]
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (TypeError, ValueError, NameError) as error:
+        raise ConfigError(f"the tool {name!r}: its parameters can't be read: {error}") from error
+    fields: dict[str, Any] = {}
+    for number, one in enumerate(parameters):
+        if one.kind is one.POSITIONAL_ONLY or one.kind is one.VAR_POSITIONAL:
+            raise ConfigError(
+                f"the tool {name!r} takes {one}: arguments are given by name, so name each"
+            )
+        if one.kind is one.VAR_KEYWORD:
+            raise ConfigError(f"the tool {name!r} takes {one}: name each parameter")
+        default = ... if one.default is one.empty else one.default
+        # Under a name of ours: pydantic reserves some (model_*, schema, names with underscores).
+        fields[f"p{number}"] = (hints.get(one.name, Any), Field(default, alias=one.name))
+    try:
+        return pydantic.create_model(
+            name, __config__=pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False),
+            **fields,
+        )  # fmt: skip
+    except pydantic.errors.PydanticUserError as error:
+        raise ConfigError(f"the tool {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def _plain(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, Any]:
+    """The schema without pydantic's titles, and with what the docstring says of each parameter."""
+    schema = {key: value for key, value in schema.items() if key != "title"}
+    properties = {}
+    for name, one in schema.get("properties", {}).items():
+        properties[name] = {key: value for key, value in one.items() if key != "title"}
+        if name in described:
+            properties[name].setdefault("description", described[name])
+    return {**schema, "properties": properties}
+
+
+def _problem(wrong: Any, model: type[pydantic.BaseModel]) -> str:
+    place = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "missing":
+        return f"{place} is missing"
+    if wrong["type"] == "extra_forbidden":
+        known = ", ".join(str(field.alias) for field in model.model_fields.values()) or "none"
+        return f"there is no {place} (arguments: {known})"
+    return f"{place}: {wrong['msg'][:1].lower()}{wrong['msg'][1:]}"

@@ -1,0 +1,78 @@
+"""What an entry of `agent.tools` becomes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+
+from agentevo.config.mcp import MCPFileSection, MCPServerSection
+from agentevo.config.tools import FunctionToolSection, ToolSection
+from agentevo.credentials import REFERENCE, without_password
+from agentevo.errors import ConfigError
+from agentevo.tools import search as search  # registers it
+from agentevo.tools.functions import FunctionTools
+from agentevo.tools.mcp_connection import Server
+from agentevo.tools.mcp_file import read_servers
+from agentevo.tools.mcp_servers import MCPServer
+from agentevo.tools.tool import Toolset
+
+
+def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
+    """The toolsets of an entry: one, or the servers of a file. Nothing is started. Raises
+    ConfigError for what can't be made."""
+    match section:
+        case FunctionToolSection():
+            return [FunctionTools(section)]
+        case MCPServerSection():
+            servers = [_server_of(section)]
+        case MCPFileSection():
+            servers = read_servers(section)
+        case _:
+            raise ConfigError(f"agent.tools: {type(section).__name__} is no kind of tools")
+    for server in servers:
+        if server.command is not None and shutil.which(_program(server)) is None:
+            raise ConfigError(
+                f"agent.tools: {server.name}: there is no program {server.command!r}: install it, "
+                "or give its path"
+            )
+    return [MCPServer(server, section) for server in servers]
+
+
+def _server_of(section: MCPServerSection) -> Server:
+    where = f"agent.tools: {section.name}"
+    passed = {name: _variable(name, f"{where}: pass_env") for name in section.pass_env}
+    headers = {}
+    if section.api_key is not None:
+        reference = REFERENCE.fullmatch(section.api_key)
+        if reference is None:
+            raise ConfigError(f"{where}: api_key: write ${{env:NAME}}, not the key itself")
+        headers["Authorization"] = f"Bearer {_variable(reference[1], f'{where}: api_key')}"
+    words = [str(section.command), *section.args]
+    return Server(
+        name=section.name,
+        command=section.command,
+        args=section.args,
+        env=dict(section.env) | passed,
+        cwd=section.cwd,
+        url=section.url,
+        transport=section.transport,
+        headers=headers,
+        start_timeout_s=section.start_timeout_s,
+        shown=" ".join(words) if section.url is None else without_password(section.url),
+        secrets=[*passed.values(), *(one.split()[-1] for one in headers.values())],
+    )
+
+
+def _program(server: Server) -> str:
+    """Where its program is looked for: one with a folder in its name lies in `cwd`."""
+    command = str(server.command)
+    has_folder = os.path.dirname(command) and server.cwd is not None
+    return os.path.join(server.cwd, command) if has_folder and server.cwd else command
+
+
+def _variable(name: str, where: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(f"{where}: the environment variable {name} is not set: set it")
+    return value

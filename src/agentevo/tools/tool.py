@@ -1,0 +1,99 @@
+"""The tool contract: what can be called, by whom, and what a call gives back.
+
+A toolset is what an entry of `agent.tools` becomes, one object for a process. It opens a session
+for each attempt, which holds the state that its tools share and is closed with the attempt.
+
+What a call may raise:
+
+    ToolArgumentsError     arguments that the tool does not take: the policy reads the message
+    ToolError              the tool's own refusal, which the policy reads as well
+    ToolUnavailableError   nobody could be asked; tried again where nothing was sent, or where equal
+                           calls change nothing
+    anything else          a fault of the tool's code: the policy is told that it failed, and the
+                           user is shown the traceback
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+import msgspec
+
+from agentevo.types import Task
+
+
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tool, as the policy is told of it."""
+
+    name: str
+    """As its toolset calls it."""
+    description: str = ""
+    parameters: dict[str, Any]
+    """JSON schema of the arguments, an object."""
+    cacheable: bool = False
+    """Equal calls have equal results and change nothing."""
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """In OpenAI's form, under the name that the policy knows."""
+        function = {"name": name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call gave."""
+
+    text: str
+    """What the policy reads."""
+    is_error: bool = False
+    """The call failed, and `text` says why."""
+    reward: float = 0.0
+    """What the turn that made the call earns by it."""
+
+
+class ToolSession(Protocol):
+    """The tools of one attempt. Calls may overlap."""
+
+    @property
+    def specs(self) -> Sequence[ToolSpec]:
+        """The tools, by names of their own that differ."""
+        ...
+
+    async def prepare(self) -> None:
+        """Makes sure that a call can be made, which is no part of the call's time. Raises
+        ToolUnavailableError."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Calls one of `specs`. See the module for what it raises."""
+        ...
+
+    async def outcome(self) -> Any:
+        """What the attempt is worth by the state that its calls left, as an agent function returns
+        it (agents/agent.py); None where the tools don't say. Asked once, when the attempt has
+        ended."""
+        ...
+
+
+class Toolset(Protocol):
+    """See the module."""
+
+    @property
+    def name(self) -> str:
+        """Tells its tools from others of the same name."""
+        ...
+
+    @property
+    def has_outcome(self) -> bool:
+        """Whether its sessions say what an attempt is worth."""
+        ...
+
+    def session(self, task: Task, seed: int) -> AbstractAsyncContextManager[ToolSession]:
+        """The tools for one attempt at `task`; `seed` is the attempt's own, the same when it is
+        replayed. Raises ToolUnavailableError where nobody can be reached."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what attempts shared."""
+        ...

@@ -1,0 +1,331 @@
+"""All tools of an agent: one `Toolbox` in a process, one `AttemptTools` for each attempt.
+
+    toolbox = Toolbox(section.tools)
+    async with toolbox.open(task, seed) as tools:
+        reply = await policy.generate(messages, tools=tools.schemas)
+        results = await tools.call(parsed.tool_calls)
+
+What goes wrong with a call becomes its result, which says so: an unknown tool, arguments that are
+no JSON or not what the tool takes, no answer in time, a server that is gone, an exception of the
+tool's code. It costs the call and nothing else; each is counted (METRICS). The policy knows a tool
+by its own name, with "_" for what APIs and chat templates don't take in one; where two toolsets
+have one of the same name, each of these is TOOLSET__NAME.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from agentevo.config.tools import ToolSection
+from agentevo.console import to_stderr
+from agentevo.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    ToolArgumentsError,
+    ToolError,
+    ToolUnavailableError,
+    described,
+)
+from agentevo.registry import nearest
+from agentevo.store.call_log import RunningCall, record_call
+from agentevo.tools.cache import ResultCache
+from agentevo.tools.shorten import shortened
+from agentevo.tools.sources import make_toolsets
+from agentevo.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec
+from agentevo.tracebacks import traceback_of
+from agentevo.types import Task, ToolCall
+
+METRICS = {
+    "num_tool_calls": "calls that a tool answered",
+    "num_tool_errors": "results that are errors, whatever the reason",
+    "num_unknown_tools": "calls of a tool that there is not",
+    "num_wrong_arguments": "calls with arguments that the tool does not take",
+    "num_tool_timeouts": "calls without an answer in time",
+    "num_tool_failures": "calls whose tool broke or could not be reached",
+}
+"""Name of a metric of an attempt -> what it counts."""
+RETRY_PAUSE_S = 0.5
+"""Before the second try of a call; each later pause is twice as long."""
+MAX_NAME = 64
+"""Characters of a tool's name that models and APIs take."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+LONGEST_ERROR = 10_000
+"""Characters that the policy reads of a call of no tool."""
+
+
+class Toolbox:
+    """See the module."""
+
+    def __init__(self, sections: Sequence[ToolSection], tell: Callable[[str], None] = to_stderr):
+        """`tell` hears of the first exception of each kind of each tool's code. Raises ConfigError
+        for tools that can't be made."""
+        self._offers = [
+            _Offer(section, toolset) for section in sections for toolset in make_toolsets(section)
+        ]
+        names = Counter(one.toolset.name for one in self._offers)
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
+            )
+        self._tell, self._told = tell, set[tuple[str, type]]()
+        self._cache = ResultCache()
+        self.has_outcome = any(one.toolset.has_outcome for one in self._offers)
+        """Whether an attempt's tools say what it is worth."""
+
+    @asynccontextmanager
+    async def open(self, task: Task, seed: int) -> AsyncIterator[AttemptTools]:
+        """The tools of one attempt; what they keep for it ends with the block. Raises
+        ToolUnavailableError where they can't be opened."""
+        async with AsyncExitStack() as stack:
+            sessions = []
+            for offer in self._offers:
+                async with record_call("tool", f"open {offer.toolset.name}"):
+                    session = offer.toolset.session(task, seed)
+                    sessions.append((offer, await stack.enter_async_context(session)))
+            yield AttemptTools(sessions, self._cache, self._show)
+
+    def _show(self, name: str, error: Exception) -> None:
+        """Of a tool's code, at once: the policy alone would read of it otherwise."""
+        kind = (name, type(error))
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell(
+                f"the tool {name} failed, which the policy is told: {described(error)}\n"
+                f"{traceback_of(error)}\n(later failures of this kind are counted)"
+            )
+
+    async def close(self) -> None:
+        """Ends what attempts shared, all of it whatever one raises."""
+        async with AsyncExitStack() as stack:
+            for offer in self._offers:
+                stack.push_async_callback(offer.toolset.close)
+
+
+class _Offer:
+    """An entry of `agent.tools`, what it gives, and what holds for it in a process."""
+
+    def __init__(self, section: ToolSection, toolset: Toolset) -> None:
+        self.section, self.toolset = section, toolset
+        self.room = asyncio.Semaphore(section.max_concurrent)
+
+    def has(self, name: str) -> bool:
+        """Whether the policy gets the tool."""
+        included = self.section.include or ("*",)
+        return any(fnmatchcase(name, one) for one in included) and not any(
+            fnmatchcase(name, one) for one in self.section.exclude
+        )
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """One tool of an attempt."""
+
+    offer: _Offer
+    session: ToolSession
+    spec: ToolSpec
+
+    @property
+    def is_cached(self) -> bool:
+        given = self.offer.section.cache
+        return self.spec.cacheable if given is None else given
+
+
+class AttemptTools:
+    """The tools of one attempt; see the module. Calls may overlap."""
+
+    def __init__(
+        self,
+        sessions: Sequence[tuple[_Offer, ToolSession]],
+        cache: ResultCache,
+        show: Callable[[str, Exception], None],
+    ) -> None:
+        """Raises ConfigError for tools that can't be told apart, and where there are none."""
+        self._sessions, self._cache, self._show = sessions, cache, show
+        _check_included(sessions)
+        self._tools = _named(
+            [
+                _Bound(offer, session, spec)
+                for offer, session in sessions
+                for spec in session.specs
+                if offer.has(spec.name)
+            ]
+        )
+        if sessions and not self._tools:
+            names = ", ".join(offer.toolset.name for offer, _ in sessions)
+            raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
+        self.schemas = [one.spec.schema(name) for name, one in self._tools.items()]
+        """In OpenAI's form, under the names that the policy knows."""
+        self.metrics: Counter[str] = Counter()
+        """By the names of METRICS."""
+
+    async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Makes the calls, all at once, and gives their results in order."""
+        return list(await asyncio.gather(*map(self._answered, calls)))
+
+    async def outcomes(self) -> dict[str, Any]:
+        """What the attempt is worth by each toolset that says so. Raises what they raise."""
+        found = {}
+        for offer, session in self._sessions:
+            limit_s = offer.section.timeout_s
+            limit = asyncio.timeout(limit_s)
+            try:
+                async with limit:
+                    found[offer.toolset.name] = await session.outcome()
+            except TimeoutError as error:
+                if not limit.expired():  # it is the tool's own
+                    raise
+                raise EnvironmentFailure(
+                    f"the tools {offer.toolset.name!r} have not said within {limit_s:g} s what the "
+                    "attempt is worth"
+                ) from error
+        return {name: one for name, one in found.items() if one is not None}
+
+    async def _answered(self, call: ToolCall) -> ToolResult:
+        async with record_call("tool", call.name) as recorded:
+            recorded.keep(arguments=call.arguments)
+            result = await self._called(call, recorded)
+            bound = self._tools.get(call.name)
+            longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
+            result = msgspec.structs.replace(result, text=shortened(result.text, longest))
+            if result.is_error:
+                self.metrics["num_tool_errors"] += 1
+                recorded.outcome("failed", result.text)
+            recorded.keep(result=result.text)
+        return result
+
+    async def _called(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
+        """The result as the policy reads it, whatever happens."""
+        bound = self._tools.get(call.name)
+        if bound is None:
+            self.metrics["num_unknown_tools"] += 1
+            guess = nearest(call.name, list(self._tools))
+            hint = f"did you mean {guess}? " if guess else ""
+            known = ", ".join(self._tools) or "none"
+            return _error(f"there is no tool {call.name!r}: {hint}tools: {known}")
+        recorded.note(toolset=bound.offer.toolset.name)
+        try:
+            result = await self._result(bound, _arguments(call))
+        except ToolArgumentsError as error:
+            self.metrics["num_wrong_arguments"] += 1
+            return _error(str(error))
+        except ToolError as error:
+            result = _error(str(error))
+        except _NoAnswerError:
+            self.metrics["num_tool_timeouts"] += 1
+            return _error(f"{call.name}: no answer within {bound.offer.section.timeout_s:g} s")
+        except ToolUnavailableError as error:
+            self.metrics["num_tool_failures"] += 1
+            return _error(f"{call.name} can't be reached: {error}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self.metrics["num_tool_failures"] += 1  # it is of something that the tool waited for
+            return _error(f"{call.name} failed: what it waited for was cancelled")
+        except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
+            self.metrics["num_tool_failures"] += 1
+            self._show(call.name, error)
+            return _error(f"{call.name} failed: {described(error)}")
+        self.metrics["num_tool_calls"] += 1
+        recorded.note(characters=len(result.text), reward=result.reward)
+        return result
+
+    async def _result(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
+        if not bound.is_cached:
+            return await self._tried(bound, arguments)
+        key = (
+            bound.offer.toolset.name,
+            bound.spec.name,
+            json.dumps(arguments, sort_keys=True),
+        )
+        return await self._cache.get(key, lambda: self._tried(bound, arguments))
+
+    async def _tried(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
+        """The call, again where its server could not be reached."""
+        limit = asyncio.timeout(None)
+        section, tries, pause = bound.offer.section, 0, RETRY_PAUSE_S
+        while True:
+            try:
+                await bound.session.prepare()
+                async with bound.offer.room:
+                    limit = asyncio.timeout(section.timeout_s)
+                    async with limit:
+                        return await bound.session.call(bound.spec.name, arguments)
+            except TimeoutError as error:
+                if limit.expired():
+                    raise _NoAnswerError from error
+                raise  # the tool's own
+            except ToolUnavailableError as error:
+                if tries >= section.retries or (error.was_sent and not bound.is_cached):
+                    raise
+            tries += 1
+            await asyncio.sleep(pause)
+            pause *= 2
+
+
+class _NoAnswerError(Exception):
+    """A call has not come back in its time."""
+
+
+def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
+    """Raises ConfigError for a name or pattern of `include` that is no tool's."""
+    for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
+        names = [
+            spec.name
+            for offer, session in sessions
+            if offer.section is section
+            for spec in session.specs
+        ]
+        for wanted in section.include:
+            if not any(fnmatchcase(name, wanted) for name in names):
+                guess = nearest(wanted, names)
+                hint = f"did you mean {guess}? " if guess else ""
+                raise ConfigError(
+                    f"agent.tools: include: no tool is called {wanted!r}: {hint}"
+                    f"there are {', '.join(names) or 'none'}"
+                )
+
+
+def _arguments(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ToolArgumentsError(
+            f"the arguments of {call.name} are no JSON ({error}): give an object"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise ToolArgumentsError(f"the arguments of {call.name} are no JSON object")
+    return arguments
+
+
+def _error(text: str) -> ToolResult:
+    return ToolResult(text=f"Error: {text}", is_error=True)
+
+
+def _named(tools: Sequence[_Bound]) -> dict[str, _Bound]:
+    """By the names that the policy knows. Raises ConfigError for two of one name."""
+    counts = Counter(_NOT_IN_NAMES.sub("_", one.spec.name) for one in tools)
+    named: dict[str, _Bound] = {}
+    for one in tools:
+        name = _NOT_IN_NAMES.sub("_", one.spec.name)
+        if counts[name] > 1:
+            name = f"{_NOT_IN_NAMES.sub('_', one.offer.toolset.name)}__{name}"
+        if name in named or len(name) > MAX_NAME:
+            why = "there are two of it" if name in named else f"longer than {MAX_NAME} characters"
+            raise ConfigError(
+                f"agent.tools: the tool {name!r} of {one.offer.toolset.name!r}: {why}; leave one "
+                "out by `exclude`, or name the entry otherwise"
+            )
+        named[name] = one
+    return named

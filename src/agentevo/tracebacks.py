@@ -1,0 +1,53 @@
+"""What a user's code raised, as its author wants to see it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+import agentevo
+from agentevo.errors import AgentEvoError, storable
+
+MAX_FRAMES = 20
+MAX_CAUSES = 4
+"""Exceptions that a traceback shows, each raised because of the next."""
+_OURS = str(Path(agentevo.__file__).parent)
+_INSTALLED = (
+    "<frozen ",
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+"""How the files of Python and of installed packages begin."""
+
+
+def traceback_of(error: BaseException | None) -> str:
+    """Where in a user's code it was raised, then what it came of; places in AgentEvo are left out,
+    and of installed packages all but that which raised. Empty where that says no more than the
+    error's first line."""
+    if error is None:
+        return ""
+    parts: list[str] = []
+    try:
+        while error is not None and len(parts) < MAX_CAUSES:
+            parts.append(_one_traceback(error, is_cause=bool(parts)))
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    except Exception:  # noqa: BLE001 (a user's exception may break whatever looks at it)
+        return ""
+    if not parts[0] and not any("\n" in part for part in parts):
+        return ""
+    return "\n\nIt came of:\n\n".join(filter(None, parts))
+
+
+def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
+    if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
+        own.append(theirs[-1])
+    is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause
+    shown = (own or theirs or ([] if is_said else list(frames)))[-MAX_FRAMES:]
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
+    said = "".join(traceback.format_exception_only(type(error), error))
+    if not shown and not is_cause:  # the error's first line is told beside it
+        said = said.partition("\n")[2]
+    return storable("".join([*(lines if shown else []), said])).rstrip()

@@ -1,0 +1,99 @@
+"""Trains several policies in one run, each by a trainer of its own: an agent's trajectories train
+the policy that it plays with, and no other.
+
+Metrics have the names that they have in a run of one policy, and are those of the main one, the
+first; the others' begin with `agents/POLICY/`. What counts tokens or work is the sum over all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from agentevo.training.learner import PreparedBatch, RolloutTrainer
+from agentevo.training.optimization import Optimization
+from agentevo.types import Trajectory
+
+SUMMED = ("trainer/", "perf/", "staleness/masked_tokens")
+"""Beginnings of the metrics that are added up."""
+
+
+class PolicySamples(NamedTuple):
+    """What one policy trains on in a step."""
+
+    policy: str
+    samples: Sequence[Any]
+
+
+class AgentTrainers:
+    """See the module: a RolloutTrainer."""
+
+    def __init__(
+        self, trainers: Mapping[str, RolloutTrainer], policy_of: Callable[[str], str]
+    ) -> None:
+        """Trainers by the name of their policy, the main one first; `policy_of` an agent."""
+        self.trainers, self._policy_of = dict(trainers), policy_of
+        self._main = next(iter(self.trainers))
+
+    @property
+    def optimization(self) -> Optimization:
+        return self.trainers[self._main].optimization
+
+    @property
+    def steps(self) -> int:
+        return max(trainer.steps for trainer in self.trainers.values())
+
+    def begin(self) -> None:
+        """See Learner.begin."""
+        for trainer in self.trainers.values():
+            trainer.begin()
+
+    def prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        baselines: Mapping[str, float] = MappingProxyType({}),
+        *,
+        version: int | None = None,
+        bound: int | None = None,
+    ) -> PreparedBatch:
+        """See RolloutTrainer.prepare; `samples` are PolicySamples."""
+        parts = {
+            name: trainer.prepare(
+                [t for t in trajectories if self._policy_of(t.agent) == name],
+                baselines,
+                version=version,
+                bound=bound,
+            )
+            for name, trainer in self.trainers.items()
+        }
+        return PreparedBatch(
+            [PolicySamples(name, part.samples) for name, part in parts.items() if part.samples],
+            self._together({name: part.metrics for name, part in parts.items()}),
+            {name: reason for part in parts.values() for name, reason in part.dropped.items()},
+        )
+
+    def step(self, samples: Sequence[PolicySamples]) -> dict[str, float]:
+        """See Learner.step. All are computed or, where a number is not finite, the run ends."""
+        return self._together(
+            {one.policy: self.trainers[one.policy].step(one.samples) for one in samples}
+        )
+
+    def _together(self, metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        together: dict[str, float] = {}
+        for policy, own in metrics.items():
+            for name, value in own.items():
+                if name.startswith(SUMMED):
+                    together[name] = together.get(name, 0.0) + value
+                else:
+                    together[name if policy == self._main else f"agents/{policy}/{name}"] = value
+        return together
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Learner.state_dict."""
+        return {name: trainer.state_dict() for name, trainer in self.trainers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See Learner.load_state_dict."""
+        for name, trainer in self.trainers.items():
+            trainer.load_state_dict(state[name])

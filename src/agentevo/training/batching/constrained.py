@@ -1,0 +1,71 @@
+"""The masks of turns that were drawn under a grammar, made again: the trainer's distribution is
+then the very one that the tokens were drawn from.
+
+Where they can't be made again as they were (another version of llguidance), the turn is context and
+never trained, and `trainer/unmasked_tokens` counts its tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from agentevo.errors import GrammarError, TrainingError
+from agentevo.models.grammar import Grammars
+from agentevo.types import TokenMasks, Trajectory
+
+LOG = logging.getLogger(__name__)
+
+TurnMasks = Mapping[int, TokenMasks | None]
+"""Turn -> the masks of its completion; None where they can't be made again. Turns without a grammar
+are left out."""
+
+
+def masks_of(
+    trajectories: Sequence[Trajectory], grammars: Grammars | None
+) -> tuple[dict[str, TurnMasks], dict[str, float]]:
+    """Id of each trajectory that has such turns -> their masks, and metrics. Masks that are equal
+    are one array. Raises TrainingError where there is nothing to make them with."""
+    pool: dict[bytes, np.ndarray] = {}
+    masks: dict[str, TurnMasks] = {}
+    lost, problem = 0, ""
+    for trajectory in trajectories:
+        of_turns: dict[int, TokenMasks | None] = {}
+        for turn in trajectory.turns:
+            if turn.constraint is None or turn.overrides is not None:
+                continue
+            if grammars is None:
+                raise TrainingError(
+                    f"turn {turn.index} of {trajectory.id} was drawn under a grammar, which this "
+                    "trainer can't apply: give Trainer(grammars=Grammars(tokenizer, vocabulary))"
+                )
+            try:
+                made = grammars.masks_of(turn.constraint, turn.completion_ids)
+                of_turns[turn.index] = made._replace(
+                    table=[pool.setdefault(mask.tobytes(), mask) for mask in made.table]
+                )
+            except GrammarError as error:
+                of_turns[turn.index] = None
+                lost, problem = lost + len(turn.completion_ids), str(error)
+        if of_turns:
+            masks[trajectory.id] = of_turns
+    if lost:
+        LOG.warning("%d tokens that were drawn under a grammar are not trained: %s", lost, problem)
+    return masks, {"trainer/unmasked_tokens": float(lost)} if masks else {}
+
+
+def joined(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
+    """The masks of a sample from those of its stretches of tokens, each with its length."""
+    if all(masks is None for _, masks in parts):
+        return None
+    table: list[np.ndarray] = []
+    rows = []
+    for length, masks in parts:
+        if masks is None:
+            rows.append(np.full(length, -1, dtype=np.int32))
+        else:
+            rows.append(masks.rows + np.int32(len(table)))
+            table += masks.table
+    return TokenMasks(table, np.concatenate(rows))

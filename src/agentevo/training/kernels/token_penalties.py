@@ -1,0 +1,57 @@
+"""Scores under penalties (agentevo/penalties.py), which change a few tokens of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from agentevo.penalties import Changes
+
+
+class PenaltyTable(NamedTuple):
+    """N changes of scores [R, V], in ascending order of their rows; a cell has at most one."""
+
+    rows: torch.Tensor
+    """[N] int64"""
+    tokens: torch.Tensor
+    """[N] int64"""
+    offsets: torch.Tensor
+    """[N] float32, what is added to the logit"""
+    repeated: torch.Tensor
+    """[N] float32: by what a positive logit is divided and another one multiplied"""
+
+    @classmethod
+    def of(cls, changes: Mapping[int, Changes], device: torch.device) -> PenaltyTable | None:
+        """Of a batch by its rows; None where nothing changes."""
+        if not changes:
+            return None
+        rows = sorted(changes)
+        columns = [
+            np.concatenate(column) for column in zip(*(changes[r] for r in rows), strict=True)
+        ]
+        of_rows = np.repeat(rows, [len(changes[r].tokens) for r in rows])
+        return cls(*(torch.as_tensor(column, device=device) for column in (of_rows, *columns)))
+
+    def within(self, rows: slice, columns: slice) -> PenaltyTable:
+        """Those of a cell, counted from its first row and column."""
+        bounds = torch.tensor([rows.start, rows.stop], device=self.rows.device)
+        first, last = torch.searchsorted(self.rows, bounds).tolist()
+        here = slice(first, last)
+        inside = (self.tokens[here] >= columns.start) & (self.tokens[here] < columns.stop)
+        of_rows, tokens, offsets, repeated = (column[here][inside] for column in self)
+        return PenaltyTable(of_rows - rows.start, tokens - columns.start, offsets, repeated)
+
+    def slopes(self, scores: torch.Tensor) -> torch.Tensor:
+        """[N] of what becomes of the scores at these cells, which are the logits over the
+        temperature, in the scores."""
+        chosen = scores[self.rows, self.tokens]
+        return torch.where(chosen > 0, 1 / self.repeated, self.repeated)
+
+    def applied(self, scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """What becomes of the scores, in a tensor of its own; differentiable."""
+        chosen = scores[self.rows, self.tokens]
+        changed = chosen * self.slopes(scores.detach()) + self.offsets / temperature
+        return scores.index_put((self.rows, self.tokens), changed.to(scores.dtype))

@@ -1,0 +1,153 @@
+"""The code agent: code runs in one interpreter, its output comes back, its tools are functions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentevo.agents import CodeAgent, Policy
+from agentevo.agents.code_agent import is_unfinished, read_code
+from agentevo.config import tools as tool_config
+from agentevo.config.agents import CodeAgentSection
+from agentevo.config.sandbox import SandboxSection
+from agentevo.config.tools import tool
+from agentevo.errors import ToolError
+from agentevo.event_loop import run_coroutine
+from agentevo.inference.conversation import Conversation
+from agentevo.models.chat import ChatFormat
+from agentevo.models.tiny_tokenizer import byte_tokenizer
+from agentevo.sandbox.opening import problem_of
+from agentevo.types import SamplingParams, Task
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(tool_config.tools, "_items", {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sandboxed():
+    problem = asyncio.run(problem_of("bubblewrap", SandboxSection(type="bubblewrap")))
+    problem = problem and asyncio.run(problem_of("landlock", SandboxSection(type="landlock")))
+    if problem:
+        pytest.skip(f"no sandbox works here: {problem}")
+
+
+@pytest.fixture
+def played(scripted_engine):
+    """(outcome, observations, turns) of an attempt in which the policy says `words`."""
+
+    def play(*words, **options):
+        tokenizer = byte_tokenizer(8192)
+        chat = ChatFormat(tokenizer)
+        engine = scripted_engine(tokenizer, chat.end_of_turn_id, words)
+        conversation = Conversation(
+            engine, chat, SamplingParams(), name="a", seed=1, context_length=8192, timeout_s=60
+        )
+        agent = CodeAgent(CodeAgentSection(**options))
+
+        async def work():
+            outcome = await agent.run(Task(id="t", query="Count."), Policy(conversation))
+            await agent.close()
+            return outcome
+
+        outcome = run_coroutine(work())
+        prompt = tokenizer.decode(engine.requests[-1][0])
+        told = [one.partition("<|end|>")[0] for one in prompt.split("<|user|>")[1:]]
+        return outcome, told, conversation.turns
+
+    return play
+
+
+def block(code):
+    return f"Let me see.\n```python\n{code}\n```"
+
+
+def test_variables_live_from_one_reply_to_the_next(played):
+    outcome, told, turns = played(
+        block("x = 20"), block("print('x is', x)\nx + 1"), block("1 / 0"), "21", code_penalty=0.5
+    )
+    assert told[:3] == ["Count.", "Output:\n(nothing was printed)", "Output:\nx is 20\n21"]
+    assert told[3].endswith("ZeroDivisionError: division by zero")
+    assert [turn.parent for turn in turns] == [None, 0, 1, 2]
+    assert outcome.turn_rewards == {0: 0.0, 1: 0.0, 2: -0.5, 3: 0.0}
+    assert outcome.reward == -0.5 and not outcome.truncated
+    assert (outcome.metrics["num_code_blocks"], outcome.metrics["num_failed_code_blocks"]) == (3, 1)
+    assert outcome.metrics["ended_by_answer"] == 1
+
+
+def test_tools_are_functions_of_the_code(played):
+    @tool("shop")
+    class Shop:
+        """A shop."""
+
+        def __init__(self):
+            self.sold = 0
+
+        def prices(self, kind: str) -> dict[str, float]:
+            """Prices of a kind."""
+            return {"apple": 1.5, "pear": 2.0} if kind == "fruit" else {}
+
+        def buy(self, name: str, count: int = 1) -> str:
+            """Buys."""
+            if count > 9:
+                raise ToolError("there are only nine")
+            self.sold += count
+            return f"bought {count} {name}"
+
+        def outcome(self):
+            return float(self.sold == 3)
+
+    code = "p = prices('fruit')\ncheap = min(p, key=p.get)\nprint(buy(cheap, count=3))"
+    outcome, told, _ = played(
+        block(code), block("buy('pear', 10)"), block("buy()"), "Done", tools=("shop",)
+    )
+    assert told[1] == "Output:\nbought 3 apple"
+    assert told[2].endswith("ToolError: there are only nine")
+    assert "name is missing" in told[3]
+    assert (outcome.reward, outcome.success) == (1.0, True)
+    assert outcome.metrics["num_tool_calls"] == 3
+
+
+def test_code_that_hangs_or_dies_costs_its_turn(played):
+    sandbox = SandboxSection(timeout_s=10)
+    _, told, _ = played(
+        block("x = 1\nimport os; os._exit(3)"),
+        block("x"),
+        "No.",
+        sandbox=sandbox,
+    )
+    assert told[1].endswith("The interpreter has ended: variables are lost.")
+    assert "A new interpreter has started" in told[2] and "NameError" in told[2]
+
+
+def test_limits_end_an_attempt(played):
+    def ended_by(outcome):
+        return [name for name, one in outcome.metrics.items() if name.startswith("ended") and one]
+
+    assert ended_by(played(*[block("1")] * 9, max_turns=2)[0]) == ["ended_by_turns"]
+    assert ended_by(played(*[block("1")] * 9, max_tokens=60)[0]) == ["ended_by_tokens"]
+    outcome, told, _ = played(
+        "So...\n```python\nx = ", "maybe", "<answer>1</answer>", final="answer_tag"
+    )
+    assert told[1].startswith("Error: the block of code is not closed")
+    assert told[2].startswith("Write code, or give the final answer")
+    assert ended_by(outcome) == ["ended_by_answer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "unfinished"),
+    [
+        ("no code", None, False),
+        ("```\nplain\n```", None, False),
+        ("```python\na = 1\n```", "a = 1", False),
+        ("```py\na\n```\nand\n```Python\nb\n```", "a\nb", False),
+        ("```python\na\n```\n```python\nb", "a", True),
+        ("```python", None, True),
+        ("```pythonic\na\n```", None, False),
+    ],
+)
+def test_code_is_what_stands_in_blocks(text, code, unfinished):
+    assert (read_code(text), is_unfinished(text)) == (code, unfinished)

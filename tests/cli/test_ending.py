@@ -1,0 +1,40 @@
+"""A command ends its process, whatever a user's code has left there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+LEFT = {
+    "a thread": "threading.Thread(target=time.sleep, args=(60,), name='theirs').start()",
+    "a thread of a pool": "ThreadPoolExecutor(1, 'theirs').submit(time.sleep, 60)",
+    "a process": (
+        "multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,)).start()"
+    ),
+    "what is done at exit": "atexit.register(time.sleep, 60)",
+}
+NAMED = {"a process": "the process", "what is done at exit": "something"}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_the_process_ends_soon_and_says_what_it_left(left):
+    program = (
+        "import atexit, multiprocessing, sys, threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from agentevo.cli import ending, main\n"
+        "ending.ENDING_S = 0.3\n"
+        "sys.argv = ['agentevo', 'list', 'no such kind']\n"
+        f"{LEFT[left]}\n"
+        "sys.exit(main.main())\n"
+    )
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
+    )
+    assert ended.returncode == 2
+    assert time.monotonic() - started < 40
+    assert f"{NAMED.get(left, 'the thread theirs')}" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,64 @@
+"""`model.chat_template`: a name, a file or the template itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentevo.config import ModelSection, TinyModel, build_config, load_config, to_yaml
+from agentevo.errors import ConfigError
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import load_model
+from agentevo.types import Message
+
+SHOUTS = (
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + ('HEY ' if m.role == 'user' else '') -}}"
+    "{{- m.content + '<|end|>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+TINY = {"name": "tiny", "tiny": {"tokenizer": "byte", "hidden_size": 32, "num_layers": 1}}
+
+
+def config_of(template: object):
+    return build_config(
+        {"environment": {"type": "coins"}, "model": {**TINY, "chat_template": template}}
+    )
+
+
+def test_a_file_is_read_into_the_recipe_and_the_model_speaks_by_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shouts.jinja").write_text(SHOUTS)
+    config = config_of("shouts.jinja")
+    (tmp_path / "shouts.jinja").unlink()
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    again = load_config("again.yaml")
+    assert again.model.chat_template == config.model.chat_template == SHOUTS
+    loaded = load_model(again.model)
+    ids = ChatFormat(loaded.tokenizer).first_prompt([Message("user", "red")])
+    assert loaded.tokenizer.decode(ids) == "<|user|>HEY red<|end|><|assistant|>"
+
+
+def test_the_default_is_the_tokenizers_own():
+    section = ModelSection(name="tiny", tiny=TinyModel(tokenizer="byte", hidden_size=32))
+    own = load_model(section).tokenizer.chat_template
+    named = load_model(section.model_copy(update={"chat_template": "hermes"})).tokenizer
+    assert "<tools>" not in own and "<tools>" in named.chat_template
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("hermez", "'hermez' is no file: give a Jinja file, or a template's name"),
+        ("empty.jinja", "is no Jinja template"),
+        ("bytes.jinja", "can't be read"),
+        ("dollar.jinja", "the template has"),
+        (3, "'3' is no file"),
+        ("x" * 9000, "is no file"),
+    ],
+)
+def test_what_is_no_template_is_refused(template, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jinja").write_text("no template")
+    (tmp_path / "dollar.jinja").write_text("{{ messages }} ${HOME}")
+    (tmp_path / "bytes.jinja").write_bytes(b"\xff{{")
+    with pytest.raises(ConfigError, match=f"model.chat_template: .*{words}"):
+        config_of(template)

@@ -1,0 +1,98 @@
+"""Search in a corpus and by a retriever."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
+from agentevo.tools.search import CorpusIndex, Search, corpus_index, passage_of
+
+PASSAGES = [
+    {"id": "1", "title": "Perth", "text": "Perth is a city in Western Australia."},
+    {"id": "2", "contents": "Canberra\nCanberra is the capital city of Australia."},
+    {"id": "3", "text": "Cats sleep a lot."},
+]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(map(json.dumps, PASSAGES)) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+def test_the_best_passage_comes_first(corpus):
+    search = Search(corpus=corpus, top_k=2)
+    assert search.search("What is the capital of Australia?") == (
+        "[1] Canberra\nCanberra is the capital city of Australia.\n"
+        "[2] Perth\nPerth is a city in Western Australia."
+    )
+    assert search.search("sleeping cat").startswith("[1] Cats sleep")
+    assert search.search("zebra") == "Nothing was found."
+    assert corpus_index(corpus) is corpus_index(corpus)
+
+
+@pytest.mark.parametrize(
+    "query", ['"', "* OR (", "NEAR(a b)", "text:x", "", "?" * 10_000, "a " * 10_000]
+)
+def test_any_text_is_a_query(query):
+    assert isinstance(CorpusIndex(["a cat", "a dog"]).find(query, 3), list)
+
+
+def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    with pytest.raises(ConfigError, match="can't be read"):
+        Search(corpus=str(path))
+    path.write_text('{"text": "fine"}\n{"words": "odd"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"corpus.jsonl:2: no passage"):
+        Search(corpus=str(path))
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no passages"):
+        Search(corpus=str(path))
+    with pytest.raises(ConfigError, match="needs the option `corpus`"):
+        Search()
+    assert passage_of({"title": "", "text": "x"}) == "x"
+
+
+@pytest.fixture
+def retriever():
+    """A retriever's URL; `answers` is what it says next: a status and a value."""
+    asked, answers = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            status, value = answers.pop(0)
+            body = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/retrieve", asked, answers
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_retriever_is_asked_as_search_r1_does(retriever):
+    url, asked, answers = retriever
+    search = Search(url=url, top_k=1)
+    answers.append((200, {"result": [[{"document": {"contents": "T\nx"}, "score": 1.0}]]}))
+    assert search.search("who?") == "[1] T\nx"
+    assert asked == [{"queries": ["who?"], "topk": 1, "return_scores": True}]
+    for answer in [(500, {}), (200, {"result": 3}), (200, [1]), (200, {"result": [[{"a": 1}]]})]:
+        answers.append(answer)
+        with pytest.raises(ToolError, match="nonsense"):
+            search.search("who?")
+    with pytest.raises(ToolUnavailableError) as raised:
+        Search(url="http://127.0.0.1:9/retrieve").search("who?")
+    assert raised.value.was_sent is False
