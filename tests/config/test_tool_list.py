@@ -46,6 +46,10 @@ def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch
         ({"type": "mcp", "name": "a", "comand": "x"}, r"\[0\].comand: unknown key; did you mean c"),
         ({"name": "f", "timeout_s": "soon"}, r"\[0\].timeout_s: got 'soon'; "),
         ({"type": "mcp", "name": "a"}, r"\[0\]: a server has a `command` that starts it or"),
+        (
+            {"type": "mcp_manager", "url": "http://h:80"},
+            r"\[0\]: the url of a node's API ends with",
+        ),
         ({"options": {}}, r"\[0\].name: missing; "),
         (5, r"\[0\]: got 5; needs the name of a tool"),
         ({"type": ["mcp"]}, r"\[0\].type: got \['mcp'\]; choose one of function"),

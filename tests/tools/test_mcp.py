@@ -19,7 +19,7 @@ import pytest
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.errors import ConfigError, EnvironmentFailure, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
-from agentevo.tools.mcp_connection import _parameters
+from agentevo.tools.mcp_connection import object_schema
 from agentevo.tools.mcp_servers import RESTARTED
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
@@ -433,4 +433,4 @@ def test_messages_hold_no_secrets(monkeypatch, tmp_path):
     [None, {}, {"type": "string"}, {"properties": [1]}, {"properties": {"a": 3}}, {"required": 1}],
 )
 def test_a_schema_that_is_none_says_nothing(schema):
-    assert _parameters(schema) == {"type": "object", "properties": {}}
+    assert object_schema(schema) == {"type": "object", "properties": {}}

@@ -10,7 +10,7 @@ import typer
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentevo.config.mcp import MCPSection
+    from agentevo.config.tools import ToolSection
     from agentevo.tools.tool import ToolResult
 
 mcp = typer.Typer(no_args_is_help=True, help="Servers of the Model Context Protocol.")
@@ -22,7 +22,8 @@ def inspect(
         list[str],
         typer.Argument(
             metavar="SERVER...",
-            help="A URL, a file such as mcp_config.json, or a command with its arguments.",
+            help="A URL (of a manager's node, where it ends with /mcpapi), a file such as "
+            "mcp_config.json, or a command with its arguments.",
         ),
     ],
     call: Annotated[
@@ -56,7 +57,7 @@ def inspect(
 
 
 async def _asked(
-    section: MCPSection, call: str | None, arguments: str
+    section: ToolSection, call: str | None, arguments: str
 ) -> tuple[list[dict[str, Any]], ToolResult | None]:
     from agentevo.tools.toolbox import Toolbox
     from agentevo.types import Task, ToolCall
@@ -72,16 +73,19 @@ async def _asked(
         await toolbox.close()
 
 
-def _section(words: list[str]) -> MCPSection:
+def _section(words: list[str]) -> ToolSection:
     """Raises ConfigError."""
     from pathlib import Path
 
     import pydantic
 
     from agentevo.config.mcp import MCPFileSection, MCPServerSection
+    from agentevo.config.mcp_manager import PATH, MCPManagerSection
 
     first = words[0]
     try:
+        if "://" in first and first.rstrip("/").endswith(PATH):
+            return MCPManagerSection(url=first)
         if "://" in first:
             is_sse = first.rstrip("/").endswith("/sse")
             return MCPServerSection(name="server", url=first, transport="sse" if is_sse else "http")

@@ -12,6 +12,16 @@ from pydantic import Field, field_validator, model_validator
 from agentevo.config.tools import ToolSection
 
 
+def checked_url(url: str, example: str) -> str:
+    """The URL of a server. Raises ValueError for what is none, and for one with a password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError(
+            f"{url!r} is no URL of a server: give one such as {example}, without a password"
+        )
+    return url
+
+
 class MCPSection(ToolSection):
     """What every MCP server has."""
 
@@ -58,15 +68,7 @@ class MCPServerSection(MCPSection):
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ValueError(
-                f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000/mcp, "
-                "without a password"
-            )
-        return url
+        return None if url is None else checked_url(url, "http://127.0.0.1:8000/mcp")
 
     @model_validator(mode="after")
     def _one_way_to_reach_it(self) -> MCPServerSection:

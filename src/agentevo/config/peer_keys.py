@@ -146,6 +146,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "token_level_loss": "algorithm.token_level_loss",
         "strict_in_bound": "algorithm.strict_in_bound",
         "skip_length_normalization": "algorithm.skip_length_normalization",
+        "mcp_manager_url": "agent.tools",
         "epsilon": "algorithm.clip_low",
         "epsilon_higher": "algorithm.clip_high",
         "importance_weight_cap_ratio": "algorithm.cap_ratio",

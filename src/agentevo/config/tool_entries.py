@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
+from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.tools import FunctionToolSection
 
 
@@ -21,7 +22,10 @@ def with_type(given: Any) -> Any:
 
 
 ToolEntry = Annotated[
-    Annotated[FunctionToolSection | MCPServerSection | MCPFileSection, Field(discriminator="type")],
+    Annotated[
+        FunctionToolSection | MCPServerSection | MCPFileSection | MCPManagerSection,
+        Field(discriminator="type"),
+    ],
     BeforeValidator(with_type),
 ]
 """An entry of `agent.tools`."""

@@ -11,6 +11,7 @@ import pydantic
 from agentevo.config.agents import SECTIONS
 from agentevo.config.entry_problems import entry_problem
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
+from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.section import Section
 from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import with_type
@@ -21,6 +22,7 @@ _KINDS: dict[str, type[Section]] = {
     "function": FunctionToolSection,
     "mcp": MCPServerSection,
     "mcp_file": MCPFileSection,
+    "mcp_manager": MCPManagerSection,
 }
 
 

@@ -204,7 +204,7 @@ class Connection:
                 ToolSpec(
                     name=tool.name,
                     description=tool.description or "",
-                    parameters=_parameters(tool.input_schema),
+                    parameters=object_schema(tool.input_schema),
                 )
                 for tool in page.tools
             ]
@@ -229,7 +229,7 @@ class Connection:
     def _words(self, problem: str) -> str:
         said = self._stderr.text
         more = f"; it said: {said}" if said else ""
-        return _without(
+        return without_secrets(
             self._server.secrets,
             f"the MCP server {self._server.name!r} ({self._server.shown}): {problem}{more}",
         )
@@ -270,7 +270,8 @@ class _Tail(asyncio.Protocol):
         return os.fdopen(write, "w")
 
 
-def _without(secrets: Sequence[str], text: str) -> str:
+def without_secrets(secrets: Sequence[str], text: str) -> str:
+    """A message that shows none of these values."""
     for one in sorted(secrets, key=len, reverse=True):
         if len(one) >= SHORTEST_SECRET:
             text = text.replace(one, "***")
@@ -289,7 +290,7 @@ def _check_sendable(arguments: Mapping[str, Any]) -> None:
         raise ToolArgumentsError(f"the arguments can't be sent as JSON: {error}") from None
 
 
-def _parameters(schema: Any) -> dict[str, Any]:
+def object_schema(schema: Any) -> dict[str, Any]:
     """A tool's schema as chat templates and parsers read it: that of an object, whose properties
     are schemas. What is none says nothing of the arguments."""
     properties = schema.get("properties", {}) if isinstance(schema, dict) else None

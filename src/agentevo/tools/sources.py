@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
+from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.tools import FunctionToolSection, ToolSection
 from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError
@@ -14,6 +15,7 @@ from agentevo.tools import search as search  # registers it
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.mcp_connection import Server
 from agentevo.tools.mcp_file import read_servers
+from agentevo.tools.mcp_manager import MCPManager
 from agentevo.tools.mcp_servers import MCPServer
 from agentevo.tools.tool import Toolset
 
@@ -24,6 +26,8 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
     match section:
         case FunctionToolSection():
             return [FunctionTools(section)]
+        case MCPManagerSection():
+            return [MCPManager(section, _key(section.api_key, f"agent.tools: {section.name}"))]
         case MCPServerSection():
             servers = [_server_of(section)]
         case MCPFileSection():
@@ -42,12 +46,8 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
 def _server_of(section: MCPServerSection) -> Server:
     where = f"agent.tools: {section.name}"
     passed = {name: _variable(name, f"{where}: pass_env") for name in section.pass_env}
-    headers = {}
-    if section.api_key is not None:
-        reference = REFERENCE.fullmatch(section.api_key)
-        if reference is None:
-            raise ConfigError(f"{where}: api_key: write ${{env:NAME}}, not the key itself")
-        headers["Authorization"] = f"Bearer {_variable(reference[1], f'{where}: api_key')}"
+    key = _key(section.api_key, where)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     words = [str(section.command), *section.args]
     return Server(
         name=section.name,
@@ -60,8 +60,24 @@ def _server_of(section: MCPServerSection) -> Server:
         headers=headers,
         start_timeout_s=section.start_timeout_s,
         shown=" ".join(words) if section.url is None else without_password(section.url),
-        secrets=[*passed.values(), *(one.split()[-1] for one in headers.values())],
+        secrets=[*passed.values(), *([] if key is None else [key])],
     )
+
+
+def _key(given: str | None, where: str) -> str | None:
+    """The key that `${env:NAME}` stands for."""
+    if given is None:
+        return None
+    reference = REFERENCE.fullmatch(given)
+    if reference is None:
+        raise ConfigError(f"{where}: api_key: write ${{env:NAME}}, not the key itself")
+    key = _variable(reference[1], f"{where}: api_key")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{where}: api_key: the environment variable {reference[1]} holds a line break or a "
+            "character that is not ASCII, which no HTTP header can carry: set it to the key alone"
+        )
+    return key
 
 
 def _program(server: Server) -> str:

@@ -34,6 +34,14 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """JSON schema of the arguments, an object."""
     cacheable: bool = False
     """Equal calls have equal results and change nothing."""
+    full_name: str = ""
+    """SERVER.TOOL, where several servers are behind one toolset: what `include` and a call may say
+    as well."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that it is called."""
+        return (self.name, self.full_name) if self.full_name else (self.name,)
 
     def schema(self, name: str) -> dict[str, Any]:
         """In OpenAI's form, under the name that the policy knows."""

@@ -119,12 +119,10 @@ class _Offer:
         self.section, self.toolset = section, toolset
         self.room = asyncio.Semaphore(section.max_concurrent)
 
-    def has(self, name: str) -> bool:
+    def has(self, spec: ToolSpec) -> bool:
         """Whether the policy gets the tool."""
         included = self.section.include or ("*",)
-        return any(fnmatchcase(name, one) for one in included) and not any(
-            fnmatchcase(name, one) for one in self.section.exclude
-        )
+        return _is_called(spec, included) and not _is_called(spec, self.section.exclude)
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,12 @@ class AttemptTools:
                 _Bound(offer, session, spec)
                 for offer, session in sessions
                 for spec in session.specs
-                if offer.has(spec.name)
+                if offer.has(spec)
             ]
         )
+        self._by_full_name = {
+            one.spec.full_name: one for one in self._tools.values() if one.spec.full_name
+        }
         if sessions and not self._tools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
@@ -195,7 +196,7 @@ class AttemptTools:
         async with record_call("tool", call.name) as recorded:
             recorded.keep(arguments=call.arguments)
             result = await self._called(call, recorded)
-            bound = self._tools.get(call.name)
+            bound = self._found(call.name)
             longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
             result = msgspec.structs.replace(result, text=shortened(result.text, longest))
             if result.is_error:
@@ -204,9 +205,12 @@ class AttemptTools:
             recorded.keep(result=result.text)
         return result
 
+    def _found(self, name: str) -> _Bound | None:
+        return self._tools.get(name) or self._by_full_name.get(name)
+
     async def _called(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
         """The result as the policy reads it, whatever happens."""
-        bound = self._tools.get(call.name)
+        bound = self._found(call.name)
         if bound is None:
             self.metrics["num_unknown_tools"] += 1
             guess = nearest(call.name, list(self._tools))
@@ -274,6 +278,10 @@ class AttemptTools:
             pause *= 2
 
 
+def _is_called(spec: ToolSpec, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, one) for name in spec.names for one in patterns)
+
+
 class _NoAnswerError(Exception):
     """A call has not come back in its time."""
 
@@ -281,14 +289,15 @@ class _NoAnswerError(Exception):
 def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
     """Raises ConfigError for a name or pattern of `include` that is no tool's."""
     for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
-        names = [
-            spec.name
+        specs = [
+            spec
             for offer, session in sessions
             if offer.section is section
             for spec in session.specs
         ]
+        names = [one.name for one in specs]
         for wanted in section.include:
-            if not any(fnmatchcase(name, wanted) for name in names):
+            if not any(_is_called(one, [wanted]) for one in specs):
                 guess = nearest(wanted, names)
                 hint = f"did you mean {guess}? " if guess else ""
                 raise ConfigError(

@@ -1,0 +1,327 @@
+"""AgentDock's HTTP API: what a node's servers can do, calls of them, and nodes made and released.
+
+    GET  NODE/servers              {"servers": [ID]}
+    GET  NODE/tools                {"tools": [schemas in OpenAI's form, named SERVER.TOOL or TOOL]}
+    GET  NODE/server/ID/tools      {"tools": [names or schemas]}
+    POST NODE/tool/SERVER.TOOL     the arguments; {"content": a text, what a text was as JSON, or a
+                                   list of parts}
+    POST MANAGER/node/create       a cookie says which node it is
+    POST MANAGER/node/release      its container ends
+
+A node says with HTTP 200 that a call has failed: {"status_code": 500, "detail": ...}, or an error,
+or nothing, as the content. Each of these is a result that is an error. What a server says is not
+trusted: answers are read up to MAX_ANSWER.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import msgspec
+
+from agentevo.config.mcp_manager import PATH
+from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, described
+from agentevo.registry import nearest
+from agentevo.tools.mcp_connection import MAX_TOOLS, object_schema, without_secrets
+from agentevo.tools.tool import ToolResult, ToolSpec
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_S = 10.0
+MAX_ANSWER = 64 * 2**20
+"""Bytes of an answer."""
+PROBE_S = 5.0
+"""How long a node that has not answered a call may take to show that it is there."""
+RELEASE_S = 30.0
+"""Longest time for the release of a node, which ends its container."""
+SHOWN = 300
+"""Characters of an answer that a message shows."""
+LONGEST_PAUSE_S = 5.0
+_INVALID = "failed validating"
+"""What jsonschema writes about arguments that a tool does not take."""
+
+
+class ManagerAPI:
+    """See the module. All calls come from one event loop."""
+
+    def __init__(self, name: str, key: str | None) -> None:
+        self._name, self._key = name, key
+        self._opened: httpx.AsyncClient | None = None
+
+    async def tools(self, node: str, servers: Sequence[str], within_s: float) -> list[ToolSpec]:
+        """The tools of a node's servers, of all unless some are named. A node that does not answer
+        yet is asked again. Raises ToolUnavailableError, and ConfigError for a server that it does
+        not have."""
+        pause, problem = 0.5, "it has not answered"
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    try:
+                        return await self._tools(node, servers)
+                    except ToolUnavailableError as error:
+                        problem = str(error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+        except TimeoutError:
+            raise ToolUnavailableError(
+                f"{self._name}: no tools listed within {within_s:g} s: {problem}"
+            ) from None
+
+    async def answers(self, node: str) -> bool:
+        """Whether a node is there, within PROBE_S."""
+        with suppress(ToolUnavailableError, TimeoutError):
+            async with asyncio.timeout(PROBE_S):
+                return bool(await self._json("GET", f"{node}/servers"))
+        return False
+
+    async def _tools(self, node: str, servers: Sequence[str]) -> list[ToolSpec]:
+        known = _texts((await self._json("GET", f"{node}/servers")).get("servers"))
+        unknown = next((one for one in servers if one not in known), None)
+        if unknown is not None:
+            guess = nearest(unknown, known)
+            hint = f"did you mean {guess}? " if guess else ""
+            raise ConfigError(
+                f"agent.tools: {self._name}: servers: there is no {unknown!r}: {hint}it has "
+                f"{', '.join(known) or 'none'}"
+            )
+        listed = _schemas((await self._json("GET", f"{node}/tools")).get("tools"))
+        owned = {name: _owner(name, known) for name in listed}
+        if any(owner is None for owner in owned.values()):
+            tools = await self._by_server(node, servers or known, listed)
+        else:
+            tools = {name: one for name, one in listed.items() if owned[name] in (servers or known)}
+        if len(tools) > MAX_TOOLS:
+            raise ToolUnavailableError(f"{self._name}: it has more than {MAX_TOOLS} tools")
+        return _specs(tools, known)
+
+    async def _by_server(
+        self, node: str, servers: Sequence[str], listed: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Mapping[str, Any]]:
+        """SERVER.TOOL -> schema, where the list of all tools has bare names."""
+        tools: dict[str, Mapping[str, Any]] = {}
+        for server in servers:
+            path = f"{node}/server/{quote(server, safe='')}/tools"
+            for name, schema in _schemas((await self._json("GET", path)).get("tools")).items():
+                full = name if _owner(name, [server]) else f"{server}.{name}"
+                tools[full] = schema or listed.get(full) or listed.get(name) or {}
+        return tools
+
+    async def call(self, node: str, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Calls SERVER.TOOL. Raises ToolArgumentsError, and ToolUnavailableError where no answer
+        comes."""
+        try:
+            content = msgspec.json.encode(arguments)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ToolArgumentsError(f"the arguments can't be sent as JSON: {error}") from None
+        url = f"{node}/tool/{quote(tool, safe='')}"
+        answer = await self._json("POST", url, content)
+        status, detail = answer.get("status_code"), answer.get("detail")
+        if isinstance(status, int) and status >= 400:
+            return _failed(detail if isinstance(detail, str) else json.dumps(detail))
+        return _result(answer.get("content"))
+
+    async def create(
+        self, manager: str, image: str, creator: str | None, within_s: float
+    ) -> tuple[str, str]:
+        """Makes a node: its id and the URL of its API. Raises ToolUnavailableError."""
+        asked = f"image_name={quote(image, safe='')}"
+        if creator is not None:
+            asked += f"&creator_name={quote(creator, safe='')}"
+        try:
+            async with asyncio.timeout(within_s):
+                response, body = await self._asked("POST", f"{manager}/node/create?{asked}", b"")
+        except TimeoutError:
+            raise ToolUnavailableError(
+                f"{self._name}: no node of {image} was made within {within_s:g} s"
+            ) from None
+        node = response.cookies.get("node_id")
+        if response.status_code >= 400 or not node:
+            raise ToolUnavailableError(
+                self._words(f"no node of {image} was made: {_said(response.status_code, body)}")
+            )
+        return node, f"{manager}/container/{quote(node, safe='')}{PATH}"
+
+    async def release(self, manager: str, node: str) -> None:
+        """Ends a node. Raises ToolUnavailableError."""
+        url = f"{manager}/node/release?node_id_q={quote(node, safe='')}"
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                response, body = await self._asked("POST", url, b"")
+        except TimeoutError:
+            raise ToolUnavailableError(f"no answer within {RELEASE_S:g} s") from None
+        if response.status_code >= 400:
+            raise ToolUnavailableError(self._words(_said(response.status_code, body)))
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_S):
+                    await opened.aclose()
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._opened is None:
+            import httpx
+
+            headers = {"Content-Type": "application/json"}
+            if self._key is not None:
+                headers["Authorization"] = f"Bearer {self._key}"
+            # What a call may take is its own deadline, around all of this.
+            self._opened = httpx.AsyncClient(
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=CONNECT_S),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            )
+        return self._opened
+
+    async def _json(self, method: str, url: str, content: bytes | None = None) -> dict[str, Any]:
+        """The object that is the answer. Raises ToolUnavailableError and ToolArgumentsError."""
+        response, body = await self._asked(method, url, content)
+        status = response.status_code
+        if status in (400, 422) and content is not None:
+            raise ToolArgumentsError(self._words(_said(status, body)))
+        if status >= 300:
+            # What it was too busy for, nobody has done.
+            raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
+        try:
+            answer = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise ToolUnavailableError(
+                self._words(f"its answer is no JSON ({error}): {_start(body)}"), was_sent=True
+            ) from None
+        if not isinstance(answer, dict):
+            raise ToolUnavailableError(
+                self._words(f"its answer is no object: {_start(body)}"), was_sent=True
+            )
+        return answer
+
+    async def _asked(
+        self, method: str, url: str, content: bytes | None
+    ) -> tuple[httpx.Response, bytes]:
+        import httpx
+
+        client = self._client()
+        try:
+            async with client.stream(method, url, content=content) as response:
+                body = bytearray()
+                async for part in response.aiter_bytes():
+                    body += part
+                    if len(body) > MAX_ANSWER:
+                        raise ToolUnavailableError(
+                            f"{self._name}: the answer has more than {MAX_ANSWER:,} bytes",
+                            was_sent=True,
+                        )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise ToolUnavailableError(self._words(f"{described(error)}: {url}")) from error
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            raise ToolUnavailableError(
+                self._words(f"it broke off: {described(error)}"), was_sent=True
+            ) from error
+        finally:
+            client.cookies.clear()  # each request says which node it means
+        return response, bytes(body)
+
+    def _words(self, problem: str) -> str:
+        return without_secrets([self._key] if self._key else [], f"{self._name}: {problem}")
+
+
+def _texts(given: Any) -> list[str]:
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+
+
+def _schemas(given: Any) -> dict[str, Mapping[str, Any]]:
+    """Name -> its schema, empty where only the name is told."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for one in given if isinstance(given, list) else []:
+        function = one.get("function", one) if isinstance(one, dict) else {"name": one}
+        name = function.get("name") if isinstance(function, dict) else None
+        if isinstance(name, str) and name:
+            found[name] = function if isinstance(one, dict) else {}
+    return found
+
+
+def _owner(name: str, servers: Sequence[str]) -> str | None:
+    """The server that a name SERVER.TOOL begins with."""
+    owners = [one for one in servers if name.startswith(f"{one}.")]
+    return max(owners, key=len) if owners else None
+
+
+def _specs(tools: Mapping[str, Mapping[str, Any]], servers: Sequence[str]) -> list[ToolSpec]:
+    """By bare names, but where several servers have one of the same."""
+    bare = {full: full.removeprefix(f"{_owner(full, servers)}.") for full in tools}
+    counts = Counter(bare.values())
+    specs = []
+    for full, schema in tools.items():
+        about = schema.get("description")
+        parameters = schema.get("parameters", schema.get("inputSchema"))
+        owner = _owner(full, servers)
+        name = bare[full] if counts[bare[full]] == 1 else f"{owner}__{bare[full]}"
+        specs.append(
+            ToolSpec(
+                name=name,
+                full_name=full,
+                description=about if isinstance(about, str) else "",
+                parameters=object_schema(parameters),
+            )
+        )
+    return specs
+
+
+def _failed(detail: str) -> ToolResult:
+    if _INVALID in detail.lower():
+        raise ToolArgumentsError(detail.partition("\n")[0])
+    return ToolResult(text=f"Error: {detail}", is_error=True)
+
+
+def _result(content: Any) -> ToolResult:
+    """What a node gave, as the policy reads it."""
+    if content is None or content in ({}, []):
+        return ToolResult(text="Error: the tool returned nothing", is_error=True)
+    if isinstance(content, Mapping):
+        error = content.get("error")
+        if error or content.get("status") == "error":
+            return _failed(_text(error or content))
+    if isinstance(content, list) and all(_is_part(one) for one in content):
+        return ToolResult(text="\n".join(map(_part, content)))
+    return ToolResult(text=_text(content))
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _is_part(one: Any) -> bool:
+    return isinstance(one, Mapping) and one.get("type") in ("text", "image_url")
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    if part["type"] == "text":
+        return _text(part.get("text", ""))
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, Mapping) else image
+    head, comma, data = str(url).partition(",")
+    if not comma or not head.startswith("data:"):
+        return f"[image {str(url)[:SHOWN]}]"
+    return f"[image, {head[5:].partition(';')[0]}, {len(data) * 3 // 4:,} bytes]"
+
+
+def _start(body: bytes) -> str:
+    return repr(body[:SHOWN].decode(errors="replace"))
+
+
+def _said(status: int, body: bytes) -> str:
+    """What came with a status, in words."""
+    try:
+        answer = msgspec.json.decode(body)
+        detail = answer.get("detail") if isinstance(answer, dict) else None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        detail = None
+    return f"HTTP {status}: {detail if isinstance(detail, str) else _start(body)}"

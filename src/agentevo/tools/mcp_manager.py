@@ -1,0 +1,161 @@
+"""The servers behind an MCP manager as one toolset (manager_api.py).
+
+A node that was there already is shared by all attempts, as is one that is made with `session:
+shared`; with `session: attempt` every attempt has its own, made with its first call. A node of its
+own that does not answer any more is replaced for the next call, and the policy is told. Nodes are
+released at the end of what they were made for; one whose making was given up is released when it is
+there. What is not promised: that a process that was killed releases its nodes, which the manager
+ends by itself when nobody has used them for long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from agentevo.config.mcp_manager import MCPManagerSection
+from agentevo.console import to_stderr
+from agentevo.errors import ToolUnavailableError
+from agentevo.own_loop import OwnLoop
+from agentevo.tools.manager_api import ManagerAPI
+from agentevo.tools.mcp_servers import RESTARTED
+from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
+from agentevo.types import Task
+
+_loop = OwnLoop("agentevo-manager")
+
+
+class MCPManager:
+    """The toolset of a manager's, or a node's, URL."""
+
+    def __init__(self, section: MCPManagerSection, key: str | None) -> None:
+        self.name = section.name
+        self._section = section
+        self._api = ManagerAPI(f"the MCP manager {section.name!r} ({section.url})", key)
+        self._known: Sequence[ToolSpec] | None = None
+        self._learning = asyncio.Lock()
+        self._room = asyncio.Semaphore(section.max_sessions)
+        self._shared = _Session(self._api, section)
+
+    @property
+    def has_outcome(self) -> bool:
+        """See Toolset.has_outcome."""
+        return False
+
+    @asynccontextmanager
+    async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
+        """See Toolset.session."""
+        if self._section.session == "shared":
+            await self._learn(self._shared)
+            yield self._shared
+            return
+        async with self._room:
+            session = _Session(self._api, self._section)
+            try:
+                await self._learn(session)
+                yield session
+            finally:
+                await session.close()
+
+    async def _learn(self, session: _Session) -> None:
+        """Which tools there are is asked once in a process."""
+        async with self._learning:
+            if self._known is None:
+                self._known = await session.learn_tools()
+        session.specs = self._known
+
+    async def close(self) -> None:
+        """See Toolset.close."""
+        await self._shared.close()
+        await _loop.run(self._api.close)
+
+
+class _Session:
+    """Calls of one node."""
+
+    def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:
+        self.specs: Sequence[ToolSpec] = ()
+        self._api, self._section = api, section
+        self._opening = asyncio.Lock()
+        self._url = section.url if section.image is None else None
+        """Of its node's API, once there is one."""
+        self._node: str | None = None
+        """The id of a node that was made for it."""
+        self._is_suspect = self._tell_restart = False
+
+    async def learn_tools(self) -> list[ToolSpec]:
+        """What the node's servers can do. Raises ToolUnavailableError and ConfigError."""
+        await self.prepare()
+        url, section = self._url or "", self._section
+        return await _loop.run(
+            lambda: self._api.tools(url, section.servers, section.start_timeout_s)
+        )
+
+    async def prepare(self) -> None:
+        """See ToolSession.prepare."""
+        async with self._opening:
+            url = self._url or ""
+            is_own = self._node is not None
+            if is_own and self._is_suspect and not await _loop.run(lambda: self._api.answers(url)):
+                await self._release()
+                self._tell_restart = True
+            if self._url is None:
+                self._node, self._url = await _loop.run(self._made)
+            self._is_suspect = False
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """See ToolSession.call."""
+        full_name = next(one.full_name for one in self.specs if one.name == name)
+        url = self._url or ""
+        try:
+            result = await _loop.run(lambda: self._api.call(url, full_name, arguments))
+        except (ToolUnavailableError, asyncio.CancelledError):
+            self._is_suspect = True
+            raise
+        if self._tell_restart:
+            self._tell_restart = False
+            return msgspec.structs.replace(result, text=RESTARTED + result.text)
+        return result
+
+    async def outcome(self) -> Any:
+        """See ToolSession.outcome."""
+        return None
+
+    async def close(self) -> None:
+        """Releases a node that was made for it."""
+        if self._node is not None:
+            await self._release()
+
+    async def _made(self) -> tuple[str, str]:
+        """A new node. One that nobody waits for any more is released when it is there."""
+        section = self._section
+        making = asyncio.create_task(
+            self._api.create(
+                section.url, str(section.image), section.creator, section.start_timeout_s
+            )
+        )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._abandoned)
+            raise
+
+    def _abandoned(self, making: asyncio.Task[tuple[str, str]]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            node, _ = making.result()
+            # The loop keeps no task alive by itself.
+            self._releasing = asyncio.create_task(self._released(node))
+
+    async def _release(self) -> None:
+        node, self._node, self._url = str(self._node), None, None
+        await _loop.run(lambda: self._released(node))
+
+    async def _released(self, node: str) -> None:
+        try:
+            await self._api.release(self._section.url, node)
+        except ToolUnavailableError as error:  # the attempt has its outcome already
+            to_stderr(f"the node {node} of {self._section.url} was not released: {error}")
