@@ -29,8 +29,10 @@ class StepBatch:
     plan: CacheAttention
     sampled: list[Sequence]
     """Sequences whose last token is in this step, so that a next one can be drawn."""
+    scored: list[tuple[Sequence, int]]
+    """Sequences whose given tokens this step predicts, each with how many of them."""
     logit_rows: torch.Tensor
-    """[len(sampled)] places of those last tokens in the row."""
+    """Places in the row that predict: first those of `sampled`, then those of `scored`."""
 
 
 def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequence, int]]:
@@ -74,16 +76,39 @@ def build_batch(
     done = [
         index
         for index, (s, n) in enumerate(work)
-        if s.cached + n == len(s.ids) and s.request is not None and s.request.future is not None
+        if s.cached + n == len(s.ids)
+        and s.request is not None
+        and s.request.future is not None
+        and s.request.scored is None
     ]
+    scored, predicting = _scored(work, starts)
     return StepBatch(
         work=work,
         input_ids=tensor(ids).unsqueeze(0),
         position_ids=tensor(positions).unsqueeze(0),
         plan=CacheAttention(cache, tensor(np.repeat(slots, counts)), tensor(places), rows),
         sampled=[work[index][0] for index in done],
-        logit_rows=tensor(starts[done] + counts[done] - 1 if done else []),
+        scored=scored,
+        logit_rows=tensor([*(starts[done] + counts[done] - 1 if done else ()), *predicting]),
     )
+
+
+def _scored(
+    work: list[tuple[Sequence, int]], starts: np.ndarray
+) -> tuple[list[tuple[Sequence, int]], list[int]]:
+    """The sequences whose given tokens are predicted by tokens of this step, each with how many,
+    and the places in the row that do."""
+    scored: list[tuple[Sequence, int]] = []
+    rows: list[int] = []
+    for (sequence, count), start in zip(work, starts.tolist(), strict=True):
+        request = sequence.request
+        if request is None or request.scored is None:
+            continue
+        first = max(request.num_context - 1 - sequence.cached, 0)
+        if first < count:
+            scored.append((sequence, count - first))
+            rows += range(start + first, start + count)
+    return scored, rows
 
 
 def _buckets(kinds: list[tuple[int, int]]) -> list[np.ndarray]:

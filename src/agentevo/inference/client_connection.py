@@ -29,6 +29,7 @@ from agentevo.errors import (
 from agentevo.event_loop import in_thread
 from agentevo.inference.address import EngineAddress
 from agentevo.inference.certificate import fingerprint_of
+from agentevo.inference.engine import TokenScores
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.messages import (
     MAX_BYTES,
@@ -39,6 +40,7 @@ from agentevo.inference.messages import (
     Generate,
     Outbox,
     Release,
+    Score,
     State,
     Tokens,
     Watch,
@@ -187,19 +189,36 @@ class ClientConnection:
     ) -> Completion:
         """See Engine.generate. `streamed` is told the tokens as they come, and in the end those
         that haven't come. Raises LostError when the connection ends before the answer has come."""
+        message = Generate(
+            id=next(self._ids),
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            session=session,
+            deadline_s=deadline_s,
+            stream=streamed is not None,
+        )
+        return await self._answer_to(message, streamed)
+
+    async def score(
+        self, context_ids: list[int], ids: list[int], temperature: float, deadline_s: float
+    ) -> TokenScores:
+        """See ScoringEngine.score. Raises LostError as `generate`."""
+        message = Score(
+            id=next(self._ids),
+            context_ids=context_ids,
+            ids=ids,
+            temperature=temperature,
+            deadline_s=deadline_s,
+        )
+        return TokenScores.of(await self._answer_to(message))
+
+    async def _answer_to(
+        self, message: Generate | Score, streamed: StreamedTokens | None = None
+    ) -> Completion:
         if self.lost is not None:
             raise LostError(str(self.lost))
-        number = next(self._ids)
-        self._outbox.put(
-            Generate(
-                id=number,
-                prompt_ids=prompt_ids,
-                sampling=sampling,
-                session=session,
-                deadline_s=deadline_s,
-                stream=streamed is not None,
-            )
-        )
+        number, deadline_s = message.id, message.deadline_s
+        self._outbox.put(message)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         if streamed is not None:
             streamed.begin()

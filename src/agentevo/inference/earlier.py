@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.inference.engine import InFlight, TokenListener
+from agentevo.inference.engine import InFlight, TokenListener, TokenScores
 from agentevo.models.linear import drop_packed
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.own_state import own_torch_state
@@ -93,6 +93,23 @@ class PinnedEngine:
             session=session,
             deadline_s=deadline_s,
             listen=listen,
+            version=self._pinned,
+        )
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """See ScoringEngine.score: under the pinned version."""
+        return await self._engine.score(
+            context_ids,
+            ids,
+            temperature=temperature,
+            deadline_s=deadline_s,
             version=self._pinned,
         )
 

@@ -4,7 +4,8 @@ each token was really drawn from.
 An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
 weights that emitted it. Agents and samplers need an `Engine`; who trains needs an
 `UpdatableEngine`, whose weights can be replaced. What an engine may be able to do besides is a
-protocol of its own that is checked at run time: `SleepingEngine`, `EmbeddedEngine`.
+protocol of its own that is checked at run time: `SleepingEngine`, `EmbeddedEngine`,
+`ScoringEngine`.
 
 `engine.type` in a recipe names an `EngineFactory`. Other packages add theirs under the entry-point
 group `agentevo.engines` (docs/engines.md).
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError, GrammarError
@@ -41,6 +42,10 @@ afterwards from where they are, or end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
 """Is told the tokens of one request as they are drawn: ids, and the log-prob of each. It is called
 on the engine's event loop, between the engine's steps, so it returns at once."""
+CANT_SCORE = (
+    "this engine can't tell log-probs of given tokens, which rewards by the policy's probability "
+    "need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
+)
 NO_VERSION = -1
 """The version of an engine that has had no weights of the run yet, or of no engine at all."""
 
@@ -87,6 +92,56 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
         raise GrammarError("a grammar needs stop_token_ids: nothing else ends its texts")
     if not math.isfinite(deadline_s):
         raise EngineError(f"the deadline of a request must be in seconds, not {deadline_s!r}")
+
+
+def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
+    """Raises EngineError for ids that a model of so many tokens does not know: in a step they would
+    fail for everybody."""
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        unknown = next(token for token in ids if not 0 <= token < vocabulary)
+        raise EngineError(
+            f"the request has token {unknown}, the model knows 0 to {vocabulary - 1}: "
+            "use its own tokenizer"
+        )
+
+
+def check_score(
+    context_ids: Sequence[int], ids: Sequence[int], temperature: float, deadline_s: float
+) -> None:
+    """Raises EngineError for what no engine can score, wherever it comes from."""
+    if not context_ids or not ids:
+        raise EngineError(
+            "score: the context and the tokens must have at least one token each: there is nothing "
+            "to predict from, or nothing to predict"
+        )
+    if not LOWEST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:  # nor is NaN
+        raise EngineError(
+            f"score: temperature={temperature!r} must be {LOWEST_TEMPERATURE:g} to "
+            f"{LARGEST_TEMPERATURE:g}"
+        )
+    if not math.isfinite(deadline_s):
+        raise EngineError(f"the deadline of a request must be in seconds, not {deadline_s!r}")
+
+
+class TokenScores(NamedTuple):
+    """What a policy thinks of given tokens."""
+
+    logprobs: list[float]
+    """Natural log-probs, one for each token. 0 is the highest, and none is infinite."""
+    version: int
+    """Of the weights that all of them come from."""
+
+    @classmethod
+    def of(cls, completion: Completion) -> TokenScores:
+        """Of the answer in the form that draws have."""
+        return cls(completion.logprobs, completion.versions[0])
+
+    def completion(self, ids: list[int]) -> Completion:
+        """In the form that draws have, for the scored tokens."""
+        versions = [self.version] * len(ids)
+        return Completion(
+            ids=ids, logprobs=self.logprobs, versions=versions, finish_reason="length"
+        )
 
 
 class Engine(Protocol):
@@ -210,6 +265,25 @@ class SleepingEngine(Protocol):
 
     async def wake(self) -> None:
         """Goes on; nothing happens to an engine that is awake."""
+        ...
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that tells what it thinks of tokens that it has not drawn."""
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """The log-prob of each of `ids` behind `context_ids` and those before it, under the newest
+        weights at this temperature, without filters. Raises EngineError for what can't be scored,
+        RequestTooLongError for tokens that can never fit, DeadlineExceededError after `deadline_s`
+        seconds. Cancelling the await frees whatever the request held."""
         ...
 
 

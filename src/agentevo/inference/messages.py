@@ -61,6 +61,18 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Tokens are wanted as they are drawn, before Completed."""
 
 
+class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+    """Answered by Completed, with the given tokens and their log-probs, or Failed, unless it is
+    cancelled."""
+
+    id: int
+    """As that of Generate."""
+    context_ids: list[int]
+    ids: list[int]
+    temperature: float = 1.0
+    deadline_s: float
+
+
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     """Nobody waits for this request any more. No answer."""
 
@@ -111,7 +123,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """Id of the last Watch that has come."""
 
 
-ToEngine = Generate | Cancel | Release | Watch
+ToEngine = Generate | Score | Cancel | Release | Watch
 FromEngine = Tokens | Completed | Failed | State
 
 

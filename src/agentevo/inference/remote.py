@@ -24,8 +24,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from agentevo.errors import (
     DeadlineExceededError,
@@ -44,13 +45,14 @@ from agentevo.inference.client_connection import (
     RefusedError,
 )
 from agentevo.inference.directory import EngineDirectory
-from agentevo.inference.engine import NO_VERSION, TokenListener
+from agentevo.inference.engine import NO_VERSION, TokenListener, TokenScores, check_score
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.messages import EngineState, State
 from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GAUGES = (
     "engine/running",
@@ -170,8 +172,39 @@ class RemoteEngine:
         """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
         deadline, and StreamDivergedError if another one than that which has died draws other
         tokens than `listen` was told."""
-        deadline = time.monotonic() + deadline_s
         streamed = None if listen is None else StreamedTokens(listen)
+        return await self._asked(
+            lambda connection, left: connection.generate(
+                prompt_ids, sampling, session, left, streamed
+            ),
+            session,
+            deadline_s,
+        )
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """See ScoringEngine.score. Raises as `generate`."""
+        check_score(context_ids, ids, temperature, deadline_s)
+        return await self._asked(
+            lambda connection, left: connection.score(context_ids, ids, temperature, left),
+            None,
+            deadline_s,
+        )
+
+    async def _asked(
+        self,
+        ask: Callable[[ClientConnection, float], Awaitable[T]],
+        session: str | None,
+        deadline_s: float,
+    ) -> T:
+        """What an engine answers within the time that is left, one after the other."""
+        deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
         while (left := deadline - time.monotonic()) > 0:
             self._watch()
@@ -184,9 +217,7 @@ class RemoteEngine:
             if session is not None:
                 self._move_home(session, engine)
             try:
-                return await engine.connection.generate(
-                    prompt_ids, sampling, session, left, streamed
-                )
+                return await ask(engine.connection, left)
             except (
                 RequestTooLongError,
                 GrammarError,

@@ -129,6 +129,19 @@ def _likeliest(weights: torch.Tensor, total: torch.Tensor, params: SamplingParam
     return [(t, logp) for t, logp in zip(ids, logprobs, strict=True) if logp > -math.inf]
 
 
+def summed_weights(weights: torch.Tensor) -> torch.Tensor:
+    """Sums of the rows of weights [B, V] float32 as a draw adds them: [B] float64."""
+    batch, vocab = weights.shape
+    if vocab % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
+    return _block_ends(weights.view(batch, -1, _BLOCK))[:, -1]
+
+
+def _block_ends(blocks: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums [B, blocks] float64 of weights in blocks [B, blocks, _BLOCK]."""
+    return blocks.sum(-1).double().cumsum(-1)
+
+
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of the first token whose cumulative weight exceeds uniforms * total: first the block of
     256, then the place in it.
@@ -140,7 +153,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     if vocab % _BLOCK:
         weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
     blocks = weights.view(batch, -1, _BLOCK)
-    block_ends = blocks.sum(-1).double().cumsum(-1)  # [B, blocks]
+    block_ends = _block_ends(blocks)
     totals = block_ends[:, -1]
     target = (uniforms * totals).unsqueeze(1)
     block = torch.searchsorted(block_ends, target, right=True).clamp_max(

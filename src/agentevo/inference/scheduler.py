@@ -10,21 +10,15 @@ computed again when needed.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from agentevo.config import EngineSection
-from agentevo.errors import GrammarError, ListenerError, RequestTooLongError
-from agentevo.inference.engine import TokenListener
+from agentevo.errors import RequestTooLongError
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, num_blocks
-from agentevo.inference.listening import tell
-from agentevo.models.grammar import GrammarState
-from agentevo.penalties import PenaltyState
-from agentevo.types import Alternatives, Completion, SamplingParams
+from agentevo.inference.requests import Request
+from agentevo.types import SamplingParams
 
 MIN_SHARED_TOKENS = 16
 """A shorter common prefix is not worth a step of its own."""
@@ -35,64 +29,6 @@ slots, which costs less per step."""
 
 PrefixKey = tuple[int | None, tuple[int, ...]]
 """Request.version, and the ids."""
-
-
-@dataclass(eq=False)
-class Request:
-    """One call of `generate`, or (future None) the computation of a shared prefix."""
-
-    ids: list[int]
-    """The prompt; after an interruption, with what was completed so far."""
-    params: SamplingParams
-    future: asyncio.Future[Completion] | None
-    session: str | None = None
-    version: int | None = None
-    """The weights that it asks for; None for the newest, whatever they are."""
-    listen: TokenListener | None = None
-    grammar: GrammarState | None = None
-    """Decides which tokens may come next."""
-    penalties: PenaltyState | None = None
-    completion: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    top_logprobs: list[Alternatives] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.max_tokens = len(self.ids) + (
-            self.params.max_new_tokens if self.future is not None else 0
-        )
-        self.rng = np.random.Generator(np.random.Philox(key=self.params.seed & (2**64 - 1)))
-        self.stop_ids = frozenset(self.params.stop_token_ids)
-
-    def tell(self, token: int, logprob: float) -> None:
-        """Tells penalties, grammar and listener of the newest token. Where one of them raises, this
-        request alone ends."""
-        if self.penalties is not None:
-            self.penalties.take(token)
-        if self.future is None or self.future.done():
-            return
-        try:
-            if self.grammar is not None:
-                self.grammar.take(token)
-            if self.listen is not None:
-                tell(self.listen, [token], [logprob])
-        except (GrammarError, ListenerError) as error:
-            self.future.set_exception(error)
-
-    def allowed(self) -> np.ndarray | None:
-        """The tokens that may come next, as in `sampling.keep_allowed`. A grammar that can't go on
-        ends this request alone."""
-        if self.grammar is None or self.future is None or self.future.done():
-            return None
-        try:
-            return self.grammar.mask()
-        except GrammarError as error:
-            self.future.set_exception(error)
-            return None
-
-    @property
-    def abandoned(self) -> bool:
-        return self.future is not None and self.future.done()
 
 
 @dataclass(eq=False)
@@ -152,19 +88,19 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestTooLongError if it can never run."""
         need = request.max_tokens
+        what = f"prompt of {len(request.ids)} tokens"
+        if request.scored is None:
+            what += f" plus max_new_tokens={request.params.max_new_tokens}"
         if need > self.context_length:
+            lower = "" if request.scored is not None else " or lower sampling.max_new_tokens"
             raise RequestTooLongError(
-                f"prompt of {len(request.ids)} tokens plus "
-                f"max_new_tokens={request.params.max_new_tokens} exceeds the model's context of "
-                f"{self.context_length} tokens: shorten the prompt or lower "
-                f"sampling.max_new_tokens{self._context_advice}"
+                f"{what} exceeds the model's context of {self.context_length} tokens: shorten the "
+                f"prompt{lower}{self._context_advice}"
             )
         if _round_up(need) > self.kv_tokens:
             raise RequestTooLongError(
-                f"prompt of {len(request.ids)} tokens plus "
-                f"max_new_tokens={request.params.max_new_tokens} can't fit "
-                f"the key-value memory of {self.kv_tokens} tokens: raise engine.kv_cache_gb (or "
-                "engine.kv_cache_tokens)"
+                f"{what} can't fit the key-value memory of {self.kv_tokens} tokens: raise "
+                "engine.kv_cache_gb (or engine.kv_cache_tokens)"
             )
         self.waiting.append(request)
 
@@ -252,7 +188,7 @@ class Scheduler:
         for sequence in reversed(list(self.running)):
             self.retire(sequence)
             if sequence.request is not None and sequence.request.future is not None:
-                sequence.request.ids = sequence.ids
+                sequence.request.interrupted(sequence.ids)
                 self.waiting.appendleft(sequence.request)
         self.cache = KVCache()
 
@@ -280,7 +216,7 @@ class Scheduler:
     def _prefix_coming(self, request: Request) -> bool:
         return request.future is not None and any(
             version == request.version
-            and len(ids) < len(request.ids)
+            and len(ids) < request.num_context
             and tuple(request.ids[: len(ids)]) == ids
             for version, ids in self.pending_prefixes
         )
@@ -301,7 +237,7 @@ class Scheduler:
     def _request_prefixes_of(self, version: int | None, fresh: list[Request]) -> None:
         by_prompt: dict[tuple[int, ...], int] = {}
         for request in fresh:
-            key = tuple(request.ids)
+            key = tuple(request.ids[: request.num_context])
             by_prompt[key] = by_prompt.get(key, 0) + 1
         wanted = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
         singles = sorted(list(key) for key, count in by_prompt.items() if count == 1)
@@ -323,7 +259,8 @@ class Scheduler:
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
         if idle is not None:
             return self._resume(idle, request)
-        segment = self._match(request.version, request.ids) if self.config.prefix_sharing else None
+        context = request.ids[: request.num_context]
+        segment = self._match(request.version, context) if self.config.prefix_sharing else None
         offset = (
             len(segment.ids)
             if segment is not None

@@ -22,7 +22,13 @@ import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentevo.errors import EngineError, EngineUnavailableError
-from agentevo.inference.engine import Engine, check_request
+from agentevo.inference.engine import (
+    CANT_SCORE,
+    Engine,
+    ScoringEngine,
+    check_request,
+    check_score,
+)
 from agentevo.inference.messages import (
     Cancel,
     Completed,
@@ -30,12 +36,14 @@ from agentevo.inference.messages import (
     Generate,
     Outbox,
     Release,
+    Score,
     State,
     ToEngine,
     Watch,
     failed,
     read_requests,
 )
+from agentevo.types import Completion
 
 LOG = logging.getLogger(__name__)
 
@@ -125,7 +133,7 @@ class ServerConnection:
                 return
             watch = self._watch
             for message in messages:
-                if isinstance(message, (Generate, Watch)):
+                if isinstance(message, (Generate, Score, Watch)):
                     if message.id <= self._newest_id:
                         self._last_word = (POLICY, f"the id {message.id} was used: ids grow")
                         return
@@ -137,7 +145,7 @@ class ServerConnection:
                 await asyncio.sleep(UNREAD_S)
 
     def _take(self, message: ToEngine) -> None:
-        if isinstance(message, Generate):
+        if isinstance(message, (Generate, Score)):
             if len(self._running) >= MAX_RUNNING:
                 error = EngineUnavailableError(f"{MAX_RUNNING} requests of this client are running")
                 self._outbox.put(failed(message.id, error))
@@ -155,17 +163,13 @@ class ServerConnection:
             self._watch = message.id
             self._every_s = message.every_s if message.every_s >= LEAST_S else LEAST_S
 
-    async def _complete(self, request: Generate) -> None:
+    async def _complete(self, request: Generate | Score) -> None:
         """The one place where what an engine raises becomes an answer."""
         try:
-            check_request(request.sampling, request.deadline_s)
-            completion = await self._engine.generate(
-                request.prompt_ids,
-                request.sampling,
-                session=request.session,
-                deadline_s=request.deadline_s,
-                listen=partial(self._outbox.put_tokens, request.id) if request.stream else None,
-            )
+            if isinstance(request, Score):
+                completion = await self._scored(request)
+            else:
+                completion = await self._generated(request)
             if self._told is not None and self._told.version != self._engine.version:
                 self._tell()
             self._outbox.put(Completed(id=request.id, completion=completion))
@@ -182,6 +186,28 @@ class ServerConnection:
             self._outbox.drop_tokens(
                 request.id
             )  # an answer has them all, and nobody wants the rest
+
+    async def _generated(self, request: Generate) -> Completion:
+        check_request(request.sampling, request.deadline_s)
+        return await self._engine.generate(
+            request.prompt_ids,
+            request.sampling,
+            session=request.session,
+            deadline_s=request.deadline_s,
+            listen=partial(self._outbox.put_tokens, request.id) if request.stream else None,
+        )
+
+    async def _scored(self, request: Score) -> Completion:
+        check_score(request.context_ids, request.ids, request.temperature, request.deadline_s)
+        if not isinstance(self._engine, ScoringEngine):
+            raise EngineError(CANT_SCORE)
+        scores = await self._engine.score(
+            request.context_ids,
+            request.ids,
+            temperature=request.temperature,
+            deadline_s=request.deadline_s,
+        )
+        return scores.completion(request.ids)
 
     async def _keep_releasing(self) -> None:
         while True:

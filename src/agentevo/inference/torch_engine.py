@@ -30,10 +30,21 @@ from agentevo.config import EngineSection
 from agentevo.errors import DeadlineExceededError, EngineError
 from agentevo.inference.batch import StepBatch, build_batch, choose_work
 from agentevo.inference.earlier import EarlierWeights, PinnedEngine
-from agentevo.inference.engine import Engine, InFlight, TokenListener, Weights, check_request
+from agentevo.inference.engine import (
+    Engine,
+    InFlight,
+    TokenListener,
+    TokenScores,
+    Weights,
+    check_request,
+    check_score,
+    check_tokens,
+)
 from agentevo.inference.grammars import EngineGrammars
+from agentevo.inference.requests import Request
 from agentevo.inference.sampling import draw_with_alternatives
-from agentevo.inference.scheduler import Request, Scheduler, Sequence
+from agentevo.inference.scheduler import Scheduler, Sequence
+from agentevo.inference.scores import score_request, scored_completion, take_scores
 from agentevo.inference.verified import VerifiedWeights, verify_weights
 from agentevo.models.adapters import adapter_names, use_adapter
 from agentevo.models.invariance import company_matters
@@ -42,7 +53,7 @@ from agentevo.models.own_state import own_torch_state
 from agentevo.models.positions import context_length, length_advice
 from agentevo.models.trial import key_value_sizes
 from agentevo.penalties import PenaltyState
-from agentevo.types import Completion, FinishReason, SamplingParams
+from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 0.05
 """How often, at most, to look whether an engine that sleeps has been woken."""
@@ -131,29 +142,46 @@ class TorchEngine:
             raise EngineError(
                 "the prompt is empty: an engine needs at least one token to predict from"
             )
-        named = (*prompt_ids, sampling.penalties.last_token if sampling.penalties else 0)
-        if (
-            min(prompt_ids) < 0 or max(named) >= self._vocabulary
-        ):  # in a step it would fail for everybody
-            unknown = next(token for token in named if not 0 <= token < self._vocabulary)
-            raise EngineError(
-                f"the request has token {unknown}, the model knows 0 to {self._vocabulary - 1}: "
-                "use its own tokenizer"
-            )
+        last = sampling.penalties.last_token if sampling.penalties else 0
+        check_tokens((*prompt_ids, max(last, 0)), self._vocabulary)
         if sampling.stop_strings and self.tokenizer is None:
             raise EngineError(
                 "stop strings need a tokenizer: build TorchEngine with one, or use stop_token_ids"
             )
-        ends, slept_s = time.monotonic() + deadline_s, self.slept_s
+        began = time.monotonic(), self.slept_s
         grammar = await self._grammars.begin(sampling, deadline_s)
         given = sampling.penalties
         penalties = None if given is None else PenaltyState(given, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.scheduler.submit(
-            Request(
-                list(prompt_ids), sampling, future, session, version, listen, grammar, penalties
-            )
-        )
+        ids = list(prompt_ids)
+        request = Request(ids, sampling, future, session, version, listen, grammar, penalties)
+        return await self._answered(request, deadline_s, began)
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+        version: int | None = None,
+    ) -> TokenScores:
+        """See ScoringEngine.score. `version`: see `serving`."""
+        check_score(context_ids, ids, temperature, deadline_s)
+        check_tokens((*context_ids, *ids), self._vocabulary)
+        began = time.monotonic(), self.slept_s
+        request = score_request(context_ids, ids, temperature, version)
+        return TokenScores.of(await self._answered(request, deadline_s, began))
+
+    async def _answered(
+        self, request: Request, deadline_s: float, began: tuple[float, float]
+    ) -> Completion:
+        """Queues the request and waits for its answer. `began`: when the deadline began to run, by
+        the monotonic clock, and how long the engine had slept then."""
+        ends, slept_s = began[0] + deadline_s, began[1]
+        future = request.future
+        assert future is not None
+        self.scheduler.submit(request)
         self._start_pump()
         try:
             while not future.done():
@@ -416,10 +444,13 @@ class TorchEngine:
             use_cache=False,
             plan=batch.plan,
             logits_to_keep=batch.logit_rows,
-        ).logits[0]  # [sampled, V]
+        ).logits[0]  # [sampled + scored, V]
         for sequence, count in batch.work:
             sequence.cached += count
-        finished = self._emit(batch, logits, version)
+        finished = self._emit(batch, logits[: len(batch.sampled)], version)
+        for sequence, request in take_scores(batch, logits[len(batch.sampled) :], version):
+            finished += 1
+            self._answer(sequence, request, scored_completion(request))
         for sequence, _ in batch.work:
             if (
                 sequence.request is not None
@@ -456,37 +487,14 @@ class TorchEngine:
             request.versions.append(version)
             sequence.ids.append(token)
             request.tell(token, logprob)
-            reason = self._finish_reason(request)
+            reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
-                self._answer(sequence, request, reason)
+                self._answer(sequence, request, request.drawn(reason))
         self._generated += len(tokens)
         return finished
 
-    def _finish_reason(self, request: Request) -> FinishReason | None:
-        if request.completion[-1] in request.stop_ids:
-            return "stop"
-        if request.params.stop_strings and self.tokenizer is not None:
-            longest = max(
-                len(s.encode()) for s in request.params.stop_strings
-            )  # a token may be a single byte
-            tail = self.tokenizer.decode(
-                request.completion[-longest - 4 :], skip_special_tokens=False
-            )
-            if any(s in tail for s in request.params.stop_strings):
-                return "stop"
-        return "length" if len(request.completion) >= request.params.max_new_tokens else None
-
-    def _answer(self, sequence: Sequence, request: Request, reason: FinishReason) -> None:
+    def _answer(self, sequence: Sequence, request: Request, completion: Completion) -> None:
         self.scheduler.finish(sequence)
         if request.future is not None and not request.future.done():
-            request.future.set_result(
-                Completion(
-                    ids=request.completion,
-                    logprobs=request.logprobs,
-                    versions=request.versions,
-                    finish_reason=reason,
-                    masks="" if request.grammar is None else request.grammar.digest(),
-                    top_logprobs=request.top_logprobs,
-                )
-            )
+            request.future.set_result(completion)

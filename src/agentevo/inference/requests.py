@@ -1,0 +1,116 @@
+"""What the embedded engine has been asked: one request, from the queue to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentevo.errors import GrammarError, ListenerError
+from agentevo.inference.engine import TokenListener
+from agentevo.inference.listening import tell
+from agentevo.models.grammar import GrammarState
+from agentevo.penalties import PenaltyState
+from agentevo.types import Alternatives, Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of `generate`, or (future None) the computation of a shared prefix."""
+
+    ids: list[int]
+    """The prompt; after an interruption, with what was completed so far."""
+    params: SamplingParams
+    future: asyncio.Future[Completion] | None
+    session: str | None = None
+    version: int | None = None
+    """The weights that it asks for; None for the newest, whatever they are."""
+    listen: TokenListener | None = None
+    grammar: GrammarState | None = None
+    """Decides which tokens may come next."""
+    penalties: PenaltyState | None = None
+    scored: list[int] | None = None
+    """Given tokens whose log-probs are asked for; all but the last end `ids`. Nothing is drawn."""
+    completion: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.max_tokens = len(self.ids) + (
+            self.params.max_new_tokens if self.future is not None else 0
+        )
+        self.rng = np.random.Generator(np.random.Philox(key=self.params.seed & (2**64 - 1)))
+        self.stop_ids = frozenset(self.params.stop_token_ids)
+
+    @property
+    def num_context(self) -> int:
+        """Tokens at the beginning whose keys and values may come from a cache: nothing is asked
+        about those that follow them, but for the last, which predicts."""
+        return len(self.ids) if self.scored is None else len(self.ids) - len(self.scored) + 1
+
+    def drawn(self, reason: FinishReason) -> Completion:
+        """What has been drawn, as the answer."""
+        return Completion(
+            ids=self.completion,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish_reason=reason,
+            masks="" if self.grammar is None else self.grammar.digest(),
+            top_logprobs=self.top_logprobs,
+        )
+
+    def interrupted(self, ids: list[int]) -> None:
+        """It is to be computed again, from `ids`, under other weights. What was drawn stays drawn;
+        given tokens are all scored under the same weights."""
+        self.ids = ids
+        if self.scored is not None:
+            self.logprobs, self.versions = [], []
+
+    def tell(self, token: int, logprob: float) -> None:
+        """Tells penalties, grammar and listener of the newest token. Where one of them raises, this
+        request alone ends."""
+        if self.penalties is not None:
+            self.penalties.take(token)
+        if self.future is None or self.future.done():
+            return
+        try:
+            if self.grammar is not None:
+                self.grammar.take(token)
+            if self.listen is not None:
+                tell(self.listen, [token], [logprob])
+        except (GrammarError, ListenerError) as error:
+            self.future.set_exception(error)
+
+    def allowed(self) -> np.ndarray | None:
+        """The tokens that may come next, as in `sampling.keep_allowed`. A grammar that can't go on
+        ends this request alone."""
+        if self.grammar is None or self.future is None or self.future.done():
+            return None
+        try:
+            return self.grammar.mask()
+        except GrammarError as error:
+            self.future.set_exception(error)
+            return None
+
+    def finish_reason(self, tokenizer: PreTrainedTokenizerBase | None) -> FinishReason | None:
+        """Why nothing is drawn after the newest token; None if something is."""
+        if self.completion[-1] in self.stop_ids:
+            return "stop"
+        if self.params.stop_strings and tokenizer is not None:
+            longest = max(
+                len(s.encode()) for s in self.params.stop_strings
+            )  # a token may be a single byte
+            tail = tokenizer.decode(self.completion[-longest - 4 :], skip_special_tokens=False)
+            if any(s in tail for s in self.params.stop_strings):
+                return "stop"
+        return "length" if len(self.completion) >= self.params.max_new_tokens else None
+
+    @property
+    def abandoned(self) -> bool:
+        return self.future is not None and self.future.done()
