@@ -165,6 +165,13 @@ def test_the_tools_may_say_what_an_attempt_is_worth(played, counter):
     assert ToolAgent(ToolAgentSection(tools=("counter",))).needs_scorer is False
 
 
+def test_a_class_whose_part_of_the_reward_would_be_the_agents_own_is_refused(counter):
+    counter.outcome = lambda self: 1.0
+    tool("call_penalty")(counter)
+    with pytest.raises(ConfigError, match="a part of every reward"):
+        ToolAgent(ToolAgentSection(tools=("call_penalty",)))
+
+
 def results_in(prompt):
     return [one.partition("</tool_response>")[0] for one in prompt.split("<tool_response>")[1:]]
 
@@ -209,6 +216,21 @@ def test_the_policy_may_summarise_what_came_before(played):
     assert "Count.\n\nWhat was done and found so far: I have 3 so far.<|end|>" in prompts[3]
     assert results_in(prompts[3]) == []
     assert outcome.metrics["num_context_cuts"] == 1 and ended_by(outcome) == "answer"
+
+
+def test_what_is_too_long_to_be_summarised_is_summarised_without_its_results(played, counter):
+    def read(self, number: int) -> str:
+        """Reads."""
+        return "x" * 1500
+
+    counter.read = read
+    context = {"strategy": "summary", "max_tokens": 100_000, "keep_turns": 0}
+    words = [*[call(n, "read") for n in range(3)], "I have read three.", "done"]
+    outcome, _, prompts = played(*words, context=context)
+    assert results_in(prompts[3]) == [LEFT_OUT] * 3
+    assert prompts[3].endswith(f"{ContextSection().summary_prompt}<|end|><|assistant|>")
+    assert "found so far: I have read three.<|end|>" in prompts[4]
+    assert ended_by(outcome) == "answer" and outcome.metrics["num_context_cuts"] == 1
 
 
 @pytest.mark.parametrize(

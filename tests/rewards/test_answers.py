@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentevo.rewards import patterns
 from agentevo.rewards.answers import check_place, find_answer
 from agentevo.rewards.choices import WITHOUT_TEXTS, choice_of
-from agentevo.rewards.numerals import last_number
+from agentevo.rewards.numerals import last_numeral, readings
 from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.texts import f1, repeated_share, share_of_language, squad_normalised
 
@@ -83,6 +83,13 @@ def test_what_is_no_place(place, problem):
         ("\u2212 $ 4", -4.0),
         ("3/4", 0.75),
         ("50%", 0.5),
+        ("1.234,5", 1234.5),
+        ("it is 1.234.567.", 1234567.0),
+        ("0.125,8", 8.0),
+        ("- 5", -5.0),
+        ("x = - 5\nis it", -5.0),
+        ("they are\n - 4\n - 5", 5.0),
+        ("they are\n-5", -5.0),
         ("from 1 to 7", 7.0),
         ("5 - 3 = 2", 2.0),
         ("5-3", 3.0),
@@ -96,12 +103,19 @@ def test_what_is_no_place(place, problem):
     ],
 )
 def test_the_last_number_of_a_text(text, number):
-    assert last_number(text) == number
+    stated = last_numeral(text)
+    assert (None if stated is None else stated[1]) == number
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.text("abc xyz,;", max_size=9))
 def test_a_number_that_is_written_is_read(number, words):
-    assert last_number(f"1 {words} {number!r} {words}") == number
+    stated = last_numeral(f"1 {words} {number!r} {words}")
+    assert stated is not None and stated[1] == number
+
+
+def test_percents_are_read_as_a_share_and_as_they_are_written():
+    assert readings("about 50%") == (0.5, 50.0)
+    assert readings("about 50") == (50.0,) and readings("none") == ()
 
 
 PIECES = [
@@ -169,6 +183,11 @@ def test_json_is_found_behind_any_words(value):
 
 LONG = 200_000
 HOSTILE = [
+    "1.234",
+    ".234",
+    "1.234,",
+    " - ",
+    "\n- 1",
     "\\boxed{",
     "\\fbox{",
     "<answer>",
@@ -209,7 +228,7 @@ def test_a_hostile_text_takes_no_longer_than_another(piece):
     text = piece * (LONG // len(piece))
     for place in ("auto", "answer", "boxed", "hashes", "number", "json:a"):
         find_answer(text, place)
-    last_number(text)
+    readings(text)
     f1(text, "a")
     squad_normalised(text)
     repeated_share(text, 3)

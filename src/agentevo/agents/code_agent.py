@@ -144,6 +144,7 @@ class CodeAgent:
                 if not progress.turn_rewards:
                     raise
                 return "context"
+            progress.num_cuts = history.num_cuts
             progress.turn_rewards[reply.turn] = 0.0
             num_tokens += len(policy.conversation.turns[reply.turn].completion_ids)
             text = reply.answer

@@ -73,12 +73,12 @@ class History:
             try:
                 return await ask(self.messages)
             except RequestTooLongError:
-                if self.section.strategy == "summary" or not await self.cut(policy):
+                if not await self.cut(policy):
                     raise
 
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
         """Makes the history shorter; false where nothing is left to cut. `tools` are those that the
-        policy is told of. Raises what asking for a summary raises."""
+        policy is told of. Raises what asking for a summary raises, but RequestTooLongError."""
         section, keep = self.section, self.section.keep_turns
         old = self._rounds[: len(self._rounds) - keep]
         if section.strategy == "full" or not old:
@@ -97,11 +97,22 @@ class History:
         return True
 
     async def _summarised(self, old: list[Round], policy: Policy, tools: Tools) -> str:
-        rounds, self._rounds = self._rounds, old
+        """Where all of it is too long to be asked about, the summary is of the replies alone; where
+        these are too long as well, what was summarised before stays."""
+        replies = [Round(one.reply, [_emptied(answer) for answer in one.answers]) for one in old]
+        for rounds in (old, replies):
+            try:
+                return await self._summary_of(rounds, policy, tools)
+            except RequestTooLongError:
+                continue
+        return self._summary
+
+    async def _summary_of(self, rounds: list[Round], policy: Policy, tools: Tools) -> str:
+        now, self._rounds = self._rounds, rounds
         try:
             asked = [*self.messages, Message("user", self.section.summary_prompt)]
         finally:
-            self._rounds = rounds
+            self._rounds = now
         name = self.section.summary_model
         if name is not None:
             return (await policy.model(name).generate(asked)).text.strip()

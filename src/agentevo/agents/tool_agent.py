@@ -119,6 +119,7 @@ class ToolAgent:
                 if not progress.turn_rewards:
                     raise
                 return "context"
+            progress.num_cuts = history.num_cuts
             progress.turn_rewards[said.reply.turn] = 0.0
             num_tokens += said.num_tokens
             if not said.calls and not said.malformed and self._is_final(said.reply):

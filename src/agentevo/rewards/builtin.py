@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from agentevo.event_loop import in_thread
 from agentevo.rewards.answers import find_answer, normalised
-from agentevo.rewards.numerals import last_number
+from agentevo.rewards.numerals import readings
 from agentevo.rewards.patterns import Pattern
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
 from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
@@ -91,7 +91,7 @@ class Contains:
 @reward("numeric")
 class Numeric:
     """The last number of the stated answer is that of the task's, whatever way it is written:
-    1,234.5, $3, 3/4, 50%."""
+    1,234.5, 1.234,5, $3, 3/4, 50% (which is 0.5 and, where percents are asked for, 50)."""
 
     Config = NumberConfig
 
@@ -100,24 +100,22 @@ class Numeric:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises ValueError for a task whose answer holds no number."""
-        right = [_number_of(answer, task) for answer in right_answers(task)]
-        stated = last_number(await stated_answer(trajectory, task, self.config.place) or "")
-        return Score(
-            float(stated is not None and any(self._is(stated, number) for number in right))
-        )
+        right = [one for answer in right_answers(task) for one in _numbers_of(answer, task)]
+        stated = readings(await stated_answer(trajectory, task, self.config.place) or "")
+        return Score(float(any(self._is(one, number) for one in stated for number in right)))
 
     def _is(self, stated: float, right: float) -> bool:
         allowed = self.config.tolerance * (abs(right) or 1.0)
         return abs(stated - right) <= max(allowed, self.config.absolute_tolerance)
 
 
-def _number_of(answer: object, task: Task) -> float:
+def _numbers_of(answer: object, task: Task) -> tuple[float, ...]:
     if isinstance(answer, (int, float)) and math.isfinite(answer):
-        return float(answer)
-    number = last_number(find_answer(str(answer), "auto") or "")
-    if number is None:
+        return (float(answer),)
+    numbers = readings(find_answer(str(answer), "auto") or "")
+    if not numbers:
         raise ValueError(f"the answer of the task {task.id!r} holds no number: {answer!r}")
-    return number
+    return numbers
 
 
 @reward("format")

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from agentevo.event_loop import in_thread
 from agentevo.parsing import ParseError, parse_json
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward, text_of
 from agentevo.rewards.texts import SCRIPTS, repeated_share, share_of_language, words_of
@@ -99,7 +100,7 @@ class Repetition:
         without its factor, which is `weight`."""
         replies = [said for turn in trajectory.turns if (said := _reply(turn)) is not None]
         text = "\n".join(text_of(message.content) for message in replies)
-        share = repeated_share(text, self.config.ngram)
+        share = await in_thread(repeated_share, text, self.config.ngram)
         return Score(-share, success=share == 0)
 
 
@@ -115,7 +116,8 @@ class Language:
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. DeepSeek-R1's language consistency (https://arxiv.org/abs/2501.12948,
         section 2.3.2)."""
-        return Score(share_of_language(completion_of(trajectory), self.config.language))
+        reply = completion_of(trajectory)
+        return Score(await in_thread(share_of_language, reply, self.config.language))
 
 
 @reward("tool_use")

@@ -1,5 +1,6 @@
 """Work folders on the host's disk, for sandboxes without a file system of their own. What a killed
-process left is deleted when the next folder is made."""
+process left is deleted when the next folder is made, by whoever sees the same processes: containers
+that share a disk leave one another's alone."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from pathlib import Path
 import psutil
 
 PREFIX = "agentevo-sandbox-"
-_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-\w+")
+_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-(\d+)-\w+")
 
 
 def new_folder() -> Path:
-    """An empty folder that tells whose it is: by process and its time of start."""
+    """An empty folder that tells whose it is: by namespace, process and its time of start."""
     remove_stale()
     me = os.getpid()
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{me}-{_started(me)}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{_namespace()}-{me}-{_started(me)}-"))
 
 
 def remove_stale() -> None:
@@ -32,8 +33,17 @@ def remove_stale() -> None:
         with contextlib.suppress(OSError):
             is_root = os.geteuid() == 0
             is_ours = is_root or path.stat().st_uid == os.geteuid()
-            if is_ours and _started(int(match[1])) != int(match[2]):
+            is_seen = int(match[1]) == _namespace()
+            if is_ours and is_seen and _started(int(match[2])) != int(match[3]):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _namespace() -> int:
+    """Of process ids: each container has its own. 0 where the system has none."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _started(pid: int) -> int:

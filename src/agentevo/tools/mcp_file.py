@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,7 +107,7 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Serve
         command=None if entry.command is None else filled(entry.command),
         args=[filled(one) for one in entry.args],
         env={key: filled(one) for key, one in entry.env.items()},
-        cwd=None if entry.cwd is None else Path(filled(entry.cwd)),
+        cwd=None if entry.cwd is None else section.file.expanduser().parent / filled(entry.cwd),
         url=None if url is None else filled(url),
         transport="sse" if kind == "sse" else "http",
         headers={key: filled(one) for key, one in entry.headers.items()},

@@ -59,6 +59,8 @@ RETRY_PAUSE_S = 0.5
 MAX_NAME = 64
 """Characters of a tool's name that models and APIs take."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+OWN_PARTS = ("tool_results", "call_penalty", "code_penalty")
+"""What agents call the parts of a reward that are their own, beside those of their tools."""
 LONGEST_ERROR = 10_000
 """Characters that the policy reads of a call of no tool."""
 
@@ -77,6 +79,12 @@ class Toolbox:
         if twice is not None:
             raise ConfigError(
                 f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
+            )
+        taken = next((n for one in self._offers if (n := one.toolset.name) in OWN_PARTS), None)
+        if taken is not None:
+            raise ConfigError(
+                f"agent.tools: {taken!r} is a part of every reward that tools say: give the entry "
+                "another name"
             )
         self._tell, self._told = tell, set[tuple[str, type]]()
         self._cache = ResultCache()
