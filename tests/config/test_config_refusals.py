@@ -254,6 +254,15 @@ def test_environment_problems_are_about_the_chosen_type(environment, expected):
             "but old_logprobs is rollout: set old_logprobs=recomputed, or importance=none",
         ),
         (
+            "algorithm: {train_observations: true}",
+            "old_logprobs is rollout: set old_logprobs=recomputed, or train_observations=false",
+        ),
+        (
+            "algorithm: {train_observations: true, old_logprobs: recomputed, "
+            "importance: token_tis}",
+            "importance=token_tis can't weigh: set importance=none",
+        ),
+        (
             "algorithm: {name: decoupled_ppo, importance: token_tis, old_logprobs: recomputed}",
             "weighs with proximal over rollout policy already",
         ),

@@ -118,6 +118,26 @@ def test_a_kl_in_the_reward_is_paid_token_by_token(estimate, random_model):
     assert "actor/kl_loss" not in trainer.step(made.samples)
 
 
+def test_what_was_read_is_trained_at_the_trainers_own_log_probs(random_model):
+    """The ratio of a token that nobody drew is 1 before the update, as that of all others."""
+    one = copy.deepcopy(random_model("llama"))
+    section = AlgorithmSection(old_logprobs="recomputed", train_observations=True)
+    trainer = Trainer(one.model, STILL, section)
+    trainer.begin()
+    made = trainer.prepare(attempts())
+    for sample, trajectory in zip(made.samples, attempts(), strict=True):
+        read = sum(len(turn.prompt_ids) for turn in trajectory.turns[1:])
+        drawn = sum(len(turn.completion_ids) for turn in trajectory.turns)
+        assert sample.num_trained == read + drawn and read > 0
+        wide = set(sample.advantages[sample.loss_mask].tolist())
+        assert len(wide) == 1 and wide != {0.0}
+        gap = sample.columns["old_logp"] - sample.logprobs[sample.loss_mask]
+        assert sum(gap == 0) >= read
+    metrics = trainer.step(made.samples)
+    assert metrics["actor/ppo_kl_first"] == pytest.approx(0.0, abs=1e-5)
+    assert metrics["trainer/trained_tokens"] == sum(s.num_trained for s in made.samples)
+
+
 def test_log_probs_are_computed_again_and_weighed_against_the_rollouts(random_model):
     one = copy.deepcopy(random_model("llama"))
     section = AlgorithmSection(

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
@@ -59,6 +59,14 @@ def read_code(text: str) -> str | None:
 def is_unfinished(text: str) -> bool:
     """Whether the reply ends within a block of code."""
     return _OPENED.search(_BLOCK.sub("", text)) is not None
+
+
+def system_message(section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]]) -> str:
+    """What the policy is told before the task: how to write code, and which functions there are.
+    `schemas` are those of the agent's tools."""
+    rules = RULES if section.system_prompt is None else section.system_prompt
+    functions = [_described(_function_of(schema)) for schema in schemas]
+    return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
 
 
 @dataclass
@@ -104,7 +112,12 @@ class CodeAgent:
                 tools = await stack.enter_async_context(self._toolbox.open(task, seed))
                 functions = _functions(tools, progress)
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
-            end = await self._play(self._opening(task, functions), policy, sandbox, progress)
+            asked = conversation_of(
+                task,
+                system=system_message(self._section, tools.schemas),
+                instruction=self._section.instruction,
+            )
+            end = await self._play(asked, policy, sandbox, progress)
             said = await said_by(tools)
         return outcome_with_tools(
             tools,
@@ -123,13 +136,6 @@ class CodeAgent:
             end=end,
             ends=ENDS,
         )
-
-    def _opening(self, task: Task, functions: Mapping[str, SandboxTool]) -> list[Message]:
-        section = self._section
-        rules = RULES if section.system_prompt is None else section.system_prompt
-        if functions:
-            rules = "\n".join([rules, _FUNCTIONS, *map(_described, functions.values())])
-        return conversation_of(task, system=rules, instruction=section.instruction)
 
     async def _play(
         self, messages: list[Message], policy: Policy, sandbox: Sandbox, progress: _Progress
@@ -203,15 +209,31 @@ def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxToo
     """The tools as functions of the code, under names that Python takes."""
     functions = {}
     for schema in tools.schemas:
-        function = schema["function"]
-        name = re.sub(r"\W", "_", function["name"])
-        functions[name] = SandboxTool(
-            name=name,
-            parameters=tuple((function["parameters"].get("properties") or {}).keys()),
-            description=function["description"],
-            call=_caller(tools, function["name"], progress),
+        function = _function_of(schema)
+        call = _caller(tools, schema["function"]["name"], progress)
+        functions[function.name] = SandboxTool(
+            name=function.name,
+            parameters=function.parameters,
+            description=function.description,
+            call=call,
         )
     return functions
+
+
+class _Function(NamedTuple):
+    name: str
+    parameters: tuple[str, ...]
+    description: str
+
+
+def _function_of(schema: Mapping[str, Any]) -> _Function:
+    """A tool as a function of the code."""
+    function = schema["function"]
+    return _Function(
+        name=re.sub(r"\W", "_", function["name"]),
+        parameters=tuple(function["parameters"].get("properties") or {}),
+        description=function["description"],
+    )
 
 
 def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
@@ -228,6 +250,6 @@ def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
     return call
 
 
-def _described(tool: SandboxTool) -> str:
-    about = " ".join(tool.description.split())
-    return f"- {tool.name}({', '.join(tool.parameters)}): {about}".rstrip(": ")
+def _described(function: _Function) -> str:
+    about = " ".join(function.description.split())
+    return f"- {function.name}({', '.join(function.parameters)}): {about}".rstrip(": ")

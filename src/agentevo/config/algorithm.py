@@ -86,6 +86,10 @@ class AlgorithmKeys(Section):
     """Largest such weight."""
     importance_floor: float = Field(default=0.0, ge=0)
     """Smallest such weight that mis keeps."""
+    train_observations: bool = False
+    """Also trains what the policy read between its turns (results of tools, what was found), as if
+    it had written that itself: what trainers without a mask do. Only for comparison; it needs
+    old_logprobs=recomputed."""
     credit: str | None = None
     """A function of your own that says what each turn has earned (@agentevo.credit(NAME), key
     import); the advantage is then `credit`, which compares the turns of a group by it."""
@@ -259,5 +263,15 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             f"algorithm.importance={section.importance} weighs recomputed against rollout "
             "log-probs, but old_logprobs is rollout: "
             "set old_logprobs=recomputed, or importance=none"
+        )
+    if section.train_observations and section.old_logprobs == "rollout":
+        problems.append(
+            "algorithm.train_observations trains tokens that no engine has drawn, but old_logprobs "
+            "is rollout: set old_logprobs=recomputed, or train_observations=false"
+        )
+    if section.train_observations and section.importance != "none":
+        problems.append(
+            "algorithm.train_observations trains tokens that no engine has drawn, which "
+            f"algorithm.importance={section.importance} can't weigh: set importance=none"
         )
     return problems

@@ -24,7 +24,13 @@ from agentevo.models.grammar import Grammars
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
-from agentevo.training.batching.samples import Row, Tables, advantages_of, trajectory_rows
+from agentevo.training.batching.samples import (
+    Row,
+    Tables,
+    advantages_of,
+    trajectory_rows,
+    with_observed_logprobs,
+)
 from agentevo.training.kernels.output_layer import token_logprobs, token_logprobs_and_squares
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.roles.critic import Critic
@@ -80,10 +86,17 @@ class Preparation:
         """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust
         no critic (while one is pretrained)."""
         masks, masked = masks_of(trajectories, self.grammars)
-        rows = [row for t in trajectories for row in trajectory_rows(t, masks.get(t.id, {}))]
+        observations = self.section.train_observations
+        rows = [
+            row
+            for t in trajectories
+            for row in trajectory_rows(t, masks.get(t.id, {}), train_observations=observations)
+        ]
         if not rows:
             return PreparedBatch([], masked)
         tables, metrics = self._tables(rows, roles)
+        if observations:
+            rows = with_observed_logprobs(rows, tables["logp"])
         bonus, bonus_metrics = self._bonus(rows, roles, tables, kl_coef)
         samples = advantages_of(
             rows,

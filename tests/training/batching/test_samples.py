@@ -5,12 +5,17 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.config import AlgorithmSection
-from agentevo.training.batching.samples import advantages_of, trajectory_rows
+from agentevo.training.batching.samples import (
+    advantages_of,
+    trajectory_rows,
+    with_observed_logprobs,
+)
 from agentevo.training.batching.selection import select
 from agentevo.types import SamplingOverrides, Trajectory, Turn
 
@@ -53,6 +58,27 @@ def test_a_conversation_is_one_sample_of_what_the_engine_saw():
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, -0.6, 0, 0, -0.9, -1.0])
     assert sample.versions.tolist() == [-1, -1, 0, 0, -1, 1, -1, -1, 2, 2]
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, 0.5, 0.5]
+
+
+def test_what_was_read_between_turns_is_trained_only_if_asked_for():
+    """The task's own prompt never is; what is read belongs to the turn that it leads to."""
+    turns = [turn(0, None, [1, 2], [3, 4]), turn(1, 0, [5], [6]), turn(2, 1, [7, 8], [9, 10])]
+    (row,) = trajectory_rows(attempt("a", 0.5, turns=turns), train_observations=True)
+    assert row.sample.ids[row.sample.loss_mask].tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert row.turns.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert row.sample.versions.tolist() == [-1, -1, 0, 0, 1, 1, 2, 2, 2, 2]
+    own = torch.tensor([[-float(place) for place in range(8)]])
+    (filled,) = with_observed_logprobs([row], own)
+    drawn = [0, 0, -0.3, -0.4, -2.0, -0.6, -4.0, -5.0, -0.9, -1.0]
+    assert filled.sample.logprobs == pytest.approx(drawn)
+
+
+def test_of_two_branches_each_reading_is_trained_once():
+    turns = [turn(0, None, [1], [3]), turn(1, 0, [5], [6]), turn(2, 1, [7], [8])]
+    turns.append(turn(3, 1, [9], [10]))
+    rows = trajectory_rows(attempt("a", 0.5, turns=turns), train_observations=True)
+    trained = [row.sample.ids[row.sample.loss_mask].tolist() for row in rows]
+    assert trained == [[3, 5, 6, 7, 8], [9, 10]]
 
 
 @st.composite

@@ -174,12 +174,20 @@ def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     }
 
 
-def trajectory_rows(trajectory: Trajectory, masks: TurnMasks = MappingProxyType({})) -> list[Row]:
+def trajectory_rows(
+    trajectory: Trajectory,
+    masks: TurnMasks = MappingProxyType({}),
+    *,
+    train_observations: bool = False,
+) -> list[Row]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
     the others it is context, as is everywhere a turn that was drawn from another distribution than
     the recipe's, or under a grammar whose masks are None. A path on which nothing is trained gives
     no row. `masks`: those of the turns under a grammar, where the loss is of the distribution that
-    they were drawn from."""
+    they were drawn from.
+
+    `train_observations`: what the policy read between two turns of a path belongs to the later one,
+    and is trained with it. Nobody drew it: its log-probs are nan, for `with_observed_logprobs`."""
     parents = {turn.parent for turn in trajectory.turns}
     trained = {turn.index for turn in trajectory.turns if turn.overrides is not None}
     trained |= {index for index, of_turn in masks.items() if of_turn is None}
@@ -191,22 +199,61 @@ def trajectory_rows(trajectory: Trajectory, masks: TurnMasks = MappingProxyType(
         while path[0].parent is not None:
             path.insert(0, trajectory.turns[path[0].parent])
         if any(turn.index not in trained for turn in path):
-            rows.append(_path_row(trajectory, path, trained, masks))
+            rows.append(_path_row(trajectory, path, trained, masks, train_observations))
         trained.update(turn.index for turn in path)
     return rows
 
 
-def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int], masks: TurnMasks) -> Row:
+def with_observed_logprobs(rows: Sequence[Row], logprobs: torch.Tensor) -> list[Row]:
+    """The rows with the trainer's own log-probs [S, T] where there are none."""
+    return [
+        row._replace(sample=_with_observed(row.sample, own))
+        for row, own in zip(rows, logprobs.numpy(), strict=True)
+    ]
+
+
+def _with_observed(sample: Sample, own: np.ndarray) -> Sample:
+    drawn = sample.logprobs[sample.loss_mask]
+    filled = sample.logprobs.copy()
+    filled[sample.loss_mask] = np.where(np.isnan(drawn), own[: len(drawn)], drawn)
+    return msgspec.structs.replace(sample, logprobs=filled)
+
+
+def _path_row(
+    trajectory: Trajectory,
+    path: list[Turn],
+    trained: set[int],
+    masks: TurnMasks,
+    train_observations: bool,
+) -> Row:
     fresh = [turn.index not in trained for turn in path]
+    observed = [
+        len(turn.prompt_ids) if train_observations and number and is_fresh else 0
+        for number, (turn, is_fresh) in enumerate(zip(path, fresh, strict=True))
+    ]
     sizes = [size for turn in path for size in (len(turn.prompt_ids), len(turn.completion_ids))]
-    chosen = [kind for is_fresh in fresh for kind in (False, is_fresh)]
+    chosen = [
+        kind
+        for is_fresh, read in zip(fresh, observed, strict=True)
+        for kind in (read > 0, is_fresh)
+    ]
     mask = np.repeat(np.array(chosen), sizes)
-    fresh_turns = [turn for turn, is_fresh in zip(path, fresh, strict=True) if is_fresh]
+    fresh_turns = [
+        (turn, read) for turn, is_fresh, read in zip(path, fresh, observed, strict=True) if is_fresh
+    ]
     logprobs = np.zeros(len(mask), dtype=np.float32)
     versions = np.full(len(mask), -1, dtype=np.int32)
     if fresh_turns:
-        logprobs[mask] = np.concatenate([turn.logprobs for turn in fresh_turns])
-        versions[mask] = np.concatenate([turn.versions for turn in fresh_turns])
+        logprobs[mask] = np.concatenate(
+            [piece for turn, read in fresh_turns for piece in ([np.nan] * read, turn.logprobs)]
+        )
+        versions[mask] = np.concatenate(
+            [
+                piece
+                for turn, read in fresh_turns
+                for piece in ([turn.versions[0]] * read if read else [], turn.versions)
+            ]
+        )
     masks_of_turns = [
         masks.get(turn.index) if is_fresh else None
         for turn, is_fresh in zip(path, fresh, strict=True)
@@ -228,7 +275,7 @@ def _path_row(trajectory: Trajectory, path: list[Turn], trained: set[int], masks
         penalties=TokenPenalties.joined(list(zip(sizes, penalties, strict=True))),
     )
     turns = np.repeat(
-        np.array([turn.index for turn in fresh_turns], dtype=np.int64),
-        [len(turn.completion_ids) for turn in fresh_turns],
+        np.array([turn.index for turn, _ in fresh_turns], dtype=np.int64),
+        [read + len(turn.completion_ids) for turn, read in fresh_turns],
     )
     return Row(trajectory, sample, turns)

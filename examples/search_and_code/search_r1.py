@@ -1,0 +1,130 @@
+"""Search-R1's comparison at a small scale: a tiny policy answers questions about an invented world,
+from what it remembers, or by searching the world's corpus.
+
+    python examples/search_and_code/search_r1.py          # both cores, about a quarter of an hour
+    python examples/search_and_code/search_r1.py --only   # the table of earlier results
+
+Everybody begins with random weights and is shown as many answered questions. Those that search are
+shown searches, too. Then each goes on by GRPO, on questions whose answers alone are known; once
+more with what was found trained as if the policy had written it. The held-out questions are about
+a part of the world that no question before was about.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.agents.search_tags import RULES
+from agentevo.tools.search import Search
+from arms import Arm, Results, main
+from stages import Row, Size, imitate, make_policy, reinforce, write_rows
+from world import SIZE, TOP_K, VALUES, Question, World
+
+KINDS = ("1hop", "2hop", "all")
+
+
+def searching(corpus: Path) -> dict[str, Any]:
+    """The agent that searches."""
+    return {
+        "type": "tool_agent",
+        "tools": [{"name": "search", "options": {"corpus": str(corpus), "top_k": TOP_K}}],
+        "format": "search_tags",
+        "final": "answer_tag",
+        "max_turns": 4,
+    }
+
+
+def shown_search(question: Question, search: Search) -> Row:
+    """A demonstration: the entities of the path are looked for, one after the other."""
+    messages = [{"role": "user", "content": f"{RULES}\n\nQuestion: {question.text}"}]
+    for entity in question.path:
+        found = search.search(entity.name)
+        messages += [
+            {"role": "assistant", "content": f"<search> {entity.name} </search>"},
+            {"role": "user", "content": f"<information>{found}</information>"},
+        ]
+    return {"messages": [*messages, _answered(question)]}
+
+
+def shown_answer(question: Question) -> Row:
+    """A demonstration without searches."""
+    return {"messages": [{"role": "user", "content": question.text}, _answered(question)]}
+
+
+def _answered(question: Question) -> dict[str, str]:
+    return {"role": "assistant", "content": f"<answer> {question.answer} </answer>"}
+
+
+def remember(folder: Path, seed: int, size: Size, world_size: int) -> Results:
+    """Without search."""
+    world, tasks, shown = _questions(folder, seed, size, world_size)
+    rows = [shown_answer(one) for one in shown]
+    base = make_policy(folder / "base", size, _texts(world, rows), seed)
+    policy = imitate(base, rows, folder / "sft", size, seed)
+    agent = {"type": "single_turn"}
+    before, after = reinforce(agent, policy, tasks, folder / "rl", size, seed)
+    return {"no search, SFT": before, "no search, SFT and RL": after}
+
+
+def search(folder: Path, seed: int, size: Size, world_size: int) -> Results:
+    """With it; what was found is trained or not."""
+    world, tasks, shown = _questions(folder, seed, size, world_size)
+    corpus = world.write_corpus(folder / "corpus.jsonl")
+    tool = Search(corpus=str(corpus), top_k=TOP_K)
+    rows = [shown_search(one, tool) for one in shown]
+    base = make_policy(folder / "base", size, _texts(world, rows), seed)
+    policy = imitate(base, rows, folder / "sft", size, seed)
+    results = {}
+    for title, unmasked in (("RL", False), ("RL, found text trained", True)):
+        before, after = reinforce(
+            searching(corpus),
+            policy,
+            tasks,
+            folder / ("rl_unmasked" if unmasked else "rl"),
+            size,
+            seed,
+            old_logprobs="recomputed",
+            train_observations=unmasked,
+        )
+        results |= {"search, SFT": before, f"search, SFT and {title}": after}
+    return results
+
+
+def _questions(
+    folder: Path, seed: int, size: Size, world_size: int
+) -> tuple[World, dict[str, str], Sequence[Question]]:
+    """The world, the files of questions to train on and of held-out ones, and those whose answers
+    are demonstrated."""
+    world = World(seed, world_size)
+
+    def some(count: int, *, held_out: bool, draw: int) -> list[Question]:
+        return list(itertools.islice(world.questions(held_out=held_out, seed=draw), count))
+
+    tasks = {
+        "train": some(size.questions, held_out=False, draw=seed),
+        "eval": some(size.held_out, held_out=True, draw=seed),
+    }
+    files = {
+        name: write_rows(folder / f"{name}.jsonl", (one.task() for one in of_them))
+        for name, of_them in tasks.items()
+    }
+    return world, files, some(size.demonstrations, held_out=False, draw=seed + 1)
+
+
+def _texts(world: World, rows: Sequence[Row]) -> Iterator[str]:
+    """All that the policy needs words for."""
+    yield from VALUES.values()
+    yield from (json.dumps(one.passage) for one in world.entities)
+    yield from (message["content"] for row in rows for message in row["messages"])
+    yield RULES
+
+
+ARMS = [Arm("remember", remember), Arm("search", search)]
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, Path(__file__), ARMS, KINDS, SIZE))

@@ -1,0 +1,130 @@
+"""The stages that every way to answer goes through: a tiny policy with random weights, supervised
+training on demonstrations, then GRPO on questions; and how each stage answers held-out questions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import agentevo
+from agentevo.config import TinyModel
+from agentevo.models.tiny import make_tiny
+
+CONTEXT = 1024
+QUIET = {"report": False, "tensorboard": False}
+Row = Mapping[str, Any]
+Shares = dict[str, float]
+"""Kind of question -> share of the held-out ones that is answered rightly."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. The defaults are those of the tables in docs/search_and_code.md."""
+
+    hidden_size: int = 96
+    num_layers: int = 3
+    demonstrations: int = 800
+    epochs: int = 4
+    batch: int = 16
+    """Demonstrations of an optimizer step."""
+    sft_learning_rate: float = 3e-3
+    steps: int = 20
+    """Of GRPO, with `groups` questions each and 8 attempts at each question."""
+    groups: int = 8
+    learning_rate: float = 3e-4
+    questions: int = 1500
+    """That GRPO may ask."""
+    held_out: int = 200
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> str:
+    """A file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make_policy(folder: Path, size: Size, texts: Iterable[str], seed: int) -> Path:
+    """A model folder of a policy that knows the words of the texts, and nothing else."""
+    shape = TinyModel(
+        hidden_size=size.hidden_size,
+        num_layers=size.num_layers,
+        num_heads=4,
+        context_length=CONTEXT,
+    )
+    model, tokenizer = make_tiny(shape, texts, seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def imitate(policy: Path, rows: Sequence[Row], folder: Path, size: Size, seed: int) -> Path:
+    """Supervised training on demonstrations; the run's folder."""
+    run = agentevo.sft(
+        {
+            "model": {"name": str(policy)},
+            "data": {
+                "train": write_rows(folder.parent / f"{folder.name}.jsonl", rows),
+                "eval_share": 0,
+            },
+            "sft": {
+                "epochs": size.epochs,
+                "batch_conversations": size.batch,
+                "learning_rate": size.sft_learning_rate,
+            },
+            "run": {"dir": str(folder), "overwrite": True, "seed": seed},
+            "tracking": QUIET,
+        }
+    )
+    return run.dir
+
+
+def reinforce(
+    agent: Mapping[str, Any],
+    policy: Path,
+    tasks: Mapping[str, str],
+    folder: Path,
+    size: Size,
+    seed: int,
+    **algorithm: Any,
+) -> tuple[Shares, Shares]:
+    """GRPO on the questions of a file. How the policy answers the held-out ones, greedily, before
+    and after. `algorithm`: keys of that section."""
+    options = dict(agent)
+    run = agentevo.train(
+        options.pop("type"),
+        {"train": tasks["train"], "eval": tasks["eval"]},
+        agent=options,
+        rewards=[{"name": "exact_match", "place": "answer"}],
+        model=str(policy),
+        sampling={"max_new_tokens": 64},
+        algorithm={"name": "grpo", **algorithm},
+        trainer={
+            "steps": size.steps,
+            "groups_per_step": size.groups,
+            "group_size": 8,
+            "learning_rate": size.learning_rate,
+        },
+        evaluation={"tasks": size.held_out, "samples": 0, "every": 0},
+        checkpoint={"every": 0},
+        run={"dir": str(folder), "overwrite": True, "seed": seed},
+        tracking=QUIET,
+    )
+    before, after = (_shares(run.trajectories(split="eval", step=step)) for step in (0, size.steps))
+    return before, after
+
+
+def _shares(attempts: Iterable[Any]) -> Shares:
+    """By the kind of question, with which its id begins, and of all."""
+    asked: Counter[str] = Counter()
+    right: Counter[str] = Counter()
+    for one in attempts:
+        for kind in (one.task_id.split(":")[0], "all"):
+            asked[kind] += 1
+            right[kind] += one.success
+    return {kind: right[kind] / asked[kind] for kind in asked}

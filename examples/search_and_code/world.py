@@ -1,0 +1,168 @@
+"""An invented world: 2,000 people and towns that no model has heard of, what a passage says of
+each, and questions over one and two of them.
+
+    What is the friend of Beno Karil?                 one passage says it
+    What is the craft of the friend of Beno Karil?    one says who that is, another what he does
+
+A fifth of the world is held out. Its people and towns know one another alone, so no question that
+is trained on, and no answer, has anybody of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SIZE = 2000
+HELD_OUT = 0.2
+"""Share of the entities that only held-out questions are about."""
+TOWNS = 0.2
+"""Share of the entities that are towns; the others are people."""
+TOP_K = 2
+"""Passages that a search finds."""
+VALUES = {
+    "craft": "weaver potter baker smith mason tanner cooper dyer miller sailor hunter tailor",
+    "animal": "goat horse mule cat dog goose hen sheep cow rabbit duck pig",
+    "fruit": "plum pear apple cherry fig grape peach quince melon lemon berry olive",
+    "stone": "granite marble slate chalk flint basalt sandstone limestone quartz gneiss clay tuff",
+}
+ATTRIBUTES = {"person": ("craft", "animal"), "town": ("fruit", "stone")}
+RELATIONS = {
+    "person": {"teacher": "person", "friend": "person", "home": "town"},
+    "town": {"rival": "town", "mayor": "person"},
+}
+_SOUNDS = (
+    ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"],
+    ["a", "e", "i", "o", "u"],
+)
+_WORDS = 56
+"""First and second words of names, so many of each."""
+
+
+@dataclass(eq=False)
+class Entity:
+    """A person or a town."""
+
+    name: str
+    kind: str
+    held_out: bool
+    attributes: dict[str, str] = field(default_factory=dict)
+    relations: dict[str, Entity] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What its passage says."""
+        return self.attributes | {name: other.name for name, other in self.relations.items()}
+
+    @property
+    def passage(self) -> dict[str, str]:
+        """A line of the corpus. The text names the entity again, so that it is found before those
+        that mention it."""
+        said = " ".join(f"The {name} is {value}." for name, value in self.facts.items())
+        return {"title": self.name, "text": f"Of {self.name}: {said}"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """`path`: the entities whose passages lead to the answer, in order."""
+
+    path: tuple[Entity, ...]
+    wanted: str
+    """What of the last entity is asked for."""
+    link: str = ""
+    """The relation between the two entities."""
+
+    @property
+    def text(self) -> str:
+        through = f"the {self.link} of " if self.link else ""
+        return f"What is the {self.wanted} of {through}{self.path[0].name}?"
+
+    @property
+    def answer(self) -> str:
+        return self.path[-1].facts[self.wanted]
+
+    @property
+    def num_hops(self) -> int:
+        return len(self.path)
+
+    def task(self) -> dict[str, Any]:
+        """A row of a task file."""
+        return {
+            "id": f"{self.num_hops}hop: {self.text}",
+            "query": self.text,
+            "answer": self.answer,
+            "hops": self.num_hops,
+        }
+
+
+class World:
+    """All entities. The same seed and size give the same world."""
+
+    def __init__(self, seed: int, size: int = SIZE) -> None:
+        draw = random.Random(f"world {seed}")
+        names = _names(draw, size)
+        held_out, towns = round(size * HELD_OUT), round(1 / TOWNS)
+        self.entities = [
+            Entity(name, "person" if number % towns else "town", number < held_out)
+            for number, name in enumerate(names)
+        ]
+        for entity in self.entities:
+            for name in ATTRIBUTES[entity.kind]:
+                entity.attributes[name] = draw.choice(VALUES[name].split())
+        for part in (True, False):
+            self._relate([one for one in self.entities if one.held_out is part], draw)
+
+    @staticmethod
+    def _relate(entities: list[Entity], draw: random.Random) -> None:
+        """Relations within a part of the world, nobody's with himself."""
+        of_kind = {kind: [one for one in entities if one.kind == kind] for kind in ATTRIBUTES}
+        for entity in entities:
+            for name, kind in RELATIONS[entity.kind].items():
+                entity.relations[name] = draw.choice(
+                    [one for one in of_kind[kind] if one is not entity]
+                )
+
+    def questions(self, *, held_out: bool, seed: int) -> Iterator[Question]:
+        """Different ones, over one hop and over two in turn; a small world's come to an end."""
+        draw = random.Random(f"questions {held_out} {seed}")
+        about = [one for one in self.entities if one.held_out is held_out]
+        asked: set[str] = set()
+        number = misses = 0
+        while misses < 1000:
+            first = draw.choice(about)
+            question = Question((first,), draw.choice(list(first.facts)))
+            if number % 2:
+                link, second = draw.choice(list(first.relations.items()))
+                question = Question((first, second), draw.choice(list(second.facts)), link)
+            misses = misses + 1 if question.text in asked else 0
+            if not misses:
+                asked.add(question.text)
+                number += 1
+                yield question
+
+    def write_corpus(self, path: Path) -> Path:
+        """The file that the tool `search` reads."""
+        path.write_text("".join(json.dumps(one.passage) + "\n" for one in self.entities))
+        return path
+
+
+def _names(draw: random.Random, count: int) -> list[str]:
+    """Different names of two words. Every word is in many names: a held-out name is new, and its
+    words are not."""
+    words = [_words(draw, syllables=2), _words(draw, syllables=3)]
+    pairs = [(first, second) for first in words[0] for second in words[1]]
+    if count > len(pairs):
+        raise ValueError(f"there are {len(pairs)} names, not {count}: make the world smaller")
+    return [f"{first} {second}" for first, second in draw.sample(pairs, count)]
+
+
+def _words(draw: random.Random, syllables: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < _WORDS:
+        sounds = [draw.choice(_SOUNDS[0]) + draw.choice(_SOUNDS[1]) for _ in range(syllables)]
+        found["".join(sounds).capitalize()] = None
+    return list(found)
