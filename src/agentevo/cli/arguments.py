@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,3 +76,22 @@ def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:
     path = sources.find_recipe(recipe)
     for line in kept_keys(sources.read_yaml(path), overrides, where=str(path)):
         print(f"warning: {line}", file=sys.stderr)
+
+
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+
+
+def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any]:
+    """Words `key=value`, whose values are YAML. Raises ConfigError."""
+    from agentevo.parsing import ParseError, parse_yaml
+
+    values = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{setting!r}: write key=value, such as {example}")
+        try:
+            values[key] = parse_yaml(text)
+        except ParseError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    return values

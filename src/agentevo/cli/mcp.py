@@ -1,4 +1,4 @@
-"""`agentevo mcp`: what an MCP server has, and a call of it by hand."""
+"""`agentevo mcp`: what an MCP server has, a call of it by hand, and tools as a server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from agentevo.cli.arguments import Port
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
+    from agentevo.tool_servers.serving import ToolServer
     from agentevo.tools.tool import ToolResult
 
 mcp = typer.Typer(no_args_is_help=True, help="Servers of the Model Context Protocol.")
@@ -54,6 +56,76 @@ def inspect(
             continue
         about = " ".join(function["description"].split())
         print(f"{function['name']}({', '.join(_parameters(function['parameters']))})  {about}")
+
+
+@mcp.command("serve")
+def serve(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="booking, calculator, database, files, search, or a tool of your own that "
+            "--import registers.",
+        ),
+    ],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[key=value]...", help="Its options, such as corpus=p.jsonl."),
+    ] = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", metavar="MODULE", help="Module or file that registers tools of your own."
+        ),
+    ] = None,
+    http: Annotated[
+        bool, typer.Option("--http", help="Streamable HTTP instead of stdin and stdout.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on, with --http.")] = "127.0.0.1",
+    port: Port = 0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", metavar="${env:NAME}", help="Key that clients show as a bearer token."
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=0.001, max=86_400, help="Longest time of a call.")
+    ] = 60.0,
+) -> None:
+    """Serve tools as an MCP server, for any client: over stdin and stdout, where it has the task of
+    AGENTEVO_TASK, or over HTTP, where every session has a state of its own."""
+    from agentevo.event_loop import run_coroutine
+    from agentevo.tool_servers.listening import listen, read_key
+
+    if not http and (port or api_key or host != "127.0.0.1"):
+        raise ConfigError("--host, --port and --api-key are for --http: add it, or leave them out")
+    key = read_key(api_key, host) if http else None
+    server = _tool_server(name, options or [], imports or [], timeout_s)
+    if not http:
+        run_coroutine(server.serve_stdio())
+        return
+    listen(server.app(host, key), host, port, what=f"the tools {name}", path="/mcp")
+
+
+def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: float) -> ToolServer:
+    """Raises ConfigError."""
+    from pathlib import Path
+
+    from agentevo.cli.arguments import plain_options
+    from agentevo.config.imports import KEY, import_all
+    from agentevo.config.tools import FunctionToolSection, tools
+    from agentevo.tool_servers import search as search
+    from agentevo.tool_servers.serving import ToolServer, own_task
+
+    import_all({KEY: imports}, (), where="--import", folder=Path.cwd())
+    prepare = getattr(tools.get(name), "_before_serving", None)
+    task, seed = own_task()
+    section = FunctionToolSection(name=name, options=plain_options(options), timeout_s=timeout_s)
+    server = ToolServer(section, task, seed)
+    if prepare is not None:
+        prepare()
+    return server
 
 
 async def _asked(

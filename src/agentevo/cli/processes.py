@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, Recipe
+from agentevo.cli.arguments import Overrides, Port, Recipe
 from agentevo.errors import ConfigError
 
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 Tls = Annotated[
     bool | None,
     typer.Option(

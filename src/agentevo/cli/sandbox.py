@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import path_word
+from agentevo.cli.arguments import path_word, plain_options
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,19 +66,9 @@ def _section(settings: list[str]) -> SandboxSection:
     import pydantic
 
     from agentevo.config.sandbox import SandboxSection
-    from agentevo.parsing import ParseError, parse_yaml
 
-    values = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"{setting!r}: write key=value, such as memory_mib=256")
-        try:
-            values[key] = parse_yaml(text)
-        except ParseError as error:
-            raise ConfigError(f"{key}: {error}") from error
     try:
-        return SandboxSection.model_validate(values)
+        return SandboxSection.model_validate(plain_options(settings, "memory_mib=256"))
     except pydantic.ValidationError as error:
         known = ", ".join(SandboxSection.model_fields)
         problems = [

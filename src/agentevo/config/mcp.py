@@ -65,6 +65,10 @@ class MCPServerSection(MCPSection):
     """`${env:NAME}`, the environment variable that holds the key for a server at a `url`, sent as
     Authorization: Bearer."""
 
+    send_task: bool = False
+    """Whether a server at a `url` is told of the attempt's task, in the headers agentevo-task and
+    agentevo-seed, as those are that a `command` starts. With its answer: not for other people's."""
+
     @field_validator("url")
     @classmethod
     def _is_a_url(cls, url: str | None) -> str | None:
@@ -78,6 +82,11 @@ class MCPServerSection(MCPSection):
             raise ValueError("args, env, pass_env and cwd are for a `command`: leave them out")
         if self.command is not None and self.api_key is not None:
             raise ValueError("api_key is for a `url`: give a command its key by pass_env")
+        if self.send_task and (self.url is None or self.session == "shared"):
+            raise ValueError(
+                "send_task is for a `url` and a session for each attempt: leave it out (a command "
+                "is told anyway)"
+            )
         return self
 
 

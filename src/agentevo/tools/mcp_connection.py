@@ -1,4 +1,4 @@
-"""One session with one MCP server, by the official SDK: the only module that imports `mcp`.
+"""One session with one MCP server, by the official SDK.
 
 A connection is a task of its own, which enters and leaves the SDK's contexts; calls may come from
 any other task of the same event loop. What a server says is not trusted: its tools and results are
@@ -47,6 +47,8 @@ class Server:
     transport: str = "http"
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_timeout_s: float = 60.0
+    send_task: bool = False
+    """Whether one at a URL is told of the attempt's task."""
     shown: str = ""
     """Where it is, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)

@@ -21,6 +21,7 @@ from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.own_loop import OwnLoop
 from agentevo.tools.mcp_connection import Connection, Server, check_package
+from agentevo.tools.task_headers import task_headers
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.types import Task
 
@@ -58,7 +59,7 @@ class MCPServer:
             yield self._shared
             return
         async with self._room:
-            server = replace(self._server, env={**self._server.env, **_variables(task, seed)})
+            server = _told(self._server, task, seed)
             session = _Session(server, self._section)
             try:
                 self._known = await session.learn_tools(self._known)
@@ -178,6 +179,14 @@ def _read_outcome(text: str, what: str) -> Any:
         f"{what} answered {text[:200]!r}: what an attempt is worth is a number, or a JSON object "
         "of named ones"
     )
+
+
+def _told(server: Server, task: Task, seed: int) -> Server:
+    """The server as it is reached for an attempt. Raises EnvironmentFailure."""
+    if server.send_task:
+        headers = {**server.headers, **task_headers(task, seed, server.name)}
+        return replace(server, headers=headers)
+    return replace(server, env={**server.env, **_variables(task, seed)})
 
 
 def _variables(task: Task, seed: int) -> dict[str, str]:

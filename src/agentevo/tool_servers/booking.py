@@ -1,0 +1,179 @@
+"""A booking office: rooms of hotels, bookings that are made and cancelled, and whether the guests
+got what they asked for.
+
+    metadata: {
+      "rooms": [{"room": 12, "city": "Rome", "kind": "double", "price": 90}, ...],
+      "bookings": [{"room": 12, "guest": "Ann", "nights": 2}, ...],
+      "wanted": [{"guest": "Bob", "city": "Rome", "kind": "double", "nights": 3}, ...]
+    }
+
+`bookings` stand before the attempt. It is worth 1 where exactly the bookings of `wanted` stand at
+its end, else 0: each where it stood before, or in the cheapest room of that kind and city that was
+free then and that no other booking has. A task without `wanted` says nothing of its worth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from agentevo.config.tools import tool
+from agentevo.errors import EnvironmentFailure, ToolError
+from agentevo.types import Task
+
+MAX_NIGHTS = 30
+MAX_BOOKINGS = 1000
+MAX_NAME = 100
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """A room, which one guest at a time has."""
+
+    room: int
+    city: str
+    kind: str
+    price: int
+
+
+class Booking(msgspec.Struct, frozen=True, kw_only=True):
+    """A room that somebody has."""
+
+    room: int
+    guest: str
+    nights: int
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody asked for."""
+
+    guest: str
+    city: str
+    kind: str
+    nights: int
+
+
+class _World(msgspec.Struct, kw_only=True):
+    rooms: list[Room] = []
+    bookings: list[Booking] = []
+    wanted: list[Wanted] | None = None
+
+
+@tool("booking")
+class BookingOffice:
+    """The office of one attempt."""
+
+    def __init__(self, task: Task) -> None:
+        """Raises EnvironmentFailure for a task whose world is none."""
+        names = _World.__struct_fields__
+        given = {name: task.metadata[name] for name in names if name in task.metadata}
+        try:
+            world = msgspec.convert(given, _World)
+        except msgspec.ValidationError as error:
+            raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
+        self._rooms = {one.room: one for one in world.rooms}
+        self._bookings = {one.room: one for one in world.bookings}
+        if len(self._rooms) < len(world.rooms) or not self._bookings.keys() <= self._rooms.keys():
+            raise EnvironmentFailure(
+                f"the task {task.id!r}: metadata: rooms need numbers of their own, and a booking "
+                "the number of a room"
+            )
+        self._wanted = world.wanted
+        self._first = dict(self._bookings)
+
+    def find_rooms(self, city: str, kind: str) -> str:
+        """Lists free rooms, the cheapest first.
+
+        Args:
+            city: Where, such as Rome.
+            kind: single, double or family.
+        """
+        free = [
+            one
+            for one in self._rooms.values()
+            if one.city.lower() == city.strip().lower()
+            and one.kind.lower() == kind.strip().lower()
+            and one.room not in self._bookings
+        ]
+        lines = [f"room {one.room} for {one.price} a night" for one in sorted(free, key=_cheapest)]
+        return "\n".join(lines[:20]) or "No such room is free."
+
+    def find_bookings(self, guest: str) -> str:
+        """Lists what a guest has booked.
+
+        Args:
+            guest: The guest's name.
+        """
+        name = guest.strip().lower()
+        lines = [
+            f"room {one.room} in {self._rooms[one.room].city}, {self._rooms[one.room].kind}, "
+            f"{one.nights} nights"
+            for one in self._bookings.values()
+            if one.guest.lower() == name
+        ]
+        return "\n".join(lines[:20]) or f"{guest[:MAX_NAME]} has no bookings."
+
+    def book(self, room: int, guest: str, nights: int) -> str:
+        """Books a free room for a guest.
+
+        Args:
+            room: Its number.
+            guest: The guest's name.
+            nights: For how many nights.
+        """
+        if room not in self._rooms:
+            raise ToolError(f"there is no room {str(room)[:20]}")
+        if room in self._bookings:
+            raise ToolError(f"room {room} is taken")
+        if not 1 <= nights <= MAX_NIGHTS or not 1 <= len(guest.strip()) <= MAX_NAME:
+            raise ToolError(f"give 1 to {MAX_NIGHTS} nights and a guest's name")
+        self._bookings[room] = Booking(room=room, guest=guest.strip(), nights=nights)
+        return f"Booked room {room} for {guest.strip()}, {nights} nights."
+
+    def cancel(self, room: int) -> str:
+        """Cancels the booking of a room.
+
+        Args:
+            room: Its number.
+        """
+        if room not in self._bookings:
+            raise ToolError(f"room {str(room)[:20]} is not booked")
+        guest = self._bookings.pop(room).guest
+        return f"Cancelled the booking of room {room} for {guest}."
+
+    def outcome(self) -> float | None:
+        """1 where exactly the wanted bookings stand, each in its cheapest room, else 0."""
+        if self._wanted is None:
+            return None
+        left = dict(self._bookings)
+        return float(all(self._takes(one, left) for one in self._wanted) and not left)
+
+    def _takes(self, wanted: Wanted, left: dict[int, Booking]) -> bool:
+        """Whether a booking is what was asked for; it is taken out of `left` then."""
+        mine = [
+            one
+            for one in left.values()
+            if (one.guest.lower(), one.nights) == (wanted.guest.lower(), wanted.nights)
+            and self._is_asked_for(self._rooms[one.room], wanted)
+        ]
+        if not mine:
+            return False
+        has = left.pop(mine[0].room)
+        if self._first.get(has.room) == has:
+            return True
+        prices = [
+            one.price
+            for number, one in self._rooms.items()
+            if self._is_asked_for(one, wanted)
+            and number not in self._first
+            and (number == has.room or number not in self._bookings)
+        ]
+        return has.room not in self._first and self._rooms[has.room].price == min(prices)
+
+    @staticmethod
+    def _is_asked_for(room: Room, wanted: Wanted) -> bool:
+        return (room.city.lower(), room.kind.lower()) == (wanted.city.lower(), wanted.kind.lower())
+
+
+def _cheapest(room: Room) -> Any:
+    return room.price, room.room

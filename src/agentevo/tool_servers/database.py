@@ -1,0 +1,256 @@
+"""A SQLite database that every attempt has of its own, made from its task.
+
+    metadata: {"setup": "CREATE TABLE ...; INSERT ...", "solution": "UPDATE ..."}
+
+`setup` is run before the attempt (after the option `file`, a database that is copied), and the
+attempt is worth 1 where it leaves the tables with the rows that `solution` would have left, in
+whatever order, else 0; a task without `solution` says nothing of its worth.
+
+The policy's SQL is one statement a call, within limits of time, rows, sizes and memory. It opens no
+other file: no ATTACH, no PRAGMA, no extension, no virtual table. Its transactions are its calls.
+`query` changes nothing. A process that serves a database (`agentevo mcp serve`) also bounds the
+memory of all SQLite in it; where the tools run in a run's own process nothing but time does.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.config.tools import tool
+from agentevo.errors import EnvironmentFailure, ToolError
+from agentevo.types import Task
+
+MAX_VALUE = 100_000
+"""Bytes of one value or row."""
+MAX_SQL = 10_000
+MAX_MIB = 64
+"""Of one database."""
+HEAP_MIB = 512
+"""Of all SQLite in a process that serves databases."""
+LOOK_OPS = 1000
+"""Steps of SQLite's machine between two looks at the clock."""
+SETUP_S = 30.0
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: MAX_SQL,
+    sqlite3.SQLITE_LIMIT_COLUMN: 100,
+    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 20,
+    sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 100,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+}
+_READS = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
+_REFUSED = {
+    sqlite3.SQLITE_ATTACH,
+    sqlite3.SQLITE_DETACH,
+    sqlite3.SQLITE_PRAGMA,
+    sqlite3.SQLITE_TRANSACTION,
+    sqlite3.SQLITE_SAVEPOINT,
+    sqlite3.SQLITE_CREATE_VTABLE,
+    sqlite3.SQLITE_DROP_VTABLE,
+    sqlite3.SQLITE_ANALYZE,
+}
+_NOT_FUNCTIONS = {"load_extension", "glob", "fts3_tokenizer"}
+"""`glob` takes time without bound for patterns of many stars; `like` is our own."""
+Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]
+
+
+@tool("database")
+class Database:
+    """A SQLite database."""
+
+    def __init__(
+        self,
+        task: Task,
+        file: str | None = None,
+        max_rows: int = 50,
+        statement_timeout_s: float = 5.0,
+    ) -> None:
+        """Raises EnvironmentFailure for a task whose SQL does not run."""
+        self._task, self._file = task, file
+        self._max_rows, self._timeout_s = max_rows, statement_timeout_s
+        self._connection, self._solved = self._made(), self._solution()
+        self._may_write, self._until = False, 0.0
+        self._confine()
+
+    @staticmethod
+    def _before_serving() -> None:
+        """Bounds the memory of all SQLite in this process."""
+        sqlite3.connect(":memory:").execute(f"PRAGMA hard_heap_limit={HEAP_MIB * 2**20}")
+
+    def schema(self) -> str:
+        """Shows the tables, as the statements that made them."""
+        rows = self._run("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL", False)[1]
+        return "\n".join(str(sql) for (sql,) in rows) or "There are no tables."
+
+    def query(self, sql: str) -> str:
+        """Reads the database.
+
+        Args:
+            sql: One SELECT statement of SQLite.
+        """
+        names, rows, _ = self._run(sql, False)
+        lines = [" | ".join(names), *(" | ".join(map(_shown, row)) for row in rows)]
+        if len(rows) > self._max_rows:
+            lines[-1] = f"(only the first {self._max_rows} rows are shown)"
+        return "\n".join(lines) if rows else "No rows."
+
+    def execute(self, sql: str) -> str:
+        """Changes the database.
+
+        Args:
+            sql: One statement of SQLite, such as INSERT, UPDATE, DELETE or CREATE TABLE.
+        """
+        count = max(self._run(sql, True)[2], 0)
+        return f"Done: {count} row{'' if count == 1 else 's'} changed."
+
+    def outcome(self) -> float | None:
+        """1 where the tables are as the task's solution leaves them, else 0."""
+        if self._solved is None:
+            return None
+        self._connection.set_authorizer(None)
+        self._connection.set_progress_handler(None, 0)
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**9)  # as setup may need
+        return float(_tables(self._connection) == self._solved)
+
+    def close(self) -> None:
+        """Forgets it."""
+        self._connection.close()
+
+    def _made(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            ":memory:", isolation_level=None, cached_statements=0, check_same_thread=False
+        )
+        connection.execute(f"PRAGMA max_page_count={MAX_MIB * 2**20 // 4096}")
+        if self._file is not None:
+            path = Path(self._file).expanduser().resolve()
+            try:
+                with sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True) as source:
+                    source.backup(connection)
+                source.close()
+            except sqlite3.Error as error:
+                raise EnvironmentFailure(f"the database {path} can't be read: {error}") from error
+        self._run_script(connection, "setup")
+        return connection
+
+    def _solution(self) -> Tables | None:
+        if "solution" not in self._task.metadata:
+            return None
+        solved = self._made()
+        self._run_script(solved, "solution")
+        tables = _tables(solved)
+        solved.close()
+        return tables
+
+    def _run_script(self, connection: sqlite3.Connection, key: str) -> None:
+        """The task's own SQL, which is its author's: bounded in time alone."""
+        script = self._task.metadata.get(key, "")
+        until = time.monotonic() + SETUP_S
+        connection.set_progress_handler(lambda: time.monotonic() > until, LOOK_OPS)
+        try:
+            if not isinstance(script, str):
+                raise sqlite3.Error(f"it is {type(script).__name__}, and should be a text")
+            connection.executescript(script)
+        except (sqlite3.Error, ValueError) as error:
+            raise EnvironmentFailure(
+                f"the task {self._task.id!r}: metadata.{key} is no SQL that runs: {error}"
+            ) from error
+
+    def _confine(self) -> None:
+        connection = self._connection
+        for limit, value in _LIMITS.items():
+            connection.setlimit(limit, value)
+        connection.create_function("like", 2, _like, deterministic=True)
+        connection.create_function("like", 3, _like, deterministic=True)
+        connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
+        connection.set_authorizer(self._allowed)
+
+    def _allowed(self, action: int, first: str | None, second: str | None, *rest: Any) -> int:
+        function = action == sqlite3.SQLITE_FUNCTION and second in _NOT_FUNCTIONS
+        refused = action in _REFUSED or function or (action not in _READS and not self._may_write)
+        return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK
+
+    def _run(self, sql: str, may_write: bool) -> tuple[list[str], list[tuple[Any, ...]], int]:
+        """Names of columns, the first rows (one more than are shown), and how many it changed."""
+        self._may_write, self._until = may_write, time.monotonic() + self._timeout_s
+        cursor = self._connection.cursor()
+        try:
+            cursor.execute(sql)
+            rows = cursor.fetchmany(self._max_rows + 1)
+            return [one[0] for one in cursor.description or ()], rows, cursor.rowcount
+        except sqlite3.OperationalError as error:
+            late = time.monotonic() > self._until
+            why = f"it took longer than {self._timeout_s:g} s" if late else str(error)
+            raise ToolError(f"the statement failed: {why}") from None
+        except sqlite3.DatabaseError as error:
+            hint = "" if may_write or "authorized" not in str(error) else ": query only reads"
+            raise ToolError(f"the statement failed: {error}{hint}") from None
+        except (sqlite3.Warning, ValueError, MemoryError) as error:
+            raise ToolError(f"the statement failed: {error or 'too little memory'}") from None
+        finally:
+            cursor.close()
+
+
+def _tables(connection: sqlite3.Connection) -> Tables:
+    """Every table's columns and rows, in an order of their own."""
+    names = connection.execute(
+        "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    )
+    found: Tables = {}
+    for (name,) in names.fetchall():
+        rows = connection.execute(f'SELECT * FROM "{name.replace(chr(34), chr(34) * 2)}"')
+        columns = tuple(one[0] for one in rows.description)
+        found[name] = (columns, sorted(rows.fetchall(), key=repr))
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"[{len(value)} bytes]"
+    return "NULL" if value is None else str(value)
+
+
+def _like(pattern: Any, text: Any, escape: str = "") -> bool | None:
+    """SQL's LIKE, in time linear in pattern times text: SQLite's own takes exponential time for
+    patterns of many per cent signs."""
+    if pattern is None or text is None:
+        return None
+    wanted = _pieces(str(pattern).lower(), escape.lower())
+    return _matches(wanted, str(text).lower())
+
+
+def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
+    """Its characters: "" for any one, None for any number of any."""
+    pieces: list[str | None] = []
+    characters = iter(pattern)
+    for character in characters:
+        if escape and character == escape:
+            pieces.append(next(characters, ""))
+        else:
+            pieces.append({"%": None, "_": ""}.get(character, character))
+    return pieces
+
+
+def _matches(pieces: Sequence[str | None], text: str) -> bool:
+    place = at = 0
+    star, resume = -1, 0
+    while at < len(text):
+        if place < len(pieces) and pieces[place] is None:
+            star, resume = place, at
+            place += 1
+        elif place < len(pieces) and pieces[place] in ("", text[at]):
+            place, at = place + 1, at + 1
+        elif star >= 0:
+            resume += 1
+            place, at = star + 1, resume
+        else:
+            return False
+    return all(piece is None for piece in pieces[place:])

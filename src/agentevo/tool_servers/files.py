@@ -1,0 +1,312 @@
+"""Files in a folder that every attempt has of its own, made from its task.
+
+    metadata: {"files": {"notes/a.txt": "..."}, "expected": {"b.txt": "...", "notes/a.txt": null}}
+
+`files` are there before the attempt. It is worth 1 where it leaves those of `expected` with these
+texts (null: it is gone) and all others of `files` as they were, else 0; a task without `expected`
+says nothing of its worth. The option `root` is a folder of yours in place of one of the attempt's
+own, and `read_only` leaves it as it is.
+
+No path leads out of the folder: each of its parts is opened below the one before, no link is
+followed, and what is no file or folder (a pipe, a device) is not opened.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentevo.config.tools import tool
+from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
+from agentevo.types import Task
+
+MAX_FILE = 2**20
+"""Bytes of one file that is read or written."""
+MAX_FILES = 1000
+MAX_TOTAL = 16 * 2**20
+"""Bytes that an attempt writes into a folder of its own, as its files stand."""
+MAX_PATH, MAX_PARTS = 500, 16
+MAX_LISTED = 200
+MAX_LOOKED_AT = 20_000
+"""Files and folders that one call looks at."""
+MAX_SEARCHED = 64 * 2**20
+"""Bytes that one search reads."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@tool("files")
+class Files:
+    """Files in a folder."""
+
+    def __init__(self, task: Task, root: str | None = None, read_only: bool = False) -> None:
+        """Raises ConfigError for a `root` that is no folder, EnvironmentFailure for a task whose
+        files can't be written."""
+        self._task, self._read_only = task, False
+        self._own: str | None = None
+        if root is None:
+            self._own = tempfile.mkdtemp(prefix="agentevo-files-")
+        elif not os.path.isdir(root):
+            raise ConfigError(f"the tool files: root: {root!r} is no folder")
+        self._root = os.open(self._own or str(root), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for path, text in self._texts("files").items():
+                self.write_file(path, "" if text is None else text)
+        except ToolError as error:
+            self.close()
+            raise EnvironmentFailure(f"the task {task.id!r}: metadata.files: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._read_only = read_only
+
+    def list_files(self, folder: str = "") -> str:
+        """Lists files and folders.
+
+        Args:
+            folder: Where to look; empty for the whole folder.
+        """
+        with self._folder(_parts(folder)) as at:
+            found = sorted(self._listed(at))
+        more = "" if len(found) <= MAX_LISTED else f"\n(and {len(found) - MAX_LISTED} more)"
+        return ("\n".join(found[:MAX_LISTED]) or "There are no files.") + more
+
+    def read_file(self, path: str) -> str:
+        """Reads a file.
+
+        Args:
+            path: The file, such as notes/a.txt.
+        """
+        *above, name = _file_parts(path)
+        with self._folder(above) as at:
+            return _text(_read(at, name, path))
+
+    def write_file(self, path: str, text: str) -> str:
+        """Writes a file, in place of an earlier one of that name. Folders are made.
+
+        Args:
+            path: The file, such as notes/a.txt.
+            text: All that it is to hold.
+        """
+        content = text.encode("utf-8", "replace")
+        *above, name = _file_parts(path)
+        self._check_change()
+        if len(content) > MAX_FILE:
+            raise ToolError(f"a file has at most {MAX_FILE:,} bytes, and this has {len(content):,}")
+        self._check_room(len(content))
+        with self._folder(above, make=True) as at:
+            _check_plain(at, name, path)
+            try:
+                file = os.open(
+                    name, _FILE | os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600, dir_fd=at
+                )
+            except OSError as error:
+                raise _refusal(path, error) from None
+            with os.fdopen(file, "wb") as out:
+                out.write(content)
+        return f"Wrote {len(content):,} bytes to {path}."
+
+    def delete_file(self, path: str) -> str:
+        """Deletes a file.
+
+        Args:
+            path: The file.
+        """
+        *above, name = _file_parts(path)
+        self._check_change()
+        with self._folder(above) as at:
+            _check_plain(at, name, path)
+            try:
+                os.unlink(name, dir_fd=at)
+            except OSError as error:
+                raise _refusal(path, error) from None
+        return f"Deleted {path}."
+
+    def search_files(self, text: str) -> str:
+        """Finds lines that hold a text, in all files.
+
+        Args:
+            text: What is looked for, to the letter.
+        """
+        if not text:
+            raise ToolError("an empty text is in every line: give some words")
+        found: list[str] = []
+        read = 0
+        for path in sorted(self._walked()):
+            if path.endswith("/"):
+                continue
+            *above, name = path.split("/")
+            with self._folder(above) as at:
+                content = _read(at, name, path, most=None)
+            read += len(content)
+            lines = _text(content).splitlines() if len(content) <= MAX_FILE else []
+            found += [
+                f"{path}:{number}: {line[:500]}"
+                for number, line in enumerate(lines, start=1)
+                if text in line
+            ]
+            if len(found) > MAX_LISTED or read > MAX_SEARCHED:
+                return "\n".join([*found[:MAX_LISTED], "(the search ended here)"])
+        return "\n".join(found) or "Nothing was found."
+
+    def outcome(self) -> float | None:
+        """1 where the files are as the task expects them, else 0."""
+        if "expected" not in self._task.metadata:
+            return None
+        wanted = self._texts("files") | self._texts("expected")
+        return float(all(self._now(path) == text for path, text in wanted.items()))
+
+    def close(self) -> None:
+        """Deletes a folder that was the attempt's own."""
+        os.close(self._root)
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def _texts(self, key: str) -> dict[str, str | None]:
+        given = self._task.metadata.get(key, {})
+        if not isinstance(given, Mapping) or not all(
+            isinstance(one, str) or (one is None and key == "expected") for one in given.values()
+        ):
+            raise EnvironmentFailure(
+                f"the task {self._task.id!r}: metadata.{key} should be a mapping of paths to texts"
+            )
+        return dict(given)
+
+    def _now(self, path: str) -> str | None:
+        try:
+            return self.read_file(path)
+        except ToolError:
+            return None
+
+    def _check_change(self) -> None:
+        if self._read_only:
+            raise ToolError("these files can only be read")
+
+    def _check_room(self, more: int) -> None:
+        if self._own is None:
+            return
+        sizes = [
+            (Path(self._own) / path).lstat().st_size
+            for path in self._walked()
+            if not path.endswith("/")
+        ]
+        if len(sizes) >= MAX_FILES or sum(sizes) + more > MAX_TOTAL:
+            raise ToolError(f"there is room for {MAX_FILES} files and {MAX_TOTAL:,} bytes, no more")
+
+    @contextmanager
+    def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
+        """A handle on a folder, opened part by part. Raises ToolError."""
+        at = os.dup(self._root)
+        try:
+            for number, part in enumerate(parts, start=1):
+                if make:
+                    try:
+                        os.mkdir(part, 0o700, dir_fd=at)
+                    except FileExistsError:
+                        pass
+                    except OSError as error:
+                        raise _refusal("/".join(parts[:number]), error) from None
+                try:
+                    below = os.open(part, _FOLDER, dir_fd=at)
+                except OSError as error:
+                    raise _refusal("/".join(parts[:number]), error) from None
+                os.close(at)
+                at = below
+            yield at
+        finally:
+            os.close(at)
+
+    def _walked(self) -> Iterator[str]:
+        """Paths of all files and folders, the latter with a stroke at the end; links and other
+        things are left out."""
+        yield from _below(self._root, "", [MAX_LOOKED_AT])
+
+    @staticmethod
+    def _listed(at: int) -> Iterator[str]:
+        yield from _below(at, "", [MAX_LOOKED_AT])
+
+
+def _below(at: int, prefix: str, left: list[int], depth: int = 0) -> Iterator[str]:
+    with os.scandir(at) as entries:
+        for entry in entries:
+            left[0] -= 1
+            if left[0] < 0:
+                return
+            if entry.is_file(follow_symlinks=False):
+                yield f"{prefix}{entry.name}"
+            elif entry.is_dir(follow_symlinks=False) and depth < MAX_PARTS:
+                yield f"{prefix}{entry.name}/"
+                try:
+                    folder = os.open(entry.name, _FOLDER, dir_fd=at)
+                except OSError:
+                    continue  # it went, or became a link
+                try:
+                    yield from _below(folder, f"{prefix}{entry.name}/", left, depth + 1)
+                finally:
+                    os.close(folder)
+
+
+def _parts(path: str) -> list[str]:
+    """Raises ToolError for what could lead out of the folder."""
+    if len(path) > MAX_PATH or "\0" in path or not path.isprintable():
+        raise ToolError(f"a path has at most {MAX_PATH} characters, all of them printable")
+    if path.startswith(("/", "~")):
+        raise ToolError(f"{path!r}: give a path below the folder, such as notes/a.txt")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise ToolError(f"{path!r}: a path has no '..': give one below the folder")
+    if len(parts) > MAX_PARTS or any(len(part.encode("utf-8", "replace")) > 255 for part in parts):
+        raise ToolError(f"a path has at most {MAX_PARTS} parts of 255 bytes")
+    return parts
+
+
+def _file_parts(path: str) -> list[str]:
+    parts = _parts(path)
+    if not parts:
+        raise ToolError("give the path of a file, such as notes/a.txt")
+    return parts
+
+
+def _check_plain(at: int, name: str, path: str) -> None:
+    """Raises ToolError for what is there and is no file."""
+    try:
+        what = os.stat(name, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise _refusal(path, error) from None
+    if not stat.S_ISREG(what.st_mode):
+        raise ToolError(f"{path}: is {'a folder' if stat.S_ISDIR(what.st_mode) else 'no file'}")
+
+
+def _read(at: int, name: str, path: str, most: int | None = MAX_FILE) -> bytes:
+    """The content of a file, at most one byte more than MAX_FILE. Raises ToolError."""
+    _check_plain(at, name, path)
+    try:
+        file = os.open(name, _FILE | os.O_RDONLY, dir_fd=at)
+        with os.fdopen(file, "rb") as content:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise ToolError(f"{path}: is no file")
+            read = content.read(MAX_FILE + 1)
+    except OSError as error:
+        raise _refusal(path, error) from None
+    if most is not None and len(read) > most:
+        raise ToolError(f"{path}: has more than {most:,} bytes, and no more are read")
+    return read
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "replace")
+
+
+def _refusal(path: str, error: Any) -> ToolError:
+    if isinstance(error, FileNotFoundError):
+        return ToolError(f"{path}: there is no such file or folder")
+    reason = getattr(error, "strerror", None) or str(error)
+    return ToolError(f"{path}: can't be opened here ({reason}): links are not followed")

@@ -1,0 +1,258 @@
+"""Any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
+
+Over stdin and stdout the process is one session. Over HTTP every session of the protocol has a
+state of its own, made for the task that its headers tell of (`send_task` of an entry of
+`agent.tools`) and closed with the session, at the latest IDLE_S after its last request. Only
+revisions of the protocol that have sessions are spoken there: a client that asks for a later one is
+told so, and falls back.
+
+What `outcome()` of a class says is a tool of that name, to be named under `outcome` in a recipe.
+What a ToolResult pays has no place in the protocol and is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from agentevo.config.tools import FunctionToolSection
+from agentevo.console import to_stderr
+from agentevo.errors import (
+    AgentEvoError,
+    ConfigError,
+    ToolArgumentsError,
+    ToolError,
+    described,
+)
+from agentevo.extras import load_extra
+from agentevo.tools.functions import FunctionTools
+from agentevo.tools.shorten import shortened
+from agentevo.tools.task_headers import SEED_HEADER, TASK_HEADER
+from agentevo.tools.tool import ToolSession
+from agentevo.tracebacks import traceback_of
+from agentevo.types import Task
+
+OUTCOME = "outcome"
+IDLE_S = 1800.0
+MAX_SESSIONS = 400
+"""Sessions that are open at once over HTTP: each has a thread of its own."""
+MAX_RESULT = 2**20
+"""Characters of a result; of a longer one head and tail are kept."""
+MAX_BODY = 4 * 2**20
+"""Bytes of a request."""
+
+
+class ToolServer:
+    """Serves the tools of one entry. `task`: that of sessions which tell of none."""
+
+    def __init__(self, section: FunctionToolSection, task: Task, seed: int) -> None:
+        """Raises MissingExtraError without the SDK, ConfigError for tools that can't be made."""
+        load_extra("mcp", "mcp", "mcp serve")
+        self._tools = FunctionTools(section)
+        self._section, self._task, self._seed = section, task, seed
+        self._open: dict[str, _Opened] = {}
+        self._told = set[str]()
+
+    async def serve_stdio(self) -> None:
+        """Until stdin ends."""
+        from mcp.server.stdio import stdio_server
+
+        server = self._server()
+        try:
+            async with stdio_server() as (read, write):
+                await server.run(read, write, server.create_initialization_options())
+        finally:
+            await self.close()
+
+    def app(self, host: str, key: str | None) -> Any:
+        """An ASGI application, at the path /mcp. `host` is where it listens; `key`: what clients
+        have to show as a bearer token."""
+        served = self._server().streamable_http_app(
+            json_response=True,
+            host=host,
+            session_idle_timeout=IDLE_S,
+            max_sessions=MAX_SESSIONS,
+            max_request_body_size=MAX_BODY,
+        )
+        return _Door(served, key)
+
+    async def close(self) -> None:
+        """Ends the sessions that are left."""
+        for name in list(self._open):
+            await self._end(name)
+        await self._tools.close()
+
+    def _server(self) -> Any:
+        from mcp.server.lowlevel import Server
+        from mcp_types import ListToolsResult, Tool
+
+        async def list_tools(context: Any, parameters: Any) -> Any:
+            session = await self._session(context)
+            listed = [
+                Tool(name=one.name, description=one.description, input_schema=one.parameters)
+                for one in session.specs
+            ]
+            if self._tools.has_outcome:
+                about = "What the attempt is worth by the state that its calls left."
+                schema: dict[str, Any] = {"type": "object", "properties": {}}
+                listed.append(Tool(name=OUTCOME, description=about, input_schema=schema))
+            return ListToolsResult(tools=listed)
+
+        async def call_tool(context: Any, parameters: Any) -> Any:
+            session = await self._session(context)
+            return await self._called(session, parameters.name, parameters.arguments or {})
+
+        return Server(self._section.name, on_list_tools=list_tools, on_call_tool=call_tool)
+
+    async def _called(self, session: ToolSession, name: str, arguments: Mapping[str, Any]) -> Any:
+        """The result of a call, an error of the tool's included. Raises MCPError for arguments that
+        it does not take, and where there is no such tool."""
+        from mcp import MCPError
+        from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
+
+        is_outcome = name == OUTCOME and self._tools.has_outcome
+        known = [one.name for one in session.specs]
+        if not is_outcome and name not in known:
+            there = ", ".join(known)
+            raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {there}")
+        limit = asyncio.timeout(self._section.timeout_s)
+        is_error = True
+        try:
+            async with limit:
+                if is_outcome:
+                    text = json.dumps(await session.outcome())
+                    is_error = False
+                else:
+                    result = await session.call(name, arguments)
+                    text, is_error = result.text, result.is_error
+        except ToolArgumentsError as error:
+            raise MCPError(INVALID_PARAMS, str(error)) from None
+        except ToolError as error:
+            text = str(error)
+        except TimeoutError:
+            ours = limit.expired()
+            text = f"no answer within {self._section.timeout_s:g} s" if ours else "it timed out"
+        except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
+            text = f"the tool failed: {described(error)}"
+            kind = f"{name} {type(error).__name__}"
+            if kind not in self._told:
+                self._told.add(kind)
+                to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
+        text = shortened(text, MAX_RESULT)
+        return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
+
+    async def _session(self, context: Any) -> ToolSession:
+        """The one of whoever asks, opened with its first request. Raises MCPError where it can't
+        be."""
+        from mcp import MCPError
+        from mcp_types import INTERNAL_ERROR
+
+        headers = getattr(context.request, "headers", {})
+        name = headers.get("mcp-session-id", "")
+        opened = self._open.get(name)
+        if opened is None:
+            task, seed = _told_task(headers) if name else None, self._seed
+            opened = self._open[name] = _Opened()
+            if name:
+                # The SDK has no other way to hear of a session's end (mcp 2.3).
+                connection = context.session._connection
+                connection.exit_stack.push_async_callback(self._end, name)
+                seed = int(headers.get(SEED_HEADER) or 0)
+            made = self._tools.session(task or self._task, seed)
+            opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
+        assert opened.ready is not None
+        try:
+            return await asyncio.shield(opened.ready)
+        except Exception as error:  # of a task that is none, or a user's constructor
+            why = str(error) if isinstance(error, AgentEvoError) else described(error)
+            raise MCPError(INTERNAL_ERROR, f"{self._section.name}: {why}") from error
+
+    async def _end(self, name: str) -> None:
+        opened = self._open.pop(name, None)
+        if opened is not None and opened.ready is not None:
+            await asyncio.wait([opened.ready])
+            await opened.stack.aclose()
+
+
+class _Opened:
+    """The tools of one session."""
+
+    def __init__(self) -> None:
+        self.stack = AsyncExitStack()
+        self.ready: asyncio.Future[ToolSession] | None = None
+
+
+class _Door:
+    """What stands before the SDK's application: the key, and which revisions are spoken."""
+
+    def __init__(self, app: Any, key: str | None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+            refusal = self._refusal(headers)
+            if refusal is not None:
+                await _answer(send, *refusal)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Mapping[str, bytes]) -> tuple[int, dict[str, Any]] | None:
+        from mcp_types import UNSUPPORTED_PROTOCOL_VERSION
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
+
+        if self._key is not None:
+            shown = headers.get("authorization", b"")
+            if not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
+                return 401, _error(-32600, "the key is missing or wrong: Authorization: Bearer KEY")
+        version = headers.get("mcp-protocol-version", b"").decode("latin-1")
+        if version and version not in HANDSHAKE_PROTOCOL_VERSIONS:
+            supported = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version[:60]}
+            why = "only revisions that have sessions are spoken here"
+            return 400, _error(UNSUPPORTED_PROTOCOL_VERSION, why, supported)
+        return None
+
+
+def _error(code: int, message: str, data: Any = None) -> dict[str, Any]:
+    error = {"code": code, "message": message, **({} if data is None else {"data": data})}
+    return {"jsonrpc": "2.0", "id": None, "error": error}
+
+
+async def _answer(send: Callable[[Any], Any], status: int, content: Any) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _told_task(headers: Mapping[str, str]) -> Task | None:
+    """The task that a session's headers tell of. Raises MCPError for one that can't be read."""
+    from mcp import MCPError
+    from mcp_types import INVALID_REQUEST
+
+    told = headers.get(TASK_HEADER)
+    if not told:
+        return None
+    try:
+        return msgspec.json.decode(base64.b64decode(told, validate=True), type=Task)
+    except (ValueError, msgspec.DecodeError) as error:
+        raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
+
+
+def own_task() -> tuple[Task, int]:
+    """The task that this process was started for, and its seed. Raises ConfigError."""
+    told = os.environ.get("AGENTEVO_TASK")
+    try:
+        seed = int(os.environ.get("AGENTEVO_SEED") or 0)
+        return (msgspec.json.decode(told, type=Task) if told else Task(id="none")), seed
+    except (ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are no task: {error}") from error
