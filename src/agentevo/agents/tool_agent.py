@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from agentevo.agents.browse import Browse
 from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy, Reply
@@ -70,6 +71,7 @@ class ToolAgent:
         """Raises ConfigError for tools that can't be made."""
         self._section = section
         self._toolbox = Toolbox(section.tools)
+        self._browse = Browse(section.browse) if section.browse.is_on else None
         self.needs_scorer = not self._toolbox.has_outcome
 
     async def close(self) -> None:
@@ -84,6 +86,8 @@ class ToolAgent:
         async with AsyncExitStack() as stack:
             with policy.waiting():
                 tools = await stack.enter_async_context(self._toolbox.open(task, seed))
+            reader = None if self._browse is None else self._browse.reader(policy)
+            tools.condense = None if reader is None else reader.condense
             progress = _Progress()
             end = await self._play(task, policy, tools, progress)
             said = await said_by(tools)
@@ -99,6 +103,7 @@ class ToolAgent:
             metrics={
                 "num_malformed_calls": float(progress.num_malformed),
                 "num_context_cuts": float(progress.num_cuts),
+                **({} if reader is None else reader.metrics),
             },
             end=end,
             ends=ENDS,

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from agentevo.config.browse import BrowseSection
 from agentevo.config.context import ContextSection
 from agentevo.config.sandbox import SandboxSection
 from agentevo.config.section import Section
@@ -129,6 +130,8 @@ class ToolAgentSection(AgentSection):
     """Tokens that the policy may draw in one attempt. Default: no limit but the context's."""
     context: ContextSection = ContextSection()
     """What the policy sees of a long history."""
+    browse: BrowseSection = BrowseSection()
+    """Who summarises long results, such as web pages, before the policy reads them."""
     max_repeats: int = Field(default=3, ge=1)
     """How often one reply's calls may be those of the reply before, to the letter; then the attempt
     ends."""

@@ -140,6 +140,7 @@ PEER_KEYS: dict[str, dict[str, str]] = {
         "seed.train": "run.seed",
     },
     "AgentRL": {
+        "browse_agent": "agent.browse",
         "train_file": "tasks.train",
         "model_name_or_path": "model.name",
         "loss_calculater": "algorithm.name=minirl",

@@ -45,7 +45,7 @@ from agentevo.config.memory import MemorySection, memory_contradictions
 from agentevo.config.named_agents import NamedAgentSection, named_agent_contradictions
 from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
-from agentevo.config.remote_models import RemoteModelSection, name_problems
+from agentevo.config.remote_models import RemoteModelSection, name_problems, unknown_helpers
 from agentevo.config.rewards import read_rewards
 from agentevo.config.rollout import RolloutSection, rollout_contradictions
 from agentevo.config.section import Section
@@ -203,7 +203,7 @@ def _contradictions(config: RunConfig) -> list[str]:
         )
     problems += _of_the_model(config)
     problems += name_problems(list(config.remote_models), config.model.name)
-    return problems
+    return problems + unknown_helpers(config.remote_models, config.agent)
 
 
 def _of_the_training(config: RunConfig) -> list[str]:

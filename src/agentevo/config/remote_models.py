@@ -4,12 +4,14 @@ clients call them. They answer and are never trained."""
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.section import Section
+from agentevo.registry import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,99}")
 DEFAULT_URLS = {"openai": "https://api.openai.com/v1", "anthropic": "https://api.anthropic.com"}
@@ -144,3 +146,21 @@ def name_problems(names: list[str], policy: str) -> list[str]:
         for name in names
         if not _NAME.fullmatch(name)
     ]
+
+
+def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
+    """Helpers of the section `agent` that `remote_models` has not, as 'what: remedy'."""
+    context, browse = getattr(agent, "context", None), getattr(agent, "browse", None)
+    asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
+    asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
+    problems = []
+    for key, name in asked:
+        if name is not None and name not in names:
+            guess = nearest(name, list(names))
+            hint = f"did you mean {guess}? " if guess else ""
+            known = ", ".join(names) or "none"
+            problems.append(
+                f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "
+                f"has {known}"
+            )
+    return problems

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentevo.types import Task
+from agentevo.types import Task, ToolCall
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +58,22 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """The call failed, and `text` says why."""
     reward: float = 0.0
     """What the turn that made the call earns by it."""
+
+
+class Condensed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy reads in place of a long result."""
+
+    text: str
+    problem: str = ""
+    """Why it is no summary, or none of all of it."""
+
+
+class Condense(Protocol):
+    """Makes long results shorter."""
+
+    async def __call__(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
+        """What stands for the result `text` of a call; None where that stays as it is."""
+        ...
 
 
 class ToolSession(Protocol):

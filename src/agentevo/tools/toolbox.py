@@ -41,7 +41,7 @@ from agentevo.store.call_log import RunningCall, record_call
 from agentevo.tools.cache import ResultCache
 from agentevo.tools.shorten import shortened
 from agentevo.tools.sources import make_toolsets
-from agentevo.tools.tool import ToolResult, ToolSession, Toolset, ToolSpec
+from agentevo.tools.tool import Condense, ToolResult, ToolSession, Toolset, ToolSpec
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, ToolCall
 
@@ -177,6 +177,8 @@ class AttemptTools:
         """In OpenAI's form, under the names that the policy knows."""
         self.metrics: Counter[str] = Counter()
         """By the names of METRICS."""
+        self.condense: Condense | None = None
+        """What is done with results before the policy reads them."""
 
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Makes the calls, all at once, and gives their results in order."""
@@ -205,6 +207,11 @@ class AttemptTools:
             recorded.keep(arguments=call.arguments)
             result = await self._called(call, recorded)
             bound = self._found(call.name)
+            if self.condense is not None and bound is not None and not result.is_error:
+                condensed = await self.condense(bound.spec, call, result.text)
+                if condensed is not None:
+                    recorded.keep(whole_result=result.text, summary_problem=condensed.problem)
+                    result = msgspec.structs.replace(result, text=condensed.text)
             longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
             result = msgspec.structs.replace(result, text=shortened(result.text, longest))
             if result.is_error:

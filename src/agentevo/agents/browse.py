@@ -1,0 +1,168 @@
+"""Long results of tools, summarised by a helper model before the policy reads them.
+
+The helper is a remote model, asked in the order of `agent.browse.models` until one answers; what it
+is asked and says is recorded beside the attempt's turns and never trained, and the call's record
+has both the result and its summary. Where no model answers, the policy reads the result itself, and
+that it could not be summarised: a failure never looks like a summary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import re
+import threading
+import time
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import Any
+
+from agentevo.agents.policy import Policy
+from agentevo.config.browse import BrowseSection
+from agentevo.console import to_stderr
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import gather_all, in_thread
+from agentevo.tools.tool import Condensed, ToolSpec
+from agentevo.types import Message, ToolCall
+
+PURPOSE = "Summarise the main content."
+"""What a result is read for where nobody says."""
+PURPOSE_KEYS = ("purpose", "goal")
+"""Arguments of a call that may say what it is for."""
+AGENT = "browse"
+"""Whose words the helper's are, in the attempt's record and the price log."""
+LEFT_OUT = "\n[the rest is left out]"
+FAILED = "[no summary could be made; this is what the tool gave]\n"
+LONGEST_PURPOSE = 2000
+CHARS_PER_TOKEN = 8
+"""No text is counted beyond so many characters for each token that the helper may read."""
+_WHOLE = re.compile(r"\b(full|complete|raw|entire)\b[\w ]{0,20}\b(content|text|page)", re.I)
+"""A purpose that wants the result itself."""
+
+
+class Browse:
+    """The helper of an agent, one object for a process."""
+
+    def __init__(self, section: BrowseSection) -> None:
+        self.section = section
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._has_told = False
+
+    def reader(self, policy: Policy) -> Reader:
+        """For one attempt."""
+        return Reader(self, policy)
+
+    async def clipped(self, text: str, policy: Policy) -> tuple[str, bool]:
+        """What the helper reads of a text, and whether the text is long."""
+        section = self.section
+        text = text.encode("utf-8", "replace").decode()
+        if len(text.encode()) <= section.min_prompt_length:
+            return text, False  # no token is less than a byte
+        return await in_thread(self._clipped, text, policy.conversation.chat.tokenizer)
+
+    def _clipped(self, text: str, tokenizer: Any) -> tuple[str, bool]:
+        """On a thread, with a tokenizer of its own: the policy's is in use elsewhere."""
+        section = self.section
+        head = text[: section.max_prompt_length * CHARS_PER_TOKEN]
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = copy.deepcopy(tokenizer)
+            ids = self._tokenizer.encode(head, add_special_tokens=False)
+            if len(ids) > section.max_prompt_length:
+                head = self._tokenizer.decode(ids[: section.max_prompt_length])
+        is_cut = len(head) < len(text)
+        is_long = is_cut or len(ids) > section.min_prompt_length
+        return head + LEFT_OUT if is_cut else text, is_long
+
+    def tell(self, problems: list[str]) -> None:
+        """Says once in a process that nobody could summarise."""
+        if not self._has_told:
+            self._has_told = True
+            to_stderr(
+                f"agent.browse: no model could summarise a result: {'; '.join(problems)}\n"
+                "(the policy is told, and read the result itself; later failures are counted)"
+            )
+
+
+class Reader:
+    """Summaries for one attempt. Calls may overlap."""
+
+    def __init__(self, browse: Browse, policy: Policy) -> None:
+        self._browse, self._policy = browse, policy
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the attempt."""
+        names = ("num_summaries", "num_failed_summaries")
+        return {name: float(self._counts[name]) for name in names}
+
+    async def condense(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
+        """What the policy reads in place of a tool's result; None where that stays as it is."""
+        section = self._browse.section
+        names = {call.name, *spec.names}
+        if not any(fnmatchcase(name, one) for name in names for one in section.browse_tools):
+            return None
+        purpose = self._purpose(spec, call)
+        if _WHOLE.search(purpose):
+            return None
+        content, is_long = await self._browse.clipped(text, self._policy)
+        if not is_long:
+            return None
+        until = time.monotonic() + section.timeout_s
+        pages = content.split(section.page_separator, section.max_pages - 1)
+        read = await gather_all([self._read(one, purpose, until) for one in pages])
+        if all(isinstance(one, str) for one in read):
+            self._counts["num_summaries"] += 1
+            told = f"[a summary of {len(text):,} characters, made for: {purpose}]\n"
+            return Condensed(text=told + section.page_separator.join(map(str, read)))
+        self._counts["num_failed_summaries"] += 1
+        problems = [line for one in read if not isinstance(one, str) for line in one]
+        self._browse.tell(problems)
+        if not any(isinstance(one, str) for one in read):
+            return Condensed(text=FAILED + text, problem="; ".join(problems))
+        parts = [
+            one if isinstance(one, str) else FAILED + page
+            for one, page in zip(read, pages, strict=True)
+        ]
+        return Condensed(text=section.page_separator.join(parts), problem="; ".join(problems))
+
+    def _purpose(self, spec: ToolSpec, call: ToolCall) -> str:
+        """What the call is for, in its own words or the recipe's."""
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = {}
+        for key in PURPOSE_KEYS:
+            given = arguments.get(key) if isinstance(arguments, dict) else None
+            if isinstance(given, str) and given.strip():
+                return given.strip()[:LONGEST_PURPOSE]
+        known = self._browse.section.default_purpose
+        return next((known[name] for name in (call.name, *spec.names) if name in known), PURPOSE)
+
+    async def _read(self, page: str, purpose: str, until: float) -> str | list[str]:
+        """A page's summary, or what was wrong with each model."""
+        section = self._browse.section
+        # One after the other, so that a page that has {purpose} in it stays as it is.
+        before, _, after = section.prompt.partition("{content}")
+        asked = "".join(
+            (before.replace("{purpose}", purpose), page, after.replace("{purpose}", purpose))
+        )
+        problems = []
+        for index, name in enumerate(section.models):
+            share_s = (until - time.monotonic()) / (len(section.models) - index)
+            try:
+                async with asyncio.timeout(share_s):
+                    reply = await self._policy.model(name, AGENT).generate([Message("user", asked)])
+            except TimeoutError:
+                problems.append(f"{name}: no answer within {share_s:.1f} s")
+                continue
+            except AgentEvoError as error:
+                problems.append(f"{name}: {error}")
+                continue
+            if reply.text.strip():
+                return reply.text.strip()
+            problems.append(f"{name}: its answer is empty")
+        return problems

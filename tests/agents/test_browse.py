@@ -1,0 +1,180 @@
+"""Long results are summarised by a helper model, and a failure never looks like a summary."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import pytest
+from remote_server import RemoteServer, chat, fails, gives, sleeps
+
+from agentevo.agents import Policy, ToolAgent
+from agentevo.agents.browse import FAILED, LEFT_OUT
+from agentevo.config import build_config
+from agentevo.config import tools as tool_config
+from agentevo.config.agents import ToolAgentSection
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.config.tools import tool
+from agentevo.errors import ConfigError
+from agentevo.event_loop import run_coroutine
+from agentevo.inference.conversation import Conversation
+from agentevo.models.chat import ChatFormat
+from agentevo.models.tiny_tokenizer import byte_tokenizer
+from agentevo.remote_models.conversations import RemoteConversations
+from agentevo.remote_models.model import RemoteModels
+from agentevo.store.call_log import RunningCall
+from agentevo.types import SamplingParams, Task
+
+PAGE = "The door is blue. " * 20
+
+
+@pytest.fixture(autouse=True)
+def visit(monkeypatch):
+    """A registered tool; what a test registers is gone after it."""
+    monkeypatch.setattr(tool_config.tools, "_items", {})
+
+    @tool("visit")
+    def visit(url: str, purpose: str = "") -> str:
+        """Reads a page."""
+        return url
+
+    return visit
+
+
+def call(page=PAGE, **arguments):
+    given = {"name": "visit", "arguments": {"url": page, **arguments}}
+    return f"<tool_call>{json.dumps(given)}</tool_call>"
+
+
+@pytest.fixture
+def told(scripted_engine):
+    """(what the policy is told of its call's result, metrics, remote turns)."""
+
+    def play(words, servers, **browse):
+        tokenizer = byte_tokenizer(65536)
+        form = ChatFormat(tokenizer)
+        engine = scripted_engine(tokenizer, form.end_of_turn_id, [words, "blue"])
+        conversation = Conversation(
+            engine, form, SamplingParams(), name="a", seed=1, context_length=65536, timeout_s=60
+        )
+        sections = {
+            name: RemoteModelSection(model="m", base_url=server.base_url, max_tries=1)
+            for name, server in servers.items()
+        }
+        settings = {"models": tuple(servers), "min_prompt_length": 100} | browse
+        agent = ToolAgent(
+            ToolAgentSection(tools=("visit",), browse=settings)  # type: ignore[arg-type]
+        )
+
+        async def work():
+            with closing(RemoteModels(sections)) as models:
+                remote = RemoteConversations(models, name="a", seed=1)
+                policy = Policy(conversation, remote=remote)
+                outcome = await agent.run(Task(id="t", query="Which colour?"), policy)
+                await agent.close()
+            return outcome, remote.turns
+
+        outcome, turns = run_coroutine(work())
+        prompt = tokenizer.decode(engine.requests[-1][0])
+        result = prompt.partition("<tool_response>")[2].partition("</tool_response>")[0]
+        return result, outcome.metrics, turns
+
+    return play
+
+
+def asked_of(server):
+    return [body["messages"][0]["content"] for body in server.received]
+
+
+def test_a_long_result_is_summarised_for_the_purpose_of_its_call(told):
+    with RemoteServer(gives(chat("It is blue."))) as server:
+        result, metrics, turns = told(call(purpose="the colour"), {"helper": server})
+        (asked,) = asked_of(server)
+    assert result == f"[a summary of {len(PAGE):,} characters, made for: the colour]\nIt is blue."
+    assert "wants to know: the colour\n" in asked and f"<content>\n{PAGE}\n</content>" in asked
+    assert (metrics["num_summaries"], metrics["num_failed_summaries"]) == (1, 0)
+    assert metrics["num_tool_calls"] == 1
+    (turn,) = turns
+    assert turn.agent == "browse" and PAGE in turn.messages[0].text
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (call("short"), {}),
+        (call(purpose="Give me the full page content."), {}),
+        (call(), {"browse_tools": ("fetch_*",)}),
+        (call(), {"min_prompt_length": 5000}),
+        (call(), {"status": False}),
+    ],
+)
+def test_what_need_not_be_summarised_stays_as_it_is(told, words, settings):
+    with RemoteServer() as server:
+        result, metrics, _ = told(words, {"helper": server}, **settings)
+        assert server.received == []
+    assert result in ("short", PAGE) and not metrics.get("num_summaries")
+
+
+def test_models_are_asked_in_order_until_one_answers(told):
+    with (
+        RemoteServer(fails(500)) as broken,
+        RemoteServer(gives(chat("  "))) as silent,
+        RemoteServer(gives(chat("Blue."))) as good,
+    ):
+        servers = {"broken": broken, "silent": silent, "good": good}
+        result, metrics, _ = told(call(), servers, default_purpose={"visit": "colours"})
+    assert result.endswith("made for: colours]\nBlue.")
+    assert (metrics["num_summaries"], metrics["num_failed_summaries"]) == (1, 0)
+
+
+def test_where_all_models_fail_the_policy_reads_the_result_and_that_it_does(told, capsys):
+    with RemoteServer(fails(500, "no luck")) as broken, RemoteServer(sleeps(3.0)) as slow:
+        servers = {"broken": broken, "slow": slow}
+        result, metrics, _ = told(call(PAGE * 40), servers, timeout_s=1.0)
+    assert result.startswith(FAILED + PAGE[:1000]) and "characters are left out here]" in result
+    assert (metrics["num_summaries"], metrics["num_failed_summaries"]) == (0, 1)
+    said = capsys.readouterr().err
+    assert "no luck" in said and "slow: no answer within" in said
+
+
+def test_pages_are_summarised_at_once_and_one_that_fails_is_told(told):
+    def by_page(request, handler):
+        content = request["messages"][0]["content"]
+        (fails(500) if "two" in content else gives(chat(f"read {len(content)}")))(request, handler)
+
+    with RemoteServer(by_page) as server:
+        pages = "\n=======\n".join(["one " * 40, "two " * 40, "three " * 40, "four"])
+        result, metrics, turns = told(call(pages), {"helper": server}, max_pages=3)
+        assert len(server.received) == 3
+    first, second, third = result.split("\n=======\n", 2)
+    assert first.startswith("read ") and second == FAILED + "two " * 40 and "read" in third
+    assert metrics["num_failed_summaries"] == 1 and len(turns) == 2
+
+
+def test_a_helper_reads_no_more_than_it_may_and_is_told(told):
+    with RemoteServer(gives(chat("Blue."))) as server:
+        flood = PAGE * 1000 + "\ud800"
+        told(call(flood), {"helper": server}, max_prompt_length=200)
+        (asked,) = asked_of(server)
+    content = asked.partition("<content>\n")[2].partition("\n</content>")[0]
+    assert content == PAGE[:200] + LEFT_OUT
+
+
+def test_the_calls_record_has_the_result_and_its_summary(told, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(RunningCall, "keep", lambda self, **texts: kept.update(texts))
+    with RemoteServer(gives(chat("It is blue."))) as server:
+        result, _, _ = told(call(), {"helper": server})
+    assert kept["whole_result"] == PAGE and kept["result"] == result
+    assert json.loads(kept["arguments"]) == {"url": PAGE}
+
+
+def test_a_helper_that_the_recipe_has_not_is_refused():
+    tree = {
+        "tasks": "t.jsonl",
+        "rewards": ["numeric"],
+        "agent": {"type": "tool_agent", "tools": ["search"], "browse": {"models": "helpr"}},
+        "remote_models": {"helper": {"model": "m"}},
+    }
+    with pytest.raises(ConfigError, match=r"agent\.browse\.models: there is .* mean helper\?"):
+        build_config(tree)
