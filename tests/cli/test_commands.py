@@ -28,6 +28,7 @@ def test_help_names_every_command(agentevo):
         for name in [
             "train",
             "eval",
+            "score",
             "merge",
             "report",
             "doctor",

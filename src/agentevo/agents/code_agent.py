@@ -152,7 +152,7 @@ class CodeAgent:
                 return "context"
             progress.num_cuts = history.num_cuts
             progress.turn_rewards[reply.turn] = 0.0
-            num_tokens += len(policy.conversation.turns[reply.turn].completion_ids)
+            num_tokens += policy.num_tokens(reply.turn)[1]
             text = reply.answer
             code = read_code(text)
             unfinished = is_unfinished(text)

@@ -121,8 +121,7 @@ class History:
 
 
 def _num_tokens(policy: Policy, turn: int) -> int:
-    drawn = policy.conversation.turns[turn].completion_ids
-    return len(policy.conversation.prompt_ids(turn)) + len(drawn)
+    return sum(policy.num_tokens(turn))
 
 
 def _emptied(answer: Message) -> Message:

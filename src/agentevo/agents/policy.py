@@ -257,6 +257,14 @@ class Policy:
         """Id of the trajectory: another one for every attempt."""
         return self.conversation.name
 
+    remote_model: str | None = None
+    """The remote model that plays in the policy's place (agents/remote_policy.py)."""
+
+    def num_tokens(self, turn: int) -> tuple[int, int]:
+        """Tokens of the whole prompt of a turn, and of what was said."""
+        conversation = self._single()
+        return len(conversation.prompt_ids(turn)), len(conversation.turns[turn].completion_ids)
+
     @property
     def turns(self) -> list[Turn]:
         """Copies of the turns recorded so far; their rewards are not filled in."""

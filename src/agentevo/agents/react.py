@@ -60,7 +60,7 @@ class ReActFormat:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), stop=STOP)
         calls, malformed = read_action(reply.answer)
-        drawn = len(self._policy.conversation.turns[reply.turn].completion_ids)
+        _, drawn = self._policy.num_tokens(reply.turn)
         return Said(reply, reply.message, calls, malformed, drawn)
 
     def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:

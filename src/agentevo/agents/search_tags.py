@@ -49,7 +49,7 @@ class SearchTags:
     async def ask(self, messages: Sequence[Message]) -> Said:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), stop=STOP)
-        drawn = len(self._policy.conversation.turns[reply.turn].completion_ids)
+        _, drawn = self._policy.num_tokens(reply.turn)
         query = _QUERY.search(reply.answer)
         answered = "<answer>" in reply.answer[: query.start() if query else None]
         calls = []

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from agentevo.agents.policy import Policy, Reply
 from agentevo.models.tool_calls import MalformedCall
 from agentevo.tools.tool import ToolResult
@@ -64,16 +66,19 @@ class NativeFormat:
     async def ask(self, messages: Sequence[Message]) -> Said:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), tools=self.tools)
+        _, drawn = self._policy.num_tokens(reply.turn)
+        if self._policy.remote_model is not None:
+            message = _with_ids(reply)
+            return Said(reply, message, message.tool_calls, (), drawn)
         conversation = self._policy.conversation
         parsed = conversation.chat.parser.parse(reply.text, opening=reply.opening, tools=self.tools)
         calls = tuple(
-            ToolCall(call.name, call.arguments, f"c{reply.turn % 10_000:04}{number % 10_000:04}")
+            ToolCall(call.name, call.arguments, _id_of(reply.turn, number))
             for number, call in enumerate(parsed.tool_calls)
         )
         content = parsed.content + "".join(one.text for one in parsed.malformed)
         message = Message("assistant", content, calls, reasoning=parsed.reasoning)
         conversation.recognise(reply.turn, message)
-        drawn = len(conversation.turns[reply.turn].completion_ids)
         return Said(reply, message, calls, parsed.malformed, drawn)
 
     def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
@@ -87,6 +92,19 @@ class NativeFormat:
         ]
         # No call that was read is what these answer.
         return answered + [Message("user", problem) for problem in problems]
+
+
+def _with_ids(reply: Reply) -> Message:
+    """What a server answered, each of its calls with an id, so that its result can name it."""
+    calls = tuple(
+        call if call.id else replace(call, id=_id_of(reply.turn, number))
+        for number, call in enumerate(reply.message.tool_calls)
+    )
+    return replace(reply.message, tool_calls=calls)
+
+
+def _id_of(turn: int, number: int) -> str:
+    return f"c{turn % 10_000:04}{number % 10_000:04}"
 
 
 def tools_as_text(schemas: Sequence[Mapping[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from agentevo.cli import (
     audit,
     data,
     doctor,
+    evaluation,
     mcp,
     names,
     processes,
@@ -68,7 +69,8 @@ app.command()(processes.serve)
 app.command()(processes.gateway)
 app.command()(server.server)
 app.command()(results.table)
-app.command("eval")(results.evaluate)
+app.command("eval")(evaluation.evaluate)
+app.command()(evaluation.score)
 app.command()(results.merge)
 app.command()(results.report)
 app.command()(audit.audit)

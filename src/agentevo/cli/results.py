@@ -1,5 +1,4 @@
-"""The commands that look at what a run has reached, or pass it on: `table`, `eval`, `merge` and
-`report`."""
+"""The commands that look at what runs have reached, or pass it on: `table`, `merge`, `report`."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides, RunDir, path_word
-from agentevo.errors import ConfigError
+from agentevo.cli.arguments import RunDir, path_word
 
 
 def table(
@@ -50,57 +48,6 @@ def table(
     print(text, end="")
     if out is not None:
         write_table(out, text)
-
-
-def evaluate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE|RUN_DIR", help="A recipe's model as it is, or what a run has trained."
-        ),
-    ],
-    overrides: Overrides = None,
-    checkpoint: Annotated[
-        str,
-        typer.Option(metavar="PATH|best|last", help="Which checkpoint; of a run, best by default."),
-    ] = "",
-) -> None:
-    """Measure success on held-out tasks, beside a random and an optimal player."""
-    from agentevo.runs.folder import is_run_folder
-
-    if is_run_folder(Path(target)):
-        _evaluate_run(Path(target), overrides or [], checkpoint or "best")
-    elif checkpoint in ("best", "last"):
-        raise ConfigError(
-            f"--checkpoint {checkpoint} is one of a run's: give the run's folder instead of "
-            f"{target}, or the path of a checkpoint"
-        )
-    else:
-        _evaluate_recipe(target, overrides or [], checkpoint)
-
-
-def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
-    from agentevo.runs.folder import run_config
-
-    config = run_config(run_dir, overrides)
-    from agentevo.api.run import Run
-    from agentevo.observability import LiveView
-
-    Run(config).eval(
-        checkpoint=checkpoint, samples=config.evaluation.samples, view=LiveView(str(run_dir))
-    )
-
-
-def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
-    from agentevo.config import load_config
-
-    config = load_config(recipe, overrides)
-    from agentevo.api.run import evaluate_model
-    from agentevo.observability import LiveView
-
-    evaluate_model(
-        config, checkpoint=Path(checkpoint) if checkpoint else None, view=LiveView(config.run.name)
-    )
 
 
 def merge(

@@ -268,7 +268,7 @@ class Routes:
         about = {"object": "model", "created": self._started_at, "owned_by": "agentevo"}
         names = [
             *(list(filter(None, session.conversations)) or [self._model]),
-            *session.remote_agents,
+            *filter(None, session.remote_agents),
             *(session.remote.models if session.remote else ()),
         ]
         return _json({"object": "list", "data": [{"id": name, **about} for name in names]})

@@ -33,6 +33,7 @@ from agentevo.inference.conversation import Conversation, check_count
 from agentevo.models.answer_form import opening_after
 from agentevo.models.chat import ChatFormat
 from agentevo.remote_models import RemoteConversations
+from agentevo.remote_models.conversations import POLICY
 from agentevo.types import Completion, Message, SamplingOverrides
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Session:
         `follows_client`: the client decides the distribution that its completions are drawn
         from, and not the recipe. `key` is drawn at random unless it is given. `remote`: of the
         models that a client may name in place of the policy; `remote_agents`: agents that are such
-        a model's, and which."""
+        a model's, and which; that of no name is the policy."""
         self.remote, self.remote_agents = remote, remote_agents
         self.key = secrets.token_urlsafe(32) if key is None else key
         self.conversations = conversations
@@ -144,7 +145,7 @@ class Session:
         come, and has heard all of them when this returns."""
         check_count(request.n)
         if (model := self.remote_name(request.model)) and self.remote is not None:
-            agent = request.model if request.model in self.remote_agents else ""
+            agent = self._agent_of(request.model)
             with self._one_more():
                 return await completed_remotely(
                     self.remote, request, delivery, hear, model=model, agent=agent
@@ -226,7 +227,16 @@ class Session:
     def remote_name(self, asked: str | None) -> str:
         """The remote model that a client means by a model's name; empty where it means none."""
         model = self.remote_agents.get(asked or "", asked or "")
-        return model if self.remote is not None and model in self.remote.models else ""
+        if self.remote is None:
+            return ""
+        return model if model in self.remote.models else self.remote_agents.get("", "")
+
+    def _agent_of(self, asked: str | None) -> str:
+        """Whose words a remote model's answer is: an agent's of that name; nobody's where the model
+        itself was named; else those of the policy, which it plays."""
+        if asked and asked in self.remote_agents:
+            return asked
+        return "" if self.remote is not None and asked in self.remote.models else POLICY
 
     def wait_of(self, asked: str | None, own_s: float) -> tuple[str, float]:
         """Who answers a request for a model, and how long to wait for it: `own_s` for a policy."""

@@ -121,21 +121,23 @@ async def _replied(
     said = await policy.generate(messages, tools=tools, sampling=sampling, stop=stop)
     conversation = policy.conversation
     turn = conversation.turns[said.turn]
+    if policy.remote_model is not None:
+        return _result(said.message, turn, policy.num_tokens(said.turn))
     given = tools_of(tools) if tools else None
     answer = Answer(
         ModelRequest(prompt=messages, tools=given, model="policy"), conversation.chat, said.opening
     )
     answer.finish(turn)
     conversation.recognise(said.turn, answer.message)
-    return _result(answer.message, turn, len(conversation.prompt_ids(said.turn)))
+    return _result(answer.message, turn, policy.num_tokens(said.turn))
 
 
-def _result(said: Message, turn: Turn, num_prompt: int) -> ChatResult:
+def _result(said: Message, turn: Turn, size: tuple[int, int]) -> ChatResult:
     calls = [
         {"name": call.name, "args": json.loads(call.arguments or "{}"), "id": call.id}
         for call in said.tool_calls
     ]
-    num_said = len(turn.completion_ids)
+    num_prompt, num_said = size
     message = AIMessage(
         content=said.text,
         tool_calls=calls,

@@ -21,7 +21,7 @@ from agentevo.registry import nearest
 
 HUB = "hf://"
 """How a name begins that can only be the Hugging Face hub's."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH = re.compile(r"[./~]")
 """How a name begins that can only be a path."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -39,7 +39,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     `ModelError` for a folder without a model.
     """
     if name.startswith(HUB):
-        if not _HUB_NAME.fullmatch(name.removeprefix(HUB)):
+        if not HUB_NAME.fullmatch(name.removeprefix(HUB)):
             raise ModelError(f"model {name[:100]!r}: a hub model is written {HUB}org/name")
         return name.removeprefix(HUB)
     folder = _folder_of(name)
@@ -64,7 +64,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
         )
     if name and (name.lower().endswith(".gguf") or os.path.lexists(folder)):
         raise ModelError(f"model {name!r}: {_no_folder(name, folder)}")
-    if _HUB_NAME.fullmatch(name) and not (folder.parent / "config.yaml").is_file():
+    if HUB_NAME.fullmatch(name) and not (folder.parent / "config.yaml").is_file():
         return name
     if _PATH.match(name) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent)):
         raise ModelError(

@@ -8,10 +8,8 @@ from statistics import fmean
 
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
-from agentevo.environments import mean_baselines
-from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.orchestration.components import Components
-from agentevo.orchestration.players import solo_environment
+from agentevo.orchestration.players import reference_players as players_of
 from agentevo.rollout.failures import count_kinds, failure_words
 from agentevo.types import Baselines, Trajectory
 
@@ -43,16 +41,9 @@ class Evaluated:
 def reference_players(parts: Components) -> Baselines | None:
     """Mean success of the two reference players on the held-out tasks; None for a user's own
     agent, and, with a note, for an environment that can't say."""
-    config = parts.config
-    if config.environment is None:
+    if parts.config.environment is None:
         return None
-    seeds = [task.seed for task in parts.tasks.held_out()]
-    try:
-        with solo_environment(config, parts.note) as solo:
-            return solo.call(lambda one: mean_baselines(one.config, seeds, config.max_actions))
-    except (ConfigError, EnvironmentFailure) as error:
-        parts.note(f"what a random and an optimal player reach is not known: {error}")
-        return None
+    return players_of(parts.config, parts.tasks.held_out(), parts.note)
 
 
 def meaning_of_success(config: RunConfig) -> str:

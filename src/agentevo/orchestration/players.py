@@ -12,14 +12,14 @@ from agentevo.agents.named_by_task import asks_once, check_agent_names
 from agentevo.agents.solo_environment import SoloEnvironment
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.console import to_stderr
-from agentevo.environments import TextEnvironment, make
+from agentevo.environments import TextEnvironment, make, mean_baselines
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.remote_models.model import check_keys
 from agentevo.rewards.answers import references
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.tasks import environment_seed
-from agentevo.types import Task
+from agentevo.types import Baselines, Task
 
 CORPUS_EPISODES = 64
 """Environments that the tiny policy's word tokenizer reads."""
@@ -60,6 +60,22 @@ def solo_environment(config: RunConfig, note: Callable[[str], None] = to_stderr)
     return SoloEnvironment(
         lambda: make_environment(config), within_s=config.agent.timeout_s, note=note
     )
+
+
+def reference_players(
+    config: RunConfig, tasks: Sequence[Task], note: Callable[[str], None]
+) -> Baselines | None:
+    """Mean success of a random and an optimal player at an environment's tasks; None for tasks that
+    are no environment's, and, with a note, for an environment that can't say."""
+    if config.environment is None:
+        return None
+    seeds = [task.seed for task in tasks]
+    try:
+        with solo_environment(config, note) as solo:
+            return solo.call(lambda one: mean_baselines(one.config, seeds, config.max_actions))
+    except (ConfigError, EnvironmentFailure) as error:
+        note(f"what a random and an optimal player reach is not known: {error}")
+        return None
 
 
 def check_solver(config: RunConfig, who_asks: str) -> None:

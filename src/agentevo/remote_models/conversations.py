@@ -24,6 +24,8 @@ from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
 
+POLICY = "policy"
+"""Whose turns they are where a remote model is played in the policy's place."""
 MAX_COMPLETIONS = 128
 """Answers that one call may ask for."""
 
@@ -142,11 +144,16 @@ class RemoteConversations:
         """Nobody received what turn `turn` said."""
         self._lost.add(turn)
 
+    def received(self) -> set[int]:
+        """The indices of the turns but those that nobody received and none goes on from."""
+        parents = {turn.parent for turn in self.turns}
+        return {t.index for t in self.turns if t.index not in self._lost or t.index in parents}
+
     def recorded(self) -> list[RemoteTurn]:
         """The turns for the trajectory: all but those that nobody received and none goes on
         from, numbered anew where some are missing."""
-        parents = {turn.parent for turn in self.turns}
-        kept = [t for t in self.turns if t.index not in self._lost or t.index in parents]
+        received = self.received()
+        kept = [turn for turn in self.turns if turn.index in received]
         numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(kept)}
         return [
             msgspec.structs.replace(

@@ -58,7 +58,7 @@ class RemoteModel:
         """Raises ConfigError for a key that is not in the environment."""
         self.name, self.section = name, section
         self._wire = WIRES[section.api]
-        key = _key(name, section)
+        key = key_of_model(name, section)
         self._server = Server(name, section.url, self._wire, key, section.api_key)
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
@@ -314,10 +314,12 @@ class RemoteModels(Mapping[str, RemoteModel]):
 def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
     """Raises ConfigError for a key that is not in the environment."""
     for name, section in sections.items():
-        _key(name, section)
+        key_of_model(name, section)
 
 
-def _key(name: str, section: RemoteModelSection) -> str | None:
+def key_of_model(name: str, section: RemoteModelSection) -> str | None:
+    """The key that the environment holds for a remote model; None for one that has none. Raises
+    ConfigError where it is not there."""
     if section.api_key is None:
         return None
     reference = REFERENCE.fullmatch(section.api_key)

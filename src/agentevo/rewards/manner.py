@@ -76,7 +76,7 @@ class Length:
         ones."""
         config, reply = self.config, completion_of(trajectory)
         counts = {
-            "tokens": trajectory.num_completion_tokens,
+            "tokens": lambda: _num_tokens(trajectory),
             "words": lambda: len(words_of(reply)),
             "characters": lambda: len(reply),
         }
@@ -146,6 +146,11 @@ class ToolUse:
             good += [bool(call.name) and _is_object(call.arguments) for call in calls]
         number = len(good) + trajectory.metrics.get("num_malformed_calls", 0.0)
         return Score(sum(good) / number if number else 0.0)
+
+
+def _num_tokens(trajectory: Trajectory) -> int:
+    """Those of a remote model in the policy's place are counted by its server."""
+    return trajectory.num_completion_tokens() or int(trajectory.metrics.get("policy_tokens", 0))
 
 
 def _reply(turn: Turn) -> Message | None:

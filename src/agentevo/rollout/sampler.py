@@ -163,7 +163,7 @@ class Sampler:
             stored = [known.get(one, []) for one in self._group_names(task.id, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
                 return list(itertools.chain(*stored))
-            trajectories = await self._played(
+            trajectories = await self.play(
                 task,
                 attempts=attempts,
                 extra=self._config.rollout.extra_attempts if split == "train" else 0,
@@ -290,9 +290,9 @@ class Sampler:
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
         return Policy(main, door or self._gateway, remote, agents, remote_agents(self._config))
 
-    async def _played(self, task: Task, **arguments: Any) -> list[Trajectory]:
+    async def play(self, task: Task, **arguments: Any) -> list[Trajectory]:
         """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a
-        bounded number of times."""
+        bounded number of times. Nothing is written."""
         failures = 0
         while True:
             try:

@@ -52,7 +52,7 @@ class TaskSource:
                 at_least=config.trainer.groups_per_step,
             )
             tasks = iter(self.read.train)
-            for name, size in zip(_source_names(config.tasks.train), self.read.sizes, strict=True):
+            for name, size in zip(source_names(config.tasks.train), self.read.sizes, strict=True):
                 self._sources |= {task.id: name for task in islice(tasks, size)}
         self._by_id = {task.id: task for task in (*(self._pool or ()), *self._held_out)}
         reserved = [task.id for task in self._by_id.values() if QUEUED_FOR_STEP in task.metadata]
@@ -176,7 +176,7 @@ class TaskSource:
         return permutation(size, derive_seed(self._config.run.seed, purpose, number))
 
 
-def _source_names(sources: Sequence[str]) -> list[str]:
+def source_names(sources: Sequence[str]) -> list[str]:
     """A name for metrics of each source: that of its file, numbered where several have the same,
     and never that of another."""
     stems = [re.sub(r"[^\w-]+", "_", Path(source).name.partition(".")[0]) for source in sources]

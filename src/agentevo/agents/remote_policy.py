@@ -1,0 +1,158 @@
+"""A remote model in the policy's place: an agent plays with it as with the policy, and nothing is
+trained.
+
+Its words have no token ids here. A turn of such an attempt is text alone, `prompt_ids` and
+`completion_ids` are empty; how many tokens it had is what the server says of the remote turn that
+it is a view of (`policy_tokens` among the trajectory's metrics). Tool calls are those of the
+server's answer: no parser reads them out of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from agentevo.agents.policy import Door, Policy
+from agentevo.errors import BadRequestError, EngineError
+from agentevo.models.answer_form import AnswerForm
+from agentevo.remote_models.conversations import POLICY, RemoteConversations
+from agentevo.store.call_log import AttemptCalls
+from agentevo.types import Message, RemoteTurn, SamplingOverrides, Turn
+
+if TYPE_CHECKING:
+    from agentevo.inference.conversation import Conversation
+
+POLICY_TOKENS = "policy_tokens"
+"""Metric of a trajectory: tokens that its policy has generated, where their ids are unknown."""
+
+
+class RemoteConversation:
+    """What a Conversation is to a policy, of an attempt that a remote model plays: a view of those
+    remote turns that are the policy's."""
+
+    slept_s = 0.0
+    oldest_version = None
+    broken: BaseException | None = None
+    """Never set: a server that fails costs the attempt, as anything does that an agent raises."""
+
+    def __init__(
+        self,
+        remote: RemoteConversations,
+        model: str,
+        sampling: SamplingOverrides,
+        *,
+        name: str,
+        calls: AttemptCalls,
+    ) -> None:
+        self.name, self.calls = name, calls
+        self._remote, self._model, self._sampling = remote, model, sampling
+        self._closed = False
+
+    @property
+    def _own(self) -> list[RemoteTurn]:
+        return [turn for turn in self._remote.turns if turn.agent == POLICY]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """See Conversation.turns."""
+        return _views(self._own, {})
+
+    @property
+    def received(self) -> list[int]:
+        """See Conversation.received."""
+        kept = self._remote.received()
+        return [number for number, turn in enumerate(self._own) if turn.index in kept]
+
+    async def complete(
+        self,
+        prompt: Sequence[Message] | Sequence[int],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        overrides: SamplingOverrides | None = None,
+        form: AnswerForm | None = None,
+        n: int = 1,
+    ) -> list[Turn]:
+        """See Conversation.complete. Raises what RemoteConversations.complete raises, and
+        BadRequestError for token ids."""
+        if self._closed:
+            raise EngineError(f"the attempt {self.name} is over: its agent can't ask for more")
+        if not prompt or not isinstance(prompt[0], Message):
+            raise BadRequestError(
+                f"{self._model} is a remote model, which takes messages and no token ids"
+            )
+        given = {} if overrides is None else overrides.given()
+        told = await self._remote.complete(
+            self._model,
+            cast("Sequence[Message]", prompt),
+            tools=tools,
+            form=form,
+            overrides=msgspec.structs.replace(self._sampling, **given),
+            n=n,
+            agent=POLICY,
+        )
+        new = {turn.index for turn in told}
+        views = zip(self._own, self.turns, strict=True)
+        return [view for turn, view in views if turn.index in new]
+
+    def opening(self, turn: Turn) -> str:
+        """See Conversation.opening: a server shows no part of a prompt."""
+        return ""
+
+    def num_tokens(self, turn: int) -> tuple[int, int]:
+        """Of the prompt and of the answer, as the server counted them."""
+        told = self._own[turn]
+        return told.prompt_tokens, told.completion_tokens
+
+    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+        """See Conversation.recorded."""
+        own, received = self._own, self.received
+        earned = {place: rewards.get(turn, 0.0) for place, turn in enumerate(received)}
+        return _views([own[turn] for turn in received], earned)
+
+    def metrics(self) -> dict[str, float]:
+        """See Conversation.metrics."""
+        return {POLICY_TOKENS: float(sum(turn.completion_tokens for turn in self._own))}
+
+    async def close(self) -> None:
+        """See Conversation.close."""
+        self._closed = True
+
+
+def _views(own: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> list[Turn]:
+    """The turns in their order, with the rewards of their places."""
+    numbers: dict[int | None, int] = {turn.index: number for number, turn in enumerate(own)}
+    return [
+        Turn(
+            index=number,
+            parent=numbers.get(turn.parent),
+            prompt_ids=[],
+            completion_ids=[],
+            logprobs=[],
+            versions=[],
+            finish_reason=turn.finish_reason,
+            seed=turn.seed,
+            reward=rewards.get(number, 0.0),
+            messages=turn.messages,
+            tools=turn.tools,
+        )
+        for number, turn in enumerate(own)
+    ]
+
+
+class RemoteModelPolicy(Policy):
+    """See the module. `policy.base_url` is the gateway, where every model's name that is no other
+    one's of the recipe is this model."""
+
+    def __init__(
+        self, conversation: RemoteConversation, door: Door, remote: RemoteConversations, model: str
+    ) -> None:
+        super().__init__(cast("Conversation", conversation), door, remote)
+        self.remote_model = model
+        self._talk = conversation
+        self._remote_agents = {"": model}
+
+    def num_tokens(self, turn: int) -> tuple[int, int]:
+        """See Policy.num_tokens."""
+        return self._talk.num_tokens(turn)

@@ -1,0 +1,218 @@
+"""The commands that measure models on tasks: `eval`, and `score` for what `eval` has kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentevo.cli.arguments import Overrides, path_word
+from agentevo.errors import ConfigError
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        parser=path_word,
+        metavar="FOLDER",
+        help="Keep the results there, a line for each attempt. Without it nothing is kept.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE|RUN|MODEL",
+        help="A recipe's model as it is, what a run has trained (RUN, RUN@STEP), or a model: a "
+        "folder, a known name, a name of remote_models, or URL#MODEL.",
+    ),
+]
+Checkpoint = Annotated[
+    str,
+    typer.Option(metavar="PATH|best|last", help="Which checkpoint; of a run, best by default."),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE", help="Tasks in place of the recipe's own; may be given again for more."
+    ),
+]
+Attempts = Annotated[
+    int | None,
+    typer.Option("--attempts", "-k", metavar="N", help="Attempts per task, for pass@1 to pass@N."),
+]
+Against = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODEL", help="Another model at the same tasks, written as the first; repeatable."
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Default: 0 (greedy) for one attempt, evaluation.temperature for several."),
+]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling mass.")]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Longest completion of one turn, in tokens.")
+]
+Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Play the first N tasks.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the evaluation in --out.")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="Also play failed attempts again; resumes.")
+]
+
+
+def evaluate(
+    target: Target,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = "",
+    tasks: Tasks = None,
+    attempts: Attempts = None,
+    against: Against = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = None,
+    limit: Limit = None,
+    out: Out = None,
+    resume: Resume = False,
+    retry_failed: RetryFailed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on held-out tasks: of an environment beside a random and an optimal player;
+    with --tasks, --attempts or --against by pass@k, several models side by side."""
+    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    options = (attempts, temperature, limit, out)
+    is_more = any((tasks, against, resume, retry_failed, as_json, given))
+    if not (is_more or any(one is not None for one in options)) and _is_plain(target):
+        _evaluate_plainly(target, overrides or [], checkpoint)
+        return
+    from agentevo.evaluation.evaluate import Evaluation
+
+    what = Evaluation(
+        target=target,
+        against=against or [],
+        overrides=overrides or [],
+        tasks=tasks or [],
+        limit=limit,
+        attempts=1 if attempts is None else attempts,
+        checkpoint=checkpoint,
+        temperature=temperature,
+        sampling=given,
+        out=out,
+        resume=resume or retry_failed,
+        retry_failed=retry_failed,
+    )
+    _measure(what, as_json)
+
+
+def score(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", parser=path_word, help="What `agentevo eval --out` has kept."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[a.b=c]...", help="What scores, such as rewards=[math] remote_models.judge=..."
+        ),
+    ] = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score kept attempts again by other rewards, without playing."""
+    from agentevo.evaluation.score import score as scored
+
+    _show(scored(folder, overrides or [], out, _note), as_json)
+
+
+def _measure(what: Any, as_json: bool) -> None:
+    from agentevo.evaluation.evaluate import check_attempts
+    from agentevo.evaluation.evaluate import evaluate as measured
+
+    summary = measured(what, _note, _progress)
+    _show(summary, as_json)
+    check_attempts(summary)
+
+
+def _show(summary: dict[str, Any], as_json: bool) -> None:
+    import json
+
+    from agentevo.evaluation.summary import table
+
+    if as_json:
+        print(json.dumps(summary, indent=1, sort_keys=True))
+        return
+    tasks, attempts = summary["num_tasks"], summary["attempts"]
+    drawn = "greedy" if summary["temperature"] == 0 else f"temperature {summary['temperature']:g}"
+    rewards = ", ".join(one.get("label") or one["name"] for one in summary["rewards"])
+    judged = f", judged by {rewards}" if rewards else ""
+    print(
+        f"{tasks} tasks, {attempts} attempt{'s' if attempts > 1 else ''} each, {drawn}, at most "
+        f"{summary['sampling']['max_new_tokens']} tokens a turn; {summary['agent']['type']}{judged}"
+    )
+    print(table(summary))
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _progress(label: str, done: int, total: int) -> None:
+    """About ten lines for a model."""
+    if done in (0, total) or done % max(1, total // 10) == 0:
+        print(f"-- {label}: {done} of {total} tasks", file=sys.stderr, flush=True)
+
+
+def _is_plain(target: str) -> bool:
+    """Whether it is a run or a recipe, or nothing that is known."""
+    from agentevo.evaluation.contestants import is_model
+    from agentevo.runs.folder import is_run_folder
+
+    if is_run_folder(Path(target)):
+        return True
+    folder = target.rpartition("@")[0]
+    return not ("://" in target or is_model(target) or (folder and is_run_folder(Path(folder))))
+
+
+def _evaluate_plainly(target: str, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.runs.folder import is_run_folder
+
+    if is_run_folder(Path(target)):
+        _evaluate_run(Path(target), overrides, checkpoint or "best")
+    elif checkpoint in ("best", "last"):
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is one of a run's: give the run's folder instead of "
+            f"{target}, or the path of a checkpoint"
+        )
+    else:
+        _evaluate_recipe(target, overrides, checkpoint)
+
+
+def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.runs.folder import run_config
+
+    config = run_config(run_dir, overrides)
+    from agentevo.api.run import Run
+    from agentevo.observability import LiveView
+
+    Run(config).eval(
+        checkpoint=checkpoint, samples=config.evaluation.samples, view=LiveView(str(run_dir))
+    )
+
+
+def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
+    from agentevo.config import load_config
+
+    config = load_config(recipe, overrides)
+    from agentevo.api.run import evaluate_model
+    from agentevo.observability import LiveView
+
+    evaluate_model(
+        config, checkpoint=Path(checkpoint) if checkpoint else None, view=LiveView(config.run.name)
+    )

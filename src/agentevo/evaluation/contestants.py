@@ -1,0 +1,190 @@
+"""Who is measured: words of the command line to models that play.
+
+    RECIPE              a recipe's model as it is
+    RUN, RUN@STEP       a run's best checkpoint, or that of a step (`RUN@last`)
+    FOLDER, NAME        a folder with a model or a checkpoint; a known model, or one of the hub
+    NAME                a remote model of the recipe (remote_models)
+    URL#MODEL           a server of OpenAI's API that wants no key; #MODEL may be left out where it
+                        serves but one
+
+The first word decides the play (agent, tasks, rewards, sampling): that of its recipe or run. A
+model alone is asked each task once, unless overrides say otherwise. All models play the same tasks,
+by the same agent, with the same seeds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentevo.config import RunConfig, build_config, load_config, sources
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.config.sections import ModelSection
+from agentevo.errors import ConfigError
+from agentevo.models.resolve import HUB, HUB_NAME, resolve
+from agentevo.remote_models.served import check_served, served_models
+from agentevo.runs.folder import is_run_folder, run_config
+
+MAX_NEW_TOKENS = 512
+"""Longest reply of a model that is given without a recipe, where nothing says otherwise."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One model, and the configuration that it plays with."""
+
+    label: str
+    config: RunConfig
+    checkpoint: Path | None = None
+    """In the place of the configuration's model."""
+    remote: str | None = None
+    """The remote model that plays, by its name in the configuration."""
+
+    @property
+    def origin(self) -> str:
+        """What is played, so that the same word for other weights is told."""
+        if self.remote is not None:
+            section = self.config.remote_models[self.remote]
+            return f"{section.url}#{section.model}"
+        return str(self.checkpoint or self.config.model.name)
+
+
+def find_contestants(
+    target: str,
+    against: Sequence[str],
+    overrides: Sequence[str],
+    tasks: Sequence[str],
+    checkpoint: str = "",
+) -> list[Contestant]:
+    """The target first. Raises ConfigError, before anything is created, for words that name no
+    model."""
+    first = _target(target, overrides, tasks)
+    if checkpoint:
+        first = _with_checkpoint(first, target, checkpoint)
+    found = [first, *(_other(word, first.config) for word in against)]
+    labels = [one.label for one in found]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--against {twice}: it is measured already: leave it out")
+    for one in found:
+        if one.remote is not None:
+            check_served(one.remote, one.config.remote_models[one.remote])
+        elif one.checkpoint is None and one.config.model.name != "tiny":
+            resolve(one.config.model.name)
+    return found
+
+
+def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
+    run, step = _run_of(word)
+    if run is not None:
+        config = run_config(run, overrides)
+        return Contestant(word, config, _checkpoint_of(run, config, step))
+    if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
+        return Contestant(word, load_config(word, overrides, needs_environment=not tasks))
+    if not (_is_url(word) or is_model(word) or _names_remote_model(word, overrides)):
+        sources.find_recipe(word)  # says what there is
+    tree: dict[str, Any] = {"sampling": {"max_new_tokens": MAX_NEW_TOKENS}}
+    if tasks:
+        tree |= {"tasks": {"train": list(tasks)}}
+    config = build_config(tree, overrides, where=word, needs_environment=not tasks)
+    return _other(word, config)
+
+
+def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
+    if first.remote is not None:
+        raise ConfigError(f"--checkpoint {which}: {target} is a remote model: leave it out")
+    run, _ = _run_of(target)
+    if run is not None:
+        path = _checkpoint_of(run, first.config, which)
+    elif which in ("best", "last"):
+        raise ConfigError(
+            f"--checkpoint {which} is one of a run's: give the run's folder instead of {target}, "
+            "or the path of a checkpoint"
+        )
+    else:
+        path = Path(which)
+    return Contestant(f"{target}@{which}", first.config, path)
+
+
+def _other(word: str, base: RunConfig) -> Contestant:
+    """A model that plays what `base` says."""
+    if word in base.remote_models:
+        return Contestant(word, base, remote=word)
+    if _is_url(word):
+        return _server(word, base)
+    run, step = _run_of(word)
+    if run is not None:
+        own = run_config(run)
+        config = base.model_copy(update={"model": own.model})
+        return Contestant(word, config, _checkpoint_of(run, own, step))
+    if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
+        model = load_config(word).model
+        return Contestant(word, base.model_copy(update={"model": model}))
+    folder = Path(word).expanduser()
+    if os.path.isfile(folder / "adapter_config.json"):
+        return Contestant(word, base, folder)
+    model = ModelSection(name=word, dtype=base.model.dtype, device=base.model.device)
+    return Contestant(word, base.model_copy(update={"model": model}))
+
+
+def _server(word: str, base: RunConfig) -> Contestant:
+    url, _, model = word.partition("#")
+    name = f"evaluated-{len(base.remote_models)}"
+    try:
+        section = RemoteModelSection(base_url=url, model=model or "?")
+    except ValueError as error:
+        raise ConfigError(f"{word}: {error}") from error
+    if not model:
+        known = served_models(name, section)
+        if known is None or len(known) != 1:
+            has = "has no list of its models" if known is None else f"serves {', '.join(known)}"
+            raise ConfigError(f"{word}: {url} {has}: say which is meant, {url}#MODEL")
+        section = section.model_copy(update={"model": known[0]})
+    models = {**base.remote_models, name: section}
+    return Contestant(word, base.model_copy(update={"remote_models": models}), remote=name)
+
+
+def _run_of(word: str) -> tuple[Path | None, str]:
+    """The folder of a run, and which of its checkpoints."""
+    if is_run_folder(Path(word)):
+        return Path(word), "best"
+    folder, at, step = word.rpartition("@")
+    is_run = bool(at and folder) and is_run_folder(Path(folder))
+    return (Path(folder), step) if is_run else (None, "")
+
+
+def _checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
+    from agentevo.training.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint.keep_last)
+    if not which.isdigit():
+        return checkpoints.find(which)
+    if int(which) not in checkpoints.steps():
+        known = ", ".join(map(str, checkpoints.steps())) or "none"
+        raise ConfigError(f"{run}@{which}: the run has no such checkpoint: its steps are {known}")
+    return checkpoints.path(int(which))
+
+
+def _is_url(word: str) -> bool:
+    return word.startswith(("http://", "https://"))
+
+
+def is_model(word: str) -> bool:
+    """Whether a word names a model by itself: a folder, a known name, one of the hub."""
+    from agentevo.models.known import known_models
+
+    folder = Path(word).expanduser()
+    files = ("config.json", "adapter_config.json")
+    is_folder = any(os.path.isfile(folder / file) for file in files)
+    is_hub = word.startswith(HUB) or (
+        HUB_NAME.fullmatch(word) and not os.path.exists(folder.parent)
+    )
+    return is_folder or word in known_models.names() or bool(is_hub)
+
+
+def _names_remote_model(word: str, overrides: Sequence[str]) -> bool:
+    keys = (one.partition("=")[0] for one in overrides)
+    return any(key == "remote_models" or key.startswith(f"remote_models.{word}") for key in keys)

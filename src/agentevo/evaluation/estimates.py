@@ -1,0 +1,95 @@
+"""What attempts say about a model: pass@k, means, paired differences, each with a 95% interval.
+
+    pass@k = mean over tasks of  1 - C(n - c, k) / C(n, k)
+
+of a task with n completed attempts and c successes: the unbiased estimate of the chance that one of
+k attempts succeeds (Chen et al. 2021, arXiv 2107.03374, equation 1). A task with fewer than k
+completed attempts has no pass@k.
+
+Intervals are a percentile bootstrap over tasks: attempts at one task are not independent of one
+another, tasks are. The draws come from a fixed seed, so the same numbers give the same interval.
+Of more than MANY tasks it is the normal one, mean +- 1.96 standard errors, which is the same by
+then. Where all tasks agree on 0 or on 1, which no resampling can vary, it is the exact binomial
+interval of that many tasks (Clopper and Pearson 1934).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 2000
+LEVEL = 0.95
+MANY = 10_000
+_SEED = 20_210_707
+_AT_ONCE = 2**20
+"""Numbers of a block of resamples, which bounds memory."""
+
+
+class Estimate(NamedTuple):
+    """A mean over tasks, and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+    num_tasks: int
+
+    def as_json(self) -> dict[str, float]:
+        """For files."""
+        return {"value": self.value, "low": self.low, "high": self.high, "tasks": self.num_tasks}
+
+
+def pass_at_k(num_attempts: int, num_successes: int, k: int) -> float | None:
+    """The module's formula for one task, as a product that never overflows; None where n < k."""
+    if k < 1 or not 0 <= num_successes <= num_attempts:
+        raise ValueError(f"k={k} of {num_attempts} attempts with {num_successes} successes")
+    if num_attempts < k:
+        return None
+    failures = num_attempts - num_successes
+    if failures < k:
+        return 1.0
+    places = np.arange(failures + 1, num_attempts + 1, dtype=np.float64)
+    return float(1.0 - np.prod(1.0 - k / places))
+
+
+def ks_of(num_attempts: int) -> list[int]:
+    """1, 2, 4, ... and the number itself."""
+    doubled = [2**power for power in range(num_attempts.bit_length()) if 2**power < num_attempts]
+    return [*doubled, num_attempts]
+
+
+def mean_of(values: Sequence[float], *, is_share: bool = False) -> Estimate | None:
+    """The mean of one value for each task; None without any. `is_share`: they are chances, from 0
+    to 1."""
+    if not len(values):
+        return None
+    column = np.asarray(values, dtype=np.float64)
+    value, count = float(column.mean()), len(column)
+    if is_share and value in (0.0, 1.0):
+        beyond = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
+        low, high = (0.0, beyond) if value == 0.0 else (1.0 - beyond, 1.0)
+        return Estimate(value, low, high, count)
+    if count > MANY:
+        margin = 1.959964 * float(column.std(ddof=1)) / count**0.5
+        return Estimate(value, value - margin, value + margin, count)
+    low, high = np.quantile(_resampled(column), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(value, float(low), float(high), count)
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
+    """How much more the second is than the first, at the same tasks in the same order; None
+    without any."""
+    return mean_of([after - before for before, after in zip(first, second, strict=True)])
+
+
+def _resampled(column: np.ndarray) -> np.ndarray:
+    """The means of RESAMPLES draws of as many values with replacement."""
+    generator, count = np.random.default_rng(_SEED), len(column)
+    rows = max(1, _AT_ONCE // count)
+    means = [
+        column[generator.integers(0, count, (min(rows, RESAMPLES - done), count))].mean(axis=1)
+        for done in range(0, RESAMPLES, rows)
+    ]
+    return np.concatenate(means)

@@ -1,0 +1,178 @@
+"""An evaluation from its words to its summary: `agentevo eval` with tasks, attempts or several
+models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from agentevo.config import RunConfig
+from agentevo.config.sections import EvaluationSection, SamplingSection
+from agentevo.errors import AttemptsFailedError, ConfigError
+from agentevo.evaluation.contestants import Contestant, find_contestants
+from agentevo.evaluation.play import Play, check_play, find_tasks, play, playing
+from agentevo.evaluation.results import AttemptLine, ResultsFolder, task_digest
+from agentevo.evaluation.summary import summarise
+from agentevo.event_loop import run_coroutine
+from agentevo.types import Task
+
+MAX_ATTEMPTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is to be measured."""
+
+    target: str
+    against: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    """Files; empty for the target's own held-out tasks."""
+    limit: int | None = None
+    """The first so many of them."""
+    attempts: int = 1
+    checkpoint: str = ""
+    temperature: float | None = None
+    """None: greedy for one attempt, evaluation.temperature for more."""
+    sampling: Mapping[str, Any] | None = None
+    """What differs from the recipe's section `sampling`."""
+    out: Path | None = None
+    """Where results are kept; None keeps none."""
+    resume: bool = False
+    retry_failed: bool = False
+    """A resumed evaluation plays tasks again of which an attempt failed."""
+
+
+def evaluate(
+    what: Evaluation,
+    note: Callable[[str], None],
+    progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+) -> dict[str, Any]:
+    """Plays, and gives the summary. Raises ConfigError before anything is created, and
+    AttemptsFailedError where every attempt of a model has failed, when all is written."""
+    if not 1 <= what.attempts <= MAX_ATTEMPTS:
+        raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
+    if (what.resume or what.retry_failed) and what.out is None:
+        raise ConfigError("--resume goes on in a folder of results: give it by --out FOLDER")
+    contestants = find_contestants(
+        what.target, what.against, what.overrides, what.tasks, what.checkpoint
+    )
+    base = contestants[0].config
+    tasks, sources, notes = find_tasks(base, what.tasks, what.limit)
+    configs = [_played_config(one, what, notes) for one in contestants]
+    check_play(configs[0], tasks)
+    game = Play(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
+    settings = _settings(what, contestants, configs[0], game)
+    for line in notes:
+        note(line)
+    folder = None if what.out is None else ResultsFolder(what.out)
+    if folder is not None and not what.resume:
+        folder.check_new()
+    with nullcontext() if folder is None else folder.locked():
+        kept: Mapping[tuple[str, str, int], AttemptLine] = {}
+        if folder is not None and what.resume:
+            folder.check_same(settings)
+            kept = _kept(folder, what.retry_failed)
+        elif folder is not None:
+            folder.check_new()
+            folder.begin(settings, tasks)
+        by_model = {
+            one.label: run_coroutine(
+                play(
+                    one,
+                    config,
+                    game,
+                    kept,
+                    folder,
+                    note=note,
+                    progress=partial(progress, one.label),
+                )
+            )
+            for one, config in zip(contestants, configs, strict=True)
+        }
+        summary = summarise(by_model, what.attempts, settings) | _players(configs[0], tasks, note)
+        if folder is not None:
+            folder.end(summary)
+    return summary
+
+
+def check_attempts(summary: Mapping[str, Any]) -> None:
+    """Raises AttemptsFailedError where every attempt of a model has failed."""
+    for model in summary["models"]:
+        if model["failed"] == model["attempts"]:
+            raise AttemptsFailedError(f"{model['model']}: {model['failed_words']}")
+
+
+def _played_config(one: Contestant, what: Evaluation, notes: list[str]) -> RunConfig:
+    config = playing(one.config, what.tasks, what.out)
+    if not what.sampling:
+        return config
+    try:
+        sampling = SamplingSection(**config.sampling.model_dump() | dict(what.sampling))
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"]))
+        raise ConfigError(f"sampling.{key}: {wrong['msg']}") from error
+    return config.model_copy(update={"sampling": sampling})
+
+
+def _temperature(what: Evaluation, config: RunConfig) -> float:
+    """Greedy for one attempt: more would all be the same."""
+    if what.temperature is None:
+        return 0.0 if what.attempts == 1 else config.evaluation.temperature
+    if what.temperature == 0.0 and what.attempts == 1:
+        return 0.0
+    if what.temperature == 0.0:
+        raise ConfigError(
+            f"--temperature 0: {what.attempts} greedy attempts at a task are all the same: give a "
+            "higher temperature, or --attempts 1"
+        )
+    try:
+        return EvaluationSection(temperature=what.temperature).temperature
+    except pydantic.ValidationError as error:
+        raise ConfigError(f"--temperature: {error.errors()[0]['msg']}") from error
+
+
+def _players(
+    config: RunConfig, tasks: Sequence[Task], note: Callable[[str], None]
+) -> dict[str, Any]:
+    """What a random and an optimal player reach at an environment's tasks."""
+    from agentevo.orchestration.players import reference_players
+
+    found = reference_players(config, tasks, note)
+    if found is None:
+        return {}
+    return {"players": {"random": found.random, "optimal": found.optimal}}
+
+
+def _settings(
+    what: Evaluation, contestants: Sequence[Contestant], config: RunConfig, game: Play
+) -> dict[str, Any]:
+    """What has to be the same for an evaluation to go on, and what its numbers are of."""
+    return {
+        "tasks": list(what.tasks) or "held out",
+        "num_tasks": len(game.tasks),
+        "tasks_digest": task_digest(game.tasks),
+        "sources": dict(game.sources),
+        "played_models": {one.label: one.origin for one in contestants},
+        "attempts": game.attempts,
+        "temperature": game.temperature,
+        "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
+        "agent": config.agent.model_dump(mode="json"),
+        "rewards": [one.model_dump(mode="json") for one in config.rewards],
+        "seed": config.run.seed,
+    }
+
+
+def _kept(folder: ResultsFolder, retry_failed: bool) -> dict[tuple[str, str, int], AttemptLine]:
+    kept = folder.attempts()
+    if not retry_failed:
+        return kept
+    again = {(one.model, one.task) for one in kept.values() if one.status != "completed"}
+    return {key: one for key, one in kept.items() if key[:2] not in again}

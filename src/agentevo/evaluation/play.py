@@ -1,0 +1,235 @@
+"""Models play tasks, several attempts each, and every attempt leaves a line.
+
+Every model meets the same tasks in the same order, by the same agent, with the same seeds: an
+attempt's seeds are made of the run's seed, the task and its number. Models play one after the
+other, so that but one is in memory; a model's tasks play together, as many as its engine or its
+server takes at once. A model's attempts at a task are written when all of them have ended. An
+engine that fails for good ends the evaluation, which can go on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentevo.config import RunConfig
+from agentevo.config.agents import EnvironmentAgentSection, SingleTurnSection
+from agentevo.config.named_agents import trained_agents
+from agentevo.config.sections import RunSection
+from agentevo.config.tasks import TasksSection
+from agentevo.errors import ConfigError, storable
+from agentevo.evaluation.contestants import Contestant
+from agentevo.evaluation.results import AttemptLine, ResultsFolder
+from agentevo.evaluation.results import storable as storable_attempt
+from agentevo.event_loop import gather_all
+from agentevo.rewards.answers import place_of
+from agentevo.rewards.reward import completion_of
+from agentevo.rewards.stated import stated_answer
+from agentevo.rollout.given_tasks import read_tasks
+from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.task_source import TaskSource, source_names
+from agentevo.types import Task, Trajectory
+
+LABEL = "eval"
+LONGEST_ANSWER = 2000
+"""Characters of a stated answer in a line."""
+
+
+@dataclass(frozen=True)
+class Play:
+    """What every model plays."""
+
+    tasks: Sequence[Task]
+    attempts: int
+    temperature: float
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Task id -> where it is from."""
+    notes: Sequence[str] = ()
+    """What is to be said of the tasks."""
+
+
+def find_tasks(
+    config: RunConfig, files: Sequence[str], limit: int | None
+) -> tuple[list[Task], dict[str, str], list[str]]:
+    """The tasks of these files, else those that the configuration holds out; where each is from;
+    and what is to be said of bad rows. Raises ConfigError."""
+    if not files:
+        held_out = TaskSource(config, None).held_out()
+        return held_out[:limit], {}, []
+    section = TasksSection(
+        train=tuple(files), fields=config.tasks.fields, allow_bad_rows=config.tasks.allow_bad_rows
+    )
+    read = read_tasks(section)
+    names = source_names(section.train)
+    of_each = [name for name, size in zip(names, read.sizes, strict=True) for _ in range(size)]
+    sources = {task.id: name for task, name in zip(read.train, of_each, strict=True)}
+    lines = [line for report in read.reports for line in report.lines()]
+    return read.train[:limit], sources, lines
+
+
+def playing(config: RunConfig, files: Sequence[str], folder: Path | None) -> RunConfig:
+    """The configuration as it is played: with these files nothing else gives tasks, and an agent
+    that plays an environment becomes one that asks once. `folder` is where price logs go."""
+    changes: dict[str, object] = {}
+    if files:
+        changes |= {"environment": None, "tasks": TasksSection()}
+        if isinstance(config.agent, EnvironmentAgentSection):
+            changes["agent"] = SingleTurnSection()
+    if folder is not None:
+        changes["run"] = RunSection(**config.run.model_dump(exclude={"dir"}), dir=folder)
+    return config.model_copy(update=changes)
+
+
+@asynccontextmanager
+async def opened(
+    contestant: Contestant, config: RunConfig, note: Callable[[str], None]
+) -> AsyncIterator[Sampler]:
+    """What the model plays by: its own recipe loads it, `config` says how it plays."""
+    if contestant.remote is not None:
+        from agentevo.orchestration.players import find_agent
+        from agentevo.rollout.remote_sampler import RemoteSampler
+
+        agent = find_agent(config, None)
+        sampler = RemoteSampler(config, contestant.remote, agent, note)
+        try:
+            yield sampler
+        finally:
+            sampler.close()
+            await agent.close()
+        return
+    from agentevo.orchestration.components import load_policy, open_components
+
+    loaded = load_policy(contestant.config, contestant.checkpoint)
+    with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
+        url = f"sqlite:///{folder}/store.sqlite"
+        async with open_components(
+            config, checkpoint=contestant.checkpoint, store_url=url, loaded=loaded, note=note
+        ) as parts:
+            yield parts.sampler
+
+
+async def play(
+    contestant: Contestant,
+    config: RunConfig,
+    what: Play,
+    kept: Mapping[tuple[str, str, int], AttemptLine],
+    folder: ResultsFolder | None,
+    *,
+    note: Callable[[str], None],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[AttemptLine]:
+    """Lets the model play what it has not yet (`kept`), and gives all lines, in the order of tasks
+    and attempts."""
+    label, found = contestant.label, dict[str, list[AttemptLine]]()
+    for task in what.tasks:
+        lines = [kept.get((label, task.id, number)) for number in range(what.attempts)]
+        if all(line is not None for line in lines):
+            found[task.id] = [line for line in lines if line is not None]
+    left = [task for task in what.tasks if task.id not in found]
+    if not left:
+        return [line for task in what.tasks for line in found[task.id]]
+    async with opened(contestant, config, note) as sampler:
+        room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
+
+        async def attempt(task: Task) -> None:
+            async with room:
+                played = await sampler.play(
+                    task,
+                    attempts=what.attempts,
+                    temperature=what.temperature,
+                    step=0,
+                    label=LABEL,
+                )
+                trajectories = [storable_attempt(one) for one in _of_main_agent(played, config)]
+                lines = [
+                    await line_of(one, task, contestant.label, config, what) for one in trajectories
+                ]
+                if folder is not None:
+                    folder.add(lines, trajectories)
+                found[task.id] = lines
+                progress(len(found), len(what.tasks))
+
+        progress(len(found), len(what.tasks))
+        await gather_all([attempt(task) for task in left])
+    return [line for task in what.tasks for line in found[task.id]]
+
+
+def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
+    """Groups that play together."""
+    most = config.engine.max_running
+    if contestant.remote is not None:
+        most = 2 * config.remote_models[contestant.remote].max_at_once
+    return max(1, most // attempts)
+
+
+def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> list[Trajectory]:
+    """Of several agents the numbers are those of the main one."""
+    if not config.agents:
+        return list(trajectories)
+    return [one for one in trajectories if one.agent == trained_agents(config)[0]]
+
+
+async def line_of(
+    trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: Play
+) -> AttemptLine:
+    """What an attempt came to, as a line."""
+    completed = trajectory.status == "completed"
+    metrics = trajectory.metrics
+    return AttemptLine(
+        model=label,
+        task=task.id,
+        attempt=trajectory.attempt,
+        status=trajectory.status,
+        reward=trajectory.reward if completed else None,
+        parts=trajectory.reward_parts if completed else {},
+        success=trajectory.success and completed,
+        scorer=scorer_of(task, config),
+        source=what.sources.get(task.id, ""),
+        answer=await _answer(trajectory, task),
+        tokens=trajectory.num_completion_tokens() or int(metrics.get("policy_tokens", 0)),
+        turns=len(trajectory.turns),
+        seconds=round(trajectory.duration_s, 3),
+        cost=metrics.get("remote_cost", 0.0),
+        truncated=trajectory.truncated,
+        error=trajectory.error,
+    )
+
+
+def scorer_of(task: Task, config: RunConfig) -> str:
+    """What judges the attempts at a task, in a word."""
+    if task.scorer:
+        return task.scorer
+    if config.rewards:
+        return ",".join(one.title for one in config.rewards)
+    return config.environment.type if config.environment is not None else "agent"
+
+
+async def _answer(trajectory: Trajectory, task: Task) -> str:
+    try:
+        stated = await stated_answer(trajectory, task, place_of(task, "auto"))
+    except TimeoutError:
+        stated = completion_of(trajectory)
+    return storable(stated or "", LONGEST_ANSWER)
+
+
+def check_play(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError, before anything is created, for tasks that nobody can play or judge."""
+    from agentevo.agents.named_by_task import asks_once, check_agent_names
+    from agentevo.orchestration.players import find_agent, solo_environment
+    from agentevo.remote_models.model import check_keys
+    from agentevo.rollout.scoring import Scoring
+
+    if not tasks:
+        raise ConfigError("there are no tasks: give --tasks FILE, or a recipe that has some")
+    check_keys(config.remote_models)
+    if config.environment is not None:
+        with solo_environment(config):
+            pass
+    agent = find_agent(config, None)
+    check_agent_names(tasks, config.agent.type)
+    needed = agent.needs_scorer or any(map(asks_once, tasks))
+    Scoring(config.rewards, models=config.remote_models).check(tasks, needed=needed)

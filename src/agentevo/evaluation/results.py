@@ -1,0 +1,229 @@
+"""The folder of an evaluation, from which an interrupted one goes on.
+
+    eval.json           what is measured: tasks, models, attempts, sampling; written first
+    tasks.jsonl         the tasks, a line each
+    trajectories.jsonl  every attempt whole, with its messages and tokens
+    results.jsonl       a line for each attempt, see AttemptLine
+    summary.json        what they come to; written last
+
+Both logs are only added to, all attempts of a model at one task at once, trajectories first. A line
+that a killed process has left half written is no line, and a task of which a line is missing is
+played again; of two lines of one attempt the later counts. Nothing else of an interrupted
+evaluation is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from agentevo.errors import ConfigError, described
+from agentevo.files import must_write, sync_to_disk, write_atomic
+from agentevo.types import Status, Task, Trajectory
+
+T = TypeVar("T")
+SETTINGS, TASKS, RESULTS = "eval.json", "tasks.jsonl", "results.jsonl"
+TRAJECTORIES, SUMMARY, LOCK = "trajectories.jsonl", "summary.json", "eval.lock"
+REMEDY = "make room there, or make it writable, and go on with --resume"
+_ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
+
+
+class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one attempt came to."""
+
+    model: str
+    task: str
+    attempt: int
+    status: Status
+    reward: float | None
+    """None where it failed: what could not be judged is no 0."""
+    parts: dict[str, float] = {}
+    success: bool = False
+    scorer: str = ""
+    """What judged it: the task's own scorer, else the recipe's rewards."""
+    source: str = ""
+    """Where the task is from."""
+    answer: str = ""
+    """The stated answer (where the task says, else `auto`), shortened."""
+    tokens: int = 0
+    """That the model generated."""
+    turns: int = 0
+    seconds: float = 0.0
+    cost: float = 0.0
+    """Of remote models, by the recipe's prices."""
+    truncated: bool = False
+    error: str | None = None
+
+
+class KeptTrajectory(msgspec.Struct, frozen=True):
+    """A line of trajectories.jsonl."""
+
+    model: str
+    trajectory: Trajectory
+
+
+def task_digest(tasks: Sequence[Task]) -> str:
+    """Of all tasks in order."""
+    return hashlib.sha256(msgspec.json.encode(list(tasks))).hexdigest()
+
+
+class ResultsFolder:
+    """See the module. One process at a time: `locked`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises ConfigError where another process evaluates into the folder, or nobody can."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / LOCK, timeout=0)
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{self.path}: another process evaluates there: wait for it, or give another --out"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} can't be written ({error.strerror or error}): give another --out"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def check_new(self) -> None:
+        """Raises ConfigError where something is there already."""
+        if (self.path / SETTINGS).exists():
+            raise ConfigError(
+                f"{self.path} has an evaluation already: go on with it by --resume, or give "
+                "another --out"
+            )
+        with suppress(FileNotFoundError):
+            if any(one.name != LOCK for one in self.path.iterdir()):
+                raise ConfigError(f"{self.path} is not empty: give another --out")
+
+    def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
+        """Writes what is measured."""
+        with must_write(self.path, REMEDY):
+            lines = b"".join(msgspec.json.encode(task) + b"\n" for task in tasks)
+            write_atomic(self.path / TASKS, lines)
+            write_atomic(self.path / SETTINGS, _json(settings), durable=True)
+
+    def check_same(self, settings: dict[str, Any]) -> None:
+        """Raises ConfigError where the folder's evaluation is another one."""
+        before = self.settings()
+        changed = [key for key in settings if settings[key] != before.get(key)]
+        if changed:
+            key = changed[0]
+            raise ConfigError(
+                f"{self.path}: what is to be resumed was begun with another {key} "
+                f"({str(before.get(key))[:100]}, now {str(settings[key])[:100]}): give the same "
+                "words as then, or another --out"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What is measured there. Raises ConfigError."""
+        try:
+            found = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.path} is no folder of an evaluation (its {SETTINGS} can't be read: "
+                f"{error}): give one that `agentevo eval --out FOLDER` has made"
+            ) from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{self.path / SETTINGS} is damaged: restore it")
+        return found
+
+    def tasks(self) -> list[Task]:
+        """The tasks. Raises ConfigError."""
+        found = list(_lines(self.path / TASKS, Task))
+        if task_digest(found) != self.settings().get("tasks_digest"):
+            raise ConfigError(
+                f"{self.path / TASKS} was changed since it was written: restore it, or evaluate "
+                "anew"
+            )
+        return found
+
+    def attempts(self) -> dict[tuple[str, str, int], AttemptLine]:
+        """The newest line of each attempt, by model, task and number."""
+        found = _lines(self.path / RESULTS, AttemptLine)
+        return {(one.model, one.task, one.attempt): one for one in found}
+
+    def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
+        """The newest of each attempt."""
+        return {
+            (one.model, one.trajectory.task_id, one.trajectory.attempt): one.trajectory
+            for one in _lines(self.path / TRAJECTORIES, KeptTrajectory)
+        }
+
+    def add(self, lines: Sequence[AttemptLine], trajectories: Sequence[Trajectory]) -> None:
+        """All attempts of a model at a task."""
+        kept = [KeptTrajectory(lines[0].model, one) for one in trajectories]
+        with must_write(self.path, REMEDY):
+            _append(self.path / TRAJECTORIES, kept)
+            _append(self.path / RESULTS, lines)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Writes the summary, when all lines are on the disk."""
+        with must_write(self.path, REMEDY):
+            for name in (TRAJECTORIES, RESULTS):
+                if (self.path / name).exists():
+                    sync_to_disk(self.path / name)
+            write_atomic(self.path / SUMMARY, _json(summary), durable=True)
+
+
+def storable(trajectory: Trajectory) -> Trajectory:
+    """The trajectory; a failed one without turns where JSON can't hold what an agent has put into
+    it."""
+    try:
+        _ENCODER.encode(trajectory)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        return msgspec.structs.replace(
+            trajectory,
+            turns=[],
+            remote_turns=[],
+            reward=0.0,
+            reward_parts={},
+            metrics={},
+            success=False,
+            status="failed",
+            error=f"it can't be kept: {described(error)}",
+        )
+    return trajectory
+
+
+def _append(path: Path, records: Iterable[Any]) -> None:
+    content = b"".join(_ENCODER.encode(one) + b"\n" for one in records)
+    with path.open("ab+") as file:
+        _end_line(file)
+        file.write(content)
+
+
+def _end_line(file: IO[bytes]) -> None:
+    """What a killed process has left half written does not spoil the next line."""
+    if file.seek(0, 2):
+        file.seek(-1, 2)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def _lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """The whole lines of a log; half of one is none."""
+    decoder = msgspec.json.Decoder(kind)
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            with suppress(msgspec.MsgspecError):
+                yield decoder.decode(line)
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,121 @@
+"""Attempts that were kept are scored again, by other rewards, without playing.
+
+An attempt that failed in playing stays failed. One that failed because it could not be judged, such
+as while a judge was away, is judged now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from agentevo.config import RunConfig, build_config
+from agentevo.errors import ConfigError
+from agentevo.evaluation.play import Play, line_of
+from agentevo.evaluation.results import AttemptLine, ResultsFolder
+from agentevo.evaluation.summary import summarise
+from agentevo.event_loop import run_coroutine
+from agentevo.remote_models import RemoteModels
+from agentevo.remote_models.model import check_keys
+from agentevo.rollout.failures import FirstFailures, failure_kind
+from agentevo.rollout.scoring import Scoring
+from agentevo.types import Task, Trajectory
+
+PRICE_LOGS = "remote_models"
+_AGENTS_OWN = "returned"
+"""The reward that is what the agent returned, which is not kept beside what it was made to."""
+
+
+def score(
+    source: Path, overrides: Sequence[str], out: Path | None, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """The summary by the rewards that the overrides name (`rewards=[...]`), else by the tasks' own
+    scorers; with `out` a whole new folder. Raises ConfigError."""
+    folder = ResultsFolder(source)
+    settings, tasks = folder.settings(), folder.tasks()
+    # What is played decides nothing here: the environment is one that every installation has.
+    config = build_config(
+        {"environment": {"type": "coins"}, "run": {"dir": str(out or source)}},
+        overrides,
+        where="score",
+    )
+    _check(config, tasks)
+    attempts = folder.trajectories()
+    if not attempts:
+        raise ConfigError(f"{source} has no attempts yet: let its evaluation go on (--resume)")
+    new = None if out is None else ResultsFolder(out)
+    if new is not None:
+        new.check_new()
+        with new.locked():
+            new.check_new()
+            settings = {**settings, "rewards": [r.model_dump(mode="json") for r in config.rewards]}
+            new.begin(settings, tasks)
+            return _scored(config, settings, tasks, attempts, new, note)
+    settings = {**settings, "rewards": [r.model_dump(mode="json") for r in config.rewards]}
+    return _scored(config, settings, tasks, attempts, None, note)
+
+
+def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
+    if any(one.name == _AGENTS_OWN for one in config.rewards):
+        raise ConfigError(
+            f"rewards: {_AGENTS_OWN} is what the agent returned as it played: give a reward that "
+            "judges what is kept"
+        )
+    if not config.rewards and not any(task.scorer for task in tasks):
+        raise ConfigError("nothing says what scores: give rewards=[NAME] (`agentevo list rewards`)")
+    check_keys(config.remote_models)
+    Scoring(config.rewards, models=config.remote_models).check(tasks, needed=True)
+
+
+def _scored(
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    tasks: Sequence[Task],
+    attempts: Mapping[tuple[str, str, int], Trajectory],
+    new: ResultsFolder | None,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    by_id = {task.id: task for task in tasks}
+    what = Play(tasks, settings["attempts"], settings["temperature"], settings.get("sources", {}))
+    models = RemoteModels(config.remote_models, config.run_dir / PRICE_LOGS)
+    scoring = Scoring(config.rewards, show=FirstFailures(note).show, models=models)
+    by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}
+
+    async def all_groups() -> None:
+        for (label, task_id), keys in groupby(sorted(attempts), key=lambda key: key[:2]):
+            group = [_unscored(attempts[key]) for key in keys]
+            task = by_id[task_id]
+            judged = await scoring.score(group, [True] * len(group), {}, task=task)
+            lines = [await line_of(one, task, label, config, what) for one in judged]
+            by_model[label] += lines
+            if new is not None:
+                new.add(lines, judged)
+
+    try:
+        run_coroutine(all_groups())
+    finally:
+        for line in models.account():
+            note(line)
+        models.close()
+    played = {label: lines for label, lines in by_model.items() if lines}
+    summary = summarise(played, settings["attempts"], settings)
+    if new is not None:
+        new.end(summary)
+    return summary
+
+
+def _unscored(trajectory: Trajectory) -> Trajectory:
+    """As it was before it was judged."""
+    kind = failure_kind(trajectory.error) if trajectory.status == "failed" else ""
+    is_played = (
+        trajectory.status == "completed" or kind.startswith("scorer_") or kind == "no_reward"
+    )
+    if not is_played:
+        return trajectory
+    return replace(
+        trajectory, status="completed", error=None, reward=0.0, reward_parts={}, success=False
+    )

@@ -1,0 +1,205 @@
+"""What the lines of an evaluation come to: one account for each model, paired differences from the
+first, and a table of both.
+
+Attempts that failed are counted apart: they are in no mean. A mean is over tasks, of what each
+task's completed attempts come to, so that a task counts once however many of its attempts failed;
+a task without a completed attempt is in none. A difference is over the tasks that both models have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from agentevo.evaluation.estimates import Estimate, ks_of, mean_of, paired_difference, pass_at_k
+from agentevo.evaluation.results import AttemptLine
+from agentevo.rollout.failures import count_kinds, failure_words
+
+Lines = Sequence[AttemptLine]
+OfTask = Callable[[Lines], float | None]
+"""What the completed attempts at one task come to; None where that is not defined."""
+
+
+def summarise(
+    by_model: Mapping[str, Lines], attempts: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Contents of summary.json. `by_model`: the lines of each, the first is compared with."""
+    labels = list(by_model)
+    first = by_model[labels[0]]
+    return {
+        **settings,
+        "models": [account(label, by_model[label], attempts) for label in labels],
+        "differences": [
+            {"model": label, "from": labels[0]} | _differences(first, by_model[label], attempts)
+            for label in labels[1:]
+        ],
+    }
+
+
+def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
+    """What one model came to."""
+    failed = [line.error for line in lines if line.status != "completed"]
+    found: dict[str, Any] = {
+        "model": label,
+        "attempts": len(lines),
+        "failed": len(failed),
+        "failures": count_kinds(failed),
+        "failed_words": failure_words(failed, len(lines)) if failed else "",
+        **_estimates(lines, attempts),
+        "tokens": _mean(lines, lambda line: line.tokens),
+        "turns": _mean(lines, lambda line: line.turns),
+        "seconds": _mean(lines, lambda line: line.seconds),
+        "truncated": _mean(lines, lambda line: line.truncated),
+        "cost": sum(line.cost for line in lines),
+    }
+    for key, name in (("by_scorer", "scorer"), ("by_source", "source")):
+        values = list(dict.fromkeys(getattr(line, name) for line in lines))
+        if len(values) > 1:
+            found[key] = {
+                value: _estimates([one for one in lines if getattr(one, name) == value], attempts)
+                for value in values
+            }
+    return found
+
+
+def _estimates(lines: Lines, attempts: int) -> dict[str, Any]:
+    tasks = _by_task(lines)
+    found: dict[str, Any] = {
+        "pass_at": {
+            str(k): _json(mean_of(_values(tasks, _passes(k)), is_share=True))
+            for k in ks_of(attempts)
+        },
+        "reward": _json(mean_of(_values(tasks, _reward))),
+    }
+    parts = list(dict.fromkeys(name for line in lines for name in line.parts))
+    if parts:
+        found["reward_parts"] = {
+            name: _json(mean_of(_values(tasks, _part(name)))) for name in parts
+        }
+    return found
+
+
+def _differences(first: Lines, other: Lines, attempts: int) -> dict[str, Any]:
+    before, after = _by_task(first), _by_task(other)
+
+    def of(value: OfTask) -> dict[str, float] | None:
+        pairs = [(value(before[task]), value(after[task])) for task in before if task in after]
+        both = [(one, two) for one, two in pairs if one is not None and two is not None]
+        return _json(paired_difference([one for one, _ in both], [two for _, two in both]))
+
+    return {
+        "pass_at": {str(k): of(_passes(k)) for k in ks_of(attempts)},
+        "reward": of(_reward),
+    }
+
+
+def _by_task(lines: Lines) -> dict[str, list[AttemptLine]]:
+    """The completed attempts at each task."""
+    tasks: dict[str, list[AttemptLine]] = {}
+    for line in lines:
+        own = tasks.setdefault(line.task, [])
+        if line.status == "completed":
+            own.append(line)
+    return tasks
+
+
+def _values(tasks: Mapping[str, Lines], value: OfTask) -> list[float]:
+    return [found for lines in tasks.values() if (found := value(lines)) is not None]
+
+
+def _passes(k: int) -> OfTask:
+    return lambda lines: pass_at_k(len(lines), sum(line.success for line in lines), k)
+
+
+def _reward(lines: Lines) -> float | None:
+    return fmean(line.reward or 0.0 for line in lines) if lines else None
+
+
+def _part(name: str) -> OfTask:
+    def of(lines: Lines) -> float | None:
+        own = [line.parts[name] for line in lines if name in line.parts]
+        return fmean(own) if own else None
+
+    return of
+
+
+def _mean(lines: Lines, value: Callable[[AttemptLine], float]) -> float | None:
+    own = [float(value(line)) for line in lines if line.status == "completed"]
+    return fmean(own) if own else None
+
+
+def _json(found: Estimate | None) -> dict[str, float] | None:
+    return None if found is None else found.as_json()
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The summary for people: a row for each model, its sources and scorers, the differences."""
+    models = summary["models"]
+    ks = list(models[0]["pass_at"])
+    head = ["model", *(f"pass@{k}" for k in ks), "reward", "failed", "tokens"]
+    rows = [head]
+    for model in models:
+        failed = f"{model['failed']}/{model['attempts']}"
+        tokens = "" if model["tokens"] is None else f"{model['tokens']:.1f}"
+        rows.append([model["model"], *_cells(model, ks), failed, tokens])
+        for key in ("by_source", "by_scorer"):
+            rows += [
+                [f"  {name or '(none)'}", *_cells(own, ks), "", ""]
+                for name, own in model.get(key, {}).items()
+            ]
+    rows += [
+        [f"{name} player", f"{value:.1%}", *([""] * (len(head) - 2))]
+        for name, value in summary.get("players", {}).items()
+        if value is not None
+    ]
+    lines = _aligned(rows)
+    for one in summary["differences"]:
+        lines += ["", f"{one['model']} minus {one['from']}, at the same tasks:"]
+        named = [*((f"pass@{k}", one["pass_at"][k], True) for k in ks)]
+        named.append(("reward", one["reward"], False))
+        lines += [f"  {name:<8} {_difference(found, share)}" for name, found, share in named]
+    lines += [
+        f"{model['model']}: {model['failed_words']}; they count neither in pass@k nor in reward"
+        for model in models
+        if model["failed"]
+    ]
+    return "\n".join(lines)
+
+
+def _cells(found: Mapping[str, Any], ks: Sequence[str]) -> list[str]:
+    return [*(_share(found["pass_at"][k]) for k in ks), _number(found["reward"])]
+
+
+def _share(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found['value']:.1%} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+
+
+def _number(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def _difference(found: Mapping[str, float] | None, is_share: bool) -> str:
+    if found is None:
+        return "no task has both"
+    value, low, high = (
+        100 * found[key] if is_share else found[key] for key in ("value", "low", "high")
+    )
+    digits = 1 if is_share else 3
+    unit = " points" if is_share else ""
+    return (
+        f"{value:+.{digits}f}{unit} [{low:+.{digits}f}, {high:+.{digits}f}], "
+        f"{found['tasks']:.0f} tasks"
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

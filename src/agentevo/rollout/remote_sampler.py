@@ -1,0 +1,66 @@
+"""A sampler whose policy is a remote model: the same agents, groups and scorers, and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from agentevo.agents.agent import Agent
+from agentevo.agents.policy import Door, Policy
+from agentevo.agents.remote_policy import RemoteConversation, RemoteModelPolicy
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.inference.engine import Engine
+from agentevo.remote_models import RemoteConversations
+from agentevo.rollout.sampler import Sampler
+from agentevo.seeds import derive_seed
+from agentevo.store.call_log import AttemptCalls, CallLog
+from agentevo.types import SamplingOverrides
+
+
+class RemoteSampler(Sampler):
+    """See the module. It plays (`play`, `group`) and writes nothing."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: str,
+        agent: Agent,
+        note: Callable[[str], None] = lambda text: None,
+        calls: CallLog | None = None,
+    ) -> None:
+        """`model`: a name of the recipe's remote_models. Raises ConfigError for a rollout of
+        several agents."""
+        if config.agents:
+            raise ConfigError(
+                f"agents: {model} can't play for several agents at once: give each its own by "
+                "agents.NAME.remote"
+            )
+        nothing = cast("Any", None)  # no engine draws tokens here, and no store takes them
+        super().__init__(config, nothing, nothing, agent, nothing, 0, calls, note)
+        self._model = model
+
+    def policy(
+        self,
+        name: str,
+        temperature: float,
+        engines: Mapping[str, Engine] = MappingProxyType({}),
+        *,
+        door: Door | None = None,
+    ) -> Policy:
+        """See Sampler.policy."""
+        section = self._config.sampling
+        sampling = SamplingOverrides(
+            temperature=temperature,
+            top_p=section.top_p if section.top_p < 1 else None,
+            top_k=section.top_k or None,
+            min_p=section.min_p or None,
+            max_new_tokens=section.max_new_tokens,
+            stop_strings=section.stop or None,
+        )
+        calls = AttemptCalls(self._calls, name)
+        seed = derive_seed(self._config.run.seed, name)
+        remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
+        conversation = RemoteConversation(remote, self._model, sampling, name=name, calls=calls)
+        return RemoteModelPolicy(conversation, door or self._gateway, remote, self._model)

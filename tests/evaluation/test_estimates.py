@@ -1,0 +1,68 @@
+"""pass@k against its definition, intervals against what they promise."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentevo.evaluation.estimates import ks_of, mean_of, paired_difference, pass_at_k
+
+
+@given(st.data())
+def test_pass_at_k_is_the_share_of_draws_of_k_that_hold_a_success(data):
+    n = data.draw(st.integers(1, 8))
+    successes, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    attempts = [True] * successes + [False] * (n - successes)
+    draws = [any(draw) for draw in combinations(attempts, k)]
+    assert pass_at_k(n, successes, k) == pytest.approx(sum(draws) / len(draws), abs=1e-12)
+
+
+def test_pass_at_k_needs_k_attempts_and_never_overflows():
+    assert pass_at_k(3, 2, 4) is None
+    assert 0.0 < pass_at_k(100_000, 3, 1000) < 1.0
+    with pytest.raises(ValueError, match="k=1 of 2"):
+        pass_at_k(2, 3, 1)
+
+
+def test_ks_double_and_end_with_all():
+    assert [ks_of(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+
+
+def test_an_interval_is_always_the_same_and_holds_the_mean():
+    values = list(np.random.default_rng(0).random(50))
+    first, again = mean_of(values), mean_of(values)
+    assert first == again
+    assert first.low < first.value < first.high
+
+
+def test_an_interval_holds_the_truth_about_as_often_as_it_says():
+    generator, held = np.random.default_rng(1), 0
+    for _ in range(100):
+        found = mean_of(list((generator.random(60) < 0.4).astype(float)), is_share=True)
+        held += found.low <= 0.4 <= found.high
+    assert held >= 85
+
+
+def test_agreement_of_few_tasks_is_no_certainty():
+    assert mean_of([1.0] * 4, is_share=True).low == pytest.approx(0.025 ** (1 / 4))
+    found = mean_of([0.0] * 100, is_share=True)
+    assert (found.low, found.high) == (0.0, pytest.approx(0.0362, abs=1e-4))
+
+
+def test_a_difference_is_paired():
+    hard = [0.0, 1.0] * 20
+    found = paired_difference(hard, [value + 0.1 for value in hard])
+    assert found.value == pytest.approx(0.1)
+    assert found.high - found.low < 1e-9, "what tasks have in common cancels out"
+    assert paired_difference([], []) is None and mean_of([]) is None
+
+
+def test_of_many_tasks_it_is_the_normal_interval():
+    values = np.random.default_rng(2).random(1_000_000)
+    found, few = mean_of(values), mean_of(values[:9_000])
+    assert found.high - found.low == pytest.approx(2 * 1.96 * 12**-0.5 / 1000, rel=0.01)
+    assert few.high - few.low == pytest.approx(2 * 1.96 * (12 * 9_000) ** -0.5, rel=0.1)

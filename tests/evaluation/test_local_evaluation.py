@@ -1,0 +1,70 @@
+"""A recipe's model, a run's checkpoints and a model's folder side by side, at an environment's
+tasks and at those of a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentevo.cli.main import main
+
+RECIPE = (
+    "environment: {type: coins}\n"
+    "model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2}}\n"
+    "sampling: {max_new_tokens: 4}\n"
+    "trainer: {steps: 2, group_size: 2, groups_per_step: 2}\n"
+    "evaluation: {tasks: 3, samples: 0}\ncheckpoint: {every: 1}\n"
+    "tracking: {report: false, tensorboard: false}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluation")
+    (folder / "small.yaml").write_text(RECIPE)
+    assert main(["train", str(folder / "small.yaml"), f"run.dir={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    last = str(run / "checkpoints/step-000002")
+    words = ["eval", "run@1", "--against", "run@2", "--against", last, "--against", "small.yaml"]
+    assert main([*words, "-k", "3", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "random player" in printed and "optimal player" in printed
+    assert "run@2 minus run@1, at the same tasks" in printed
+    lines = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 3 * 3
+    by_model = {
+        name: [
+            {key: line[key] for key in ("task", "attempt", "reward", "answer", "tokens")}
+            for line in sorted(lines, key=lambda line: (line["task"], line["attempt"]))
+            if line["model"] == name
+        ]
+        for name in ("run@1", "run@2", last)
+    }
+    assert by_model["run@2"] == by_model[last], "the same weights play the same, to the token"
+    assert main([*words, "-k", "3", "--out", str(tmp_path / "out"), "--resume"]) == 0
+    assert "0 of 3" not in capsys.readouterr().err, "nothing was left to play"
+    assert main(["eval", "run@7", "-k", "2"]) == 2
+    assert "its steps are 1, 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_alone_plays_a_file_and_a_group_is_scored_together(run, tmp_path, capsys):
+    rows = [{"id": f"t{n}", "query": f"coin {n}", "answer": "left"} for n in range(2)]
+    tasks = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for path, row in zip(tasks, rows, strict=True):
+        path.write_text(json.dumps(row) + "\n")
+    words = ["eval", str(run / "checkpoints/step-000002"), "--max-new-tokens", "3", "--json"]
+    words += ["--tasks", str(tasks[0]), "--tasks", str(tasks[1]), "rewards=[exact_match]"]
+    assert main(words) == 0
+    summary = json.loads(capsys.readouterr().out)
+    (model,) = summary["models"]
+    assert (summary["temperature"], summary["attempts"], summary["num_tasks"]) == (0.0, 1, 2)
+    assert set(model["by_source"]) == {"first", "second"}
+    assert 0 < model["tokens"] <= 3

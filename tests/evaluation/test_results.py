@@ -1,0 +1,100 @@
+"""The folder of results: what a killed process leaves is gone on from, what is damaged is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentevo.errors import ConfigError
+from agentevo.evaluation.results import AttemptLine, ResultsFolder, storable, task_digest
+from agentevo.types import Message, Task, Trajectory, Turn
+
+TASKS = [Task(id="a", query="1?"), Task(id="b", query="2?")]
+
+
+def settings(**changed):
+    return {"tasks_digest": task_digest(TASKS), "attempts": 2, **changed}
+
+
+def made(tmp_path) -> ResultsFolder:
+    folder = ResultsFolder(tmp_path / "out")
+    folder.path.mkdir()
+    folder.begin(settings(), TASKS)
+    return folder
+
+
+def attempts_of(task: str, reward: float = 1.0):
+    numbers = range(2)
+    lines = [
+        AttemptLine(model="m", task=task, attempt=n, status="completed", reward=reward)
+        for n in numbers
+    ]
+    return lines, [
+        Trajectory(id=f"{task}#{n}", task_id=task, group_id=task, attempt=n) for n in numbers
+    ]
+
+
+def test_lines_come_back_and_the_later_one_counts(tmp_path):
+    folder = made(tmp_path)
+    folder.add(*attempts_of("a", 0.0))
+    folder.add(*attempts_of("a", 1.0))
+    assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
+    assert list(folder.trajectories()) == [("m", "a", 0), ("m", "a", 1)]
+    assert folder.tasks() == TASKS
+
+
+def test_half_a_line_is_none_and_spoils_no_other(tmp_path):
+    folder = made(tmp_path)
+    folder.add(*attempts_of("a"))
+    log = folder.path / "results.jsonl"
+    log.write_bytes(log.read_bytes()[:-10])
+    assert list(folder.attempts()) == [("m", "a", 0)]
+    folder.add(*attempts_of("b"))
+    assert list(folder.attempts()) == [("m", "a", 0), ("m", "b", 0), ("m", "b", 1)]
+
+
+def test_another_evaluation_is_not_gone_on_with(tmp_path):
+    folder = made(tmp_path)
+    folder.check_same(settings())
+    with pytest.raises(ConfigError, match="begun with another attempts"):
+        folder.check_same(settings(attempts=4))
+    with pytest.raises(ConfigError, match="has an evaluation already"):
+        folder.check_new()
+    (folder.path / "tasks.jsonl").write_text(json.dumps({"id": "c"}) + "\n")
+    with pytest.raises(ConfigError, match="was changed"):
+        folder.tasks()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        ResultsFolder(tmp_path).check_new()
+    with pytest.raises(ConfigError, match="no folder of an evaluation"):
+        ResultsFolder(tmp_path).settings()
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    folder = made(tmp_path)
+    with (
+        folder.locked(),
+        pytest.raises(ConfigError, match="another process"),
+        ResultsFolder(folder.path).locked(),
+    ):
+        pass
+
+
+def test_what_json_can_not_hold_fails_its_attempt_alone():
+    said = Message("assistant", "\ud800")
+    turn = Turn(
+        index=0,
+        prompt_ids=[1],
+        completion_ids=[2],
+        logprobs=[0.0],
+        versions=[0],
+        finish_reason="stop",
+        messages=[said],
+    )
+    broken = storable(Trajectory(id="x", task_id="x", group_id="x", turns=[turn], reward=1.0))
+    assert (broken.status, broken.reward, broken.turns) == ("failed", 0.0, [])
+    assert "can't be kept" in broken.error
