@@ -312,9 +312,12 @@ async def _play(
             task_id=trajectory.task_id, group_id=trajectory.group_id, number=trajectory.attempt
         )
         scoring = Scoring(config.rewards)
-        if not scoring.compares(task) and not scoring.asks_models(task):
+        judged_again = not (
+            scoring.compares(task) or scoring.asks_models(task) or scoring.asks_policy(task)
+        )
+        if judged_again:
             (played,) = await scoring.score([played], [bool(attempt.unrewarded)], {}, task=task)
-        elif played.status == "completed":  # others, or a judge, are not asked again
+        elif played.status == "completed":  # others, a judge or the weights are not asked again
             recorded = {name: getattr(trajectory, name) for name in ("reward", "success")}
             played = msgspec.structs.replace(played, **recorded)
     if door.was_needed:

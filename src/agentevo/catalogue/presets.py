@@ -239,8 +239,8 @@ PRESETS: Mapping[str, Preset] = {
             "rlpr",
             "GRPO without the groups whose rewards differ less than usual, and a little more "
             "room above than below; the paper's "
-            "reward, the probability of the reference answer, is no part of it: the environment "
-            "or the agent function gives the reward",
+            "reward, the policy's probability of the reference answer, is the reward `rlpr`, "
+            "which any preset may train on",
             "arXiv 2506.18254",
             "grpo",
             hyper={"clip_high": 0.27},

@@ -28,10 +28,10 @@ from agentevo.doctor.memory_estimate import (
     trained_of,
     training_bytes,
 )
-from agentevo.errors import ModelError
+from agentevo.errors import EngineError, ModelError
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.drift import DriftPlace
-from agentevo.inference.engine import Engine, TokenListener
+from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
 from agentevo.inference.sampling import filter_logits
 from agentevo.inference.torch_engine import kv_bytes_per_token
 from agentevo.inference.transports import local_transport
@@ -69,6 +69,21 @@ class WatchedEngine:
         )
         self.requests[tuple(prompt_ids), tuple(completion.ids)] += 1
         return completion
+
+    async def score(
+        self,
+        context_ids: list[int],
+        ids: list[int],
+        *,
+        temperature: float = 1.0,
+        deadline_s: float,
+    ) -> TokenScores:
+        """See ScoringEngine.score."""
+        if not isinstance(self._engine, ScoringEngine):
+            raise EngineError(CANT_SCORE)
+        return await self._engine.score(
+            context_ids, ids, temperature=temperature, deadline_s=deadline_s
+        )
 
     async def release(self, session: str) -> None:
         """See Engine.release."""

@@ -122,6 +122,7 @@ class Components:
             self.calls,
             self.note,
             players(self.config, self.policies),
+            given=self.tasks.given,
         )
 
 

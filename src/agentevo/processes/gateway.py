@@ -85,7 +85,16 @@ async def _serve(
             tls=door.server_context(),
         )
         sampler = Sampler(
-            config, engine, chat, agent, store, context_length, calls, note, gateway=gateway
+            config,
+            engine,
+            chat,
+            agent,
+            store,
+            context_length,
+            calls,
+            note,
+            gateway=gateway,
+            given=tuple if tasks is None else tasks.given,
         )
         sessions = OutsideSessions(config, sampler, agent, engine, store, note)
         next_tasks = NextTasks(config, tasks, sessions, store)

@@ -140,7 +140,17 @@ async def _sample(
         if opened is None:
             return
         engine, store, calls = opened
-        sampler = Sampler(config, engine, chat, player, store, context_length, calls, note)
+        sampler = Sampler(
+            config,
+            engine,
+            chat,
+            player,
+            store,
+            context_length,
+            calls,
+            note,
+            given=source.given,
+        )
         service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
         note(f"{name}: sampling for {short(config.run_dir)}")
         with closing(sampler):

@@ -9,6 +9,7 @@ from agentevo.rewards import (  # noqa: F401 (importing them registers them)
     llm_judge,
     manner,
     math_answer,
+    probability,
     qa,
     reasoning_gym,
 )

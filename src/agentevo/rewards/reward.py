@@ -25,6 +25,7 @@ import pydantic
 from agentevo.errors import ConfigError, described, shown
 from agentevo.registry import Registry
 from agentevo.rewards.answers import find_answer, place_of
+from agentevo.rewards.baselines import Baselines
 from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
 
@@ -92,7 +93,9 @@ class Scorer(Protocol):
     """Scores attempts one by one. It may raise: the attempt is then recorded as failed."""
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """It may have a third parameter `models`: the run's remote models, by name."""
+        """It may have the parameters `models`, the run's remote models by name, and `policy`, a
+        ScoredPolicy. One with `policy` may have `async prepare(tasks, policy)`, which is awaited
+        with the given tasks before it scores for the first time."""
         ...
 
 
@@ -102,6 +105,35 @@ class ScorerModel(Protocol):
     async def generate(self, messages: Sequence[Any], *, role: str = "", attempt: str = "") -> Any:
         """The reply, whose `text` is what the model said. `role` and `attempt` say in the price log
         what the call is for."""
+        ...
+
+
+class ScoredPolicy(Protocol):
+    """The policy that made an attempt, for a scorer that asks what it thinks of other answers."""
+
+    agent: str
+    """Whose policy it is, where an attempt has several agents; else empty."""
+    baselines: Baselines
+    """What the run computes once and keeps."""
+
+    async def score(
+        self, context_ids: Sequence[int], ids: Sequence[int]
+    ) -> tuple[list[float], int]:
+        """The log-prob of each of `ids` behind the context and those before it, under the weights
+        of now, and their version. What goes wrong in the engine is raised, and is no failure of the
+        scorer."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that goes on from others."""
+        ...
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of a completion's first tokens."""
+        ...
+
+    def first_prompt(self, task: Task) -> list[int] | None:
+        """The prompt that an attempt at this task begins with, where that is known before."""
         ...
 
 
@@ -242,12 +274,19 @@ def call_function(
 
 
 def call_scorer(
-    scorer: Any, trajectory: Trajectory, task: Task, models: Mapping[str, ScorerModel]
+    scorer: Any,
+    trajectory: Trajectory,
+    task: Task,
+    models: Mapping[str, ScorerModel],
+    policy: ScoredPolicy | None = None,
 ) -> Any:
-    """The coroutine of a scorer's `score`, with the remote models if it asks for them."""
-    if "models" in inspect.signature(scorer.score).parameters:
-        return scorer.score(trajectory, task, models=models)
-    return scorer.score(trajectory, task)
+    """The coroutine of a scorer's `score`, with the remote models and the policy if it asks for
+    them."""
+    asked = inspect.signature(scorer.score).parameters
+    given = {"models": models, "policy": policy}
+    return scorer.score(
+        trajectory, task, **{name: value for name, value in given.items() if name in asked}
+    )
 
 
 def completion_of(trajectory: Trajectory) -> str:

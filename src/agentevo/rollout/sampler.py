@@ -32,8 +32,10 @@ from agentevo.inference.engine import Engine
 from agentevo.models.chat import ChatFormat
 from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rewards.baselines import Baselines
 from agentevo.rollout.failures import FirstFailures
 from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
+from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.unstorable import written
 from agentevo.seeds import derive_seed
@@ -98,10 +100,12 @@ class Sampler:
         note: Callable[[str], None] = lambda text: None,
         players: Mapping[str, Player] = MappingProxyType({}),
         gateway: Gateway | None = None,
+        given: Callable[[], Sequence[Task]] = tuple,
     ) -> None:
         """Calls of attempts are recorded in `calls`, if given. `note` hears at once of the first
         failure of each kind, with its traceback. `players`: those of several agents, by name, in
-        place of `engine`, `chat` and `context_length`."""
+        place of `engine`, `chat` and `context_length`. `given`: the run's tasks that are no
+        environment's, for rewards that want to know them before the policy learns."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -116,6 +120,9 @@ class Sampler:
         )
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
+        self._baselines = Baselines(config.run_dir / BASELINES)
+        self._given = given
+        self._preparing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Ends the gateway and the remote models, if an agent used them, and says what those have
@@ -234,7 +241,7 @@ class Sampler:
             members,
             wanted=attempts,
             beside=greedy,
-            score=partial(self._scored, task=shown or task),
+            score=partial(self._scored, task=shown or task, engines=engines),
         )
 
     def check_scorer(self, task: Task) -> None:
@@ -248,12 +255,32 @@ class Sampler:
         calls: Mapping[str, AttemptCalls],
         *,
         task: Task,
+        engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
         """See Scoring.score. Nobody judges an agent that is not trained: it has the reward that it
         was given, or 0."""
-        if self._players and trajectories[0].agent not in self._trained:
+        agent = trajectories[0].agent
+        if self._players and agent not in self._trained:
             return list(trajectories)
-        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
+        player = self._players.get(agent, self._player)
+        engine = engines.get(agent, player.engine)
+        policy = PolicyScores(self._config, engine, player.chat, self._baselines, agent)
+        if self._scoring.prepares:
+            await self._prepared(policy)
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
+
+    async def _prepared(self, policy: PolicyScores) -> None:
+        """Returns when the rewards know what they want of the policy that the run begins with: no
+        step is made before the first group is scored. Begun again after a failure."""
+        if self._preparing is None:
+            self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
+        preparing = self._preparing
+        try:
+            await asyncio.shield(preparing)
+        except BaseException:
+            if preparing is self._preparing and preparing.done():
+                self._preparing = None
+            raise
 
     def policy(
         self,

@@ -30,6 +30,7 @@ from agentevo.event_loop import TaskScope
 from agentevo.rewards import RewardConfig, Score, make_reward
 from agentevo.rewards.returned import plain_number
 from agentevo.rewards.reward import (
+    ScoredPolicy,
     ScorerModel,
     call_function,
     call_scorer,
@@ -37,6 +38,7 @@ from agentevo.rewards.reward import (
     score_of,
 )
 from agentevo.rollout.failures import NO_REWARD, ShowFailure
+from agentevo.rollout.group import InfrastructureFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls
 from agentevo.tracebacks import traceback_of
@@ -45,6 +47,10 @@ from agentevo.types import Task, Trajectory
 Calls = Mapping[str, AttemptCalls]
 """Trajectory id -> where its calls are recorded. Of one that is absent none is."""
 
+NO_POLICY = (
+    "the reward {!r} failed: it asks the policy's engine, which is not at hand here: use it in "
+    "runs whose attempts `agentevo train` or `agentevo sample` makes"
+)
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
 
@@ -80,6 +86,17 @@ class NamedReward:
         function = getattr(self._item, "score", self._item)
         return "models" in inspect.signature(function).parameters
 
+    @property
+    def asks_policy(self) -> bool:
+        """Whether its scores depend on the policy's weights."""
+        function = getattr(self._item, "score", None)
+        return function is not None and "policy" in inspect.signature(function).parameters
+
+    async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
+        """What it wants to know of the policy before it scores."""
+        if self.asks_policy and hasattr(self._item, "prepare"):
+            await self._item.prepare(tasks, policy)
+
     def check(self) -> None:
         """Raises ConfigError for a remote model that it is to ask and that the recipe does not
         have."""
@@ -92,12 +109,19 @@ class NamedReward:
                 )
 
     async def scores(
-        self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
+        self,
+        trajectories: Sequence[Trajectory],
+        task: Task,
+        calls: Calls,
+        policy: ScoredPolicy | None,
     ) -> list[Score | ScorerFailure]:
-        """One for each trajectory, in order."""
+        """One for each trajectory, in order. Raises InfrastructureFailure where the policy can't be
+        asked."""
         if self.judges_groups:
             return await self._together(trajectories, task, calls)
-        singles = [self._single(trajectory, task, calls) for trajectory in trajectories]
+        if policy is None and self.asks_policy:
+            return [ScorerFailure(NO_POLICY.format(self.config.title))] * len(trajectories)
+        singles = [self._single(trajectory, task, calls, policy) for trajectory in trajectories]
         return list(await asyncio.gather(*singles))
 
     def _recorded(self, trajectories: Sequence[Trajectory], calls: Calls) -> ExitStack:
@@ -109,7 +133,7 @@ class NamedReward:
         return stack
 
     async def _single(
-        self, trajectory: Trajectory, task: Task, calls: Calls
+        self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
         own, task = _copied(trajectory), copy_of_task(task)
 
@@ -119,7 +143,7 @@ class NamedReward:
 
         async def judge() -> Score:
             if hasattr(self._item, "score"):
-                return score_of(await call_scorer(self._item, own, task, self._models))
+                return score_of(await call_scorer(self._item, own, task, self._models, policy))
             return score_of(await self._call(call_function(self._item, own, task, self._models)))
 
         return await self._within_limit(work)
@@ -177,7 +201,7 @@ class NamedReward:
             error = working.exception()
             if error is None:
                 return working.result()
-            if isinstance(error, Interrupt):
+            if isinstance(error, (Interrupt, InfrastructureFailure)):
                 raise error
             what = described(error)
         failure = ScorerFailure(f"the reward {self.config.title!r} failed: {what}")
@@ -248,6 +272,24 @@ class Scoring:
         """Whether the task's rewards depend on what remote models say."""
         return any(reward.asks_models for reward in self._list_for(task))
 
+    def asks_policy(self, task: Task) -> bool:
+        """Whether the task's rewards depend on the policy's weights."""
+        return any(reward.asks_policy for reward in self._list_for(task))
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a reward of the recipe asks the policy, and so may want to be prepared."""
+        return any(reward.asks_policy for reward in self._configured)
+
+    async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
+        """Lets the recipe's rewards ask what they want to know of the policy before it learns.
+        Raises InfrastructureFailure."""
+        for reward in self._configured:
+            judged = [
+                task for task in tasks if task.scorer is None or reward in self._list_for(task)
+            ]
+            await reward.prepare(judged, policy)
+
     def _list_for(self, task: Task) -> list[NamedReward]:
         if task.scorer is None:
             return self._configured
@@ -274,9 +316,11 @@ class Scoring:
         calls: Calls,
         *,
         task: Task,
+        policy: ScoredPolicy | None = None,
     ) -> list[Trajectory]:
         """The trajectories of one group, in order, with their rewards; those that are not completed
-        as they were. `unrewarded`: the agent returned no reward of its own."""
+        as they were. `unrewarded`: the agent returned no reward of its own. `policy`: who made
+        them, where its engine can be asked. Raises InfrastructureFailure if that fails."""
         judged = [t for t in trajectories if t.status == "completed"]
         rewards = self._list_for(task)
         if not rewards:
@@ -286,7 +330,10 @@ class Scoring:
             ]
         own = len(scorers_of(task)) == 1  # judged by it alone, whatever it weighs in the list
         weights = [1.0 if own else reward.config.weight for reward in rewards]
-        columns = [await reward.scores(judged, task, calls) for reward in rewards] if judged else []
+        columns = [
+            await reward.scores(judged, task, calls, policy)
+            for reward in (rewards if judged else ())
+        ]
         rows = {t.id: list(row) for t, *row in zip(judged, *columns, strict=True)}
         return [
             self._with_scores(t, rewards, weights, rows[t.id]) if t.id in rows else t

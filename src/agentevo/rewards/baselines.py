@@ -1,0 +1,79 @@
+"""Log-probs that a run computes once, with the policy that it begins with, and keeps in a file of
+its folder, for all of its processes and whenever it is resumed.
+
+An entry that is there stays: whoever comes later, with newer weights, reads it. Two processes that
+compute one at the same time keep that of the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import filelock
+import msgspec
+
+from agentevo.errors import ConfigError
+from agentevo.event_loop import in_thread
+from agentevo.files import must_write, write_atomic
+
+LOCK_S = 30.0
+
+
+class Baseline(msgspec.Struct, frozen=True):
+    """What a policy thought of some tokens."""
+
+    task: str
+    """Id of the task, for people."""
+    version: int
+    """Of the policy's weights."""
+    logprobs: list[float]
+
+
+def baseline_key(agent: str, context_ids: Sequence[int], ids: Sequence[int]) -> str:
+    """The same for the same tokens behind the same context, for one agent."""
+    return hashlib.sha256(json.dumps([agent, list(context_ids), list(ids)]).encode()).hexdigest()[
+        :32
+    ]
+
+
+class Baselines:
+    """See the module. Without a path they live as long as the process."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._known: dict[str, Baseline] | None = {} if path is None else None
+
+    async def known(self) -> Mapping[str, Baseline]:
+        """Those that there are, by key. Raises ConfigError for a file that can't be read."""
+        if self._known is None:
+            self._known = await in_thread(self._read)
+        return self._known
+
+    async def add(self, new: Mapping[str, Baseline]) -> None:
+        """Keeps them. Raises DiskError."""
+        self._known = {**new, **await self.known()}
+        if self._path is not None:
+            self._known = await in_thread(self._write, dict(self._known))
+
+    def _read(self) -> dict[str, Baseline]:
+        assert self._path is not None
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, Baseline])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(
+                f"{self._path} can't be read ({error}): delete it, and the baselines are computed "
+                "again with the weights of now"
+            ) from error
+
+    def _write(self, entries: dict[str, Baseline]) -> dict[str, Baseline]:
+        assert self._path is not None
+        lock = self._path.with_name(f".{self._path.name}.lock")
+        with must_write(self._path), filelock.FileLock(lock, timeout=LOCK_S):
+            merged = {**entries, **self._read()}
+            write_atomic(self._path, msgspec.json.encode(merged))
+        return merged

@@ -1,0 +1,74 @@
+"""Where in a reply the text of its stated answer begins, so that another answer can be put there.
+
+Places are those of `answers.py` that have one such spot: a tag, `boxed` and `hashes`. A reply
+states an answer there once, or it has no opening: where it does so twice, there is no telling which
+of the two it means. Every search takes time that grows with the text alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+_OTHERS = ("auto", "whole", "number", "json")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\boxed\s{0,9}\{")
+_SPACE = re.compile(r"\s*")
+
+
+def check_opening(place: str) -> str:
+    """The place itself. Raises ValueError for one that has no opening."""
+    if place in _OTHERS or not _WORD.fullmatch(place):
+        raise ValueError(
+            f"{place[:200]!r} is no place where another answer can be put: give the name of an XML "
+            "tag such as answer, boxed, or hashes"
+        )
+    return place
+
+
+def opening_text(place: str) -> str:
+    """What stands before an answer at that place."""
+    return {"boxed": "\\boxed{", "hashes": "#### "}.get(place, f"<{place}>")
+
+
+def find_opening(text: str, place: str) -> int | None:
+    """Where the answer's first character stands, behind white space that belongs to the opening;
+    None for a reply that does not state exactly one answer there."""
+    if place == "boxed":
+        begin = _box(text)
+    elif place == "hashes":
+        begin = text.index("####") + 4 if text.count("####") == 1 else None
+    else:
+        begin = _tag(text, place)
+    if begin is None:
+        return None
+    space = _SPACE.match(text, begin)
+    end = begin if space is None else space.end()
+    return begin if _is_empty(text, end, place) else end
+
+
+def _is_empty(text: str, end: int, place: str) -> bool:
+    """Whether nothing but white space is stated: then that is what the answer is."""
+    if place == "boxed":
+        return text.startswith("}", end)
+    return end == len(text) or (place != "hashes" and text.startswith("</", end))
+
+
+def _tag(text: str, tag: str) -> int | None:
+    starts = [match.end() for match in re.finditer(f"<{re.escape(tag)}>", text, re.IGNORECASE)]
+    ends = [match.start() for match in re.finditer(f"</{re.escape(tag)}>", text, re.IGNORECASE)]
+    if len(starts) != 1 or len(ends) != 1 or starts[0] > ends[0]:
+        return None
+    return starts[0]
+
+
+def _box(text: str) -> int | None:
+    boxes = list(_BOX.finditer(text))
+    if len(boxes) != 1:
+        return None
+    begin, depth = boxes[0].end(), 1
+    for match in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return begin
+    return None

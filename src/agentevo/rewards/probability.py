@@ -1,0 +1,243 @@
+"""The reward `rlpr`: how likely the policy finds the right answer behind its own reasoning.
+
+    r = clip(PR - PR_base, 0, 1),   PR = (1/n) sum_j pi(y*_j | x, z, y*_<j)
+
+x is the prompt, z what the policy has said up to where it states its answer, y* the task's answer,
+which is put in the place of the stated one. PR_base is PR without z, the answer directly after the
+prompt, under the policy that the run begins with: what was known without any reasoning earns
+nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
+
+z is the ids that the policy drew, as many of them as end before the answer; only what follows is
+encoded. No rule and no other model judges. So nobody notices a reasoning that names many answers to
+make each of them likely: watch replies, or list `length` beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Literal, NamedTuple
+
+import pydantic
+from pydantic import Field
+
+from agentevo.errors import ConfigError, ModelError, RequestTooLongError
+from agentevo.event_loop import gather_all
+from agentevo.rewards.answers import place_of
+from agentevo.rewards.baselines import Baseline, baseline_key
+from agentevo.rewards.openings import check_opening, find_opening, opening_text
+from agentevo.rewards.reward import RewardConfig, Score, ScoredPolicy, reward
+from agentevo.rewards.stated import right_answers
+from agentevo.types import Task, Trajectory, context_of
+
+Measure = Literal["mean", "geometric_mean", "product", "mean_logprob"]
+MAX_REFERENCES = 64
+"""Right answers of one task that are tried."""
+SOLVED = 0.5
+"""From this probability on an answer counts as known."""
+AT_ONCE = 64
+"""Baselines that are asked for at the same time, and kept together."""
+MAX_STEPS_BACK = 32
+"""Tokens in which a character can be spread, with room to spare."""
+
+
+class ProbabilityConfig(RewardConfig):
+    """A reward by the policy's own probability of the right answer."""
+
+    place: Annotated[str, pydantic.AfterValidator(check_opening)] = "answer"
+    """Where a reply states its answer, which the right one takes the place of: the name of an XML
+    tag, `boxed` or `hashes`. A task's own `answer_schema` decides before this."""
+    measure: Measure = "mean"
+    """What is made of the probabilities of the right answer's tokens: their `mean` (the paper's),
+    their `geometric_mean`, their `product`, or `mean_logprob`, the mean of their logarithms."""
+    debias: bool = True
+    """Subtracts what the policy that the run begins with finds of the answer directly after the
+    prompt, and keeps the difference within 0 and 1."""
+    format_weight: float = Field(default=0.1, ge=0, le=1)
+    """Share of the score that stating exactly one answer earns; the probability earns the rest."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for one score, in seconds, the engine's other work included; then the attempt is
+    recorded as failed."""
+
+
+def measured(logprobs: Sequence[float], measure: Measure) -> float:
+    """The measure of the log-probs of at least one token."""
+    mean_logprob = math.fsum(logprobs) / len(logprobs)
+    if measure == "mean":
+        return math.fsum(map(math.exp, logprobs)) / len(logprobs)
+    if measure == "mean_logprob":
+        return mean_logprob
+    return math.exp(mean_logprob * (len(logprobs) if measure == "product" else 1))
+
+
+class Placed(NamedTuple):
+    """A right answer as tokens behind a context."""
+
+    context_ids: list[int]
+    ids: list[int]
+    skipped: int
+    """The first of `ids` that only end what stands before the answer."""
+
+
+def placed(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
+    """The answer behind a context and a text that has no ids of its own yet. The ids of that text
+    alone are no part of the answer."""
+    ids, skipped = policy.encode(before + answer), 0
+    while before and skipped < len(ids) - 1:
+        if not before.startswith(policy.text(ids[: skipped + 1])):
+            break
+        skipped += 1
+    return Placed(context_ids, ids, skipped)
+
+
+def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[list[int], str]:
+    """The ids that end at or before character `end` of their text, and the characters between
+    them and it. Raises ValueError for a tokenizer whose texts do not add up."""
+    low, high = 0, len(ids)
+    while low < high:  # texts grow with the ids
+        middle = (low + high + 1) // 2
+        if len(policy.text(ids[:middle])) <= end:
+            low = middle
+        else:
+            high = middle - 1
+    for count in range(low, max(low - MAX_STEPS_BACK, -1), -1):
+        told = policy.text(ids[:count])
+        if text.startswith(told) and len(told) <= end:  # not in the middle of a character
+            return ids[:count], text[len(told) : end]
+    raise ValueError("the texts of the reply's first tokens are no beginning of the reply's text")
+
+
+@reward("rlpr")
+class Rlpr:
+    """The policy's probability of the right answer in the place of the stated one, less that
+    without any reasoning (RLPR, arXiv 2506.18254). No rule and no other model judges."""
+
+    Config = ProbabilityConfig
+
+    def __init__(self, config: ProbabilityConfig) -> None:
+        self.config = config
+
+    async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
+        """Computes and keeps the baselines of these tasks that are not kept yet, with the policy as
+        it is now. What can't be computed is left out: the score of such a task says why."""
+        if not self.config.debias:
+            return
+        known = await policy.baselines.known()
+        wanted = {
+            baseline_key(policy.agent, one.context_ids, one.ids): (task, one)
+            for task in tasks
+            for one in self._all_directly(policy, task)
+        }
+        waiting = [(key, *one) for key, one in wanted.items() if key not in known]
+
+        async def computed(task: Task, one: Placed) -> Baseline | None:
+            with suppress(RequestTooLongError):
+                return await self._baseline(policy, task, one)
+            return None
+
+        for first in range(0, len(waiting), AT_ONCE):
+            some = waiting[first : first + AT_ONCE]
+            found = await gather_all([computed(task, one) for _, task, one in some])
+            await policy.baselines.add(
+                {key: new for (key, *_), new in zip(some, found, strict=True) if new is not None}
+            )
+
+    async def score(self, trajectory: Trajectory, task: Task, policy: ScoredPolicy) -> Score:
+        """See Scorer.score. The best of several right answers counts."""
+        answers = self._answers(task)
+        reply = self._reply(trajectory, task, policy)
+        if reply is None:
+            return self._score(0.0, is_valid=False, solved=False)
+        context, before = reply
+        values = await gather_all(
+            [self._value(trajectory, task, policy, context, before, one) for one in answers]
+        )
+        value, found = max(values)
+        solved = found >= (math.log(SOLVED) if self.config.measure == "mean_logprob" else SOLVED)
+        return self._score(value, is_valid=True, solved=solved)
+
+    def _score(self, value: float, *, is_valid: bool, solved: bool) -> Score:
+        share = self.config.format_weight
+        parts = {"probability": (1 - share) * value}
+        if share:
+            parts["format"] = share * float(is_valid)
+        return Score(sum(parts.values()), parts, solved)
+
+    def _answers(self, task: Task) -> list[str]:
+        answers = list(dict.fromkeys(str(answer).strip() for answer in right_answers(task)))
+        if not all(answers):
+            raise ValueError(f"an answer of the task {task.id!r} is empty: give its row a text")
+        return answers[:MAX_REFERENCES]
+
+    def _place(self, task: Task) -> str:
+        try:
+            return check_opening(place_of(task, self.config.place))
+        except ValueError as error:
+            raise ConfigError(f"the task {task.id!r}: answer_schema: {error}") from error
+
+    def _reply(
+        self, trajectory: Trajectory, task: Task, policy: ScoredPolicy
+    ) -> tuple[list[int], str] | None:
+        """The ids up to the stated answer, and what they leave of its opening; None for a reply
+        that does not state exactly one."""
+        place = self._place(task)
+        if not trajectory.turns:
+            return None
+        said = list(trajectory.turns[-1].completion_ids)
+        text = policy.text(said)
+        end = find_opening(text, place)
+        if end is None:
+            return None
+        kept, before = split(policy, said, text, end)
+        return [*context_of(trajectory.turns, len(trajectory.turns) - 1), *kept], before
+
+    async def _value(
+        self,
+        trajectory: Trajectory,
+        task: Task,
+        policy: ScoredPolicy,
+        context: list[int],
+        before: str,
+        answer: str,
+    ) -> tuple[float, float]:
+        """What this answer is worth, and its measure."""
+        one = placed(policy, context, before, answer)
+        logprobs, _ = await policy.score(one.context_ids, one.ids)
+        found = measured(logprobs[one.skipped :], self.config.measure)
+        if not self.config.debias:
+            return found, found
+        directly = self._directly(policy, task, _prompt_of(trajectory), answer)
+        key = baseline_key(policy.agent, directly.context_ids, directly.ids)
+        baseline = (await policy.baselines.known()).get(key)
+        if baseline is None:  # its prompt was not known before
+            baseline = await self._baseline(policy, task, directly)
+            await policy.baselines.add({key: baseline})
+        without = measured(baseline.logprobs, self.config.measure)
+        return min(max(found - without, 0.0), 1.0), found
+
+    def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
+        """Each right answer directly after the prompt; none where the prompt is not known before,
+        or a text can't be encoded."""
+        with suppress(ValueError, ConfigError, ModelError):
+            prompt = policy.first_prompt(task)
+            if prompt is not None:
+                return [self._directly(policy, task, prompt, one) for one in self._answers(task)]
+        return []
+
+    def _directly(
+        self, policy: ScoredPolicy, task: Task, prompt_ids: list[int], answer: str
+    ) -> Placed:
+        return placed(policy, prompt_ids, opening_text(self._place(task)), answer)
+
+    async def _baseline(self, policy: ScoredPolicy, task: Task, one: Placed) -> Baseline:
+        logprobs, version = await policy.score(one.context_ids, one.ids)
+        return Baseline(task.id, version, logprobs[one.skipped :])
+
+
+def _prompt_of(trajectory: Trajectory) -> list[int]:
+    """The prompt that the conversation of the last turn began with."""
+    turn = trajectory.turns[-1]
+    while turn.parent is not None:
+        turn = trajectory.turns[turn.parent]
+    return list(turn.prompt_ids)

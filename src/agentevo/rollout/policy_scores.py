@@ -1,0 +1,72 @@
+"""The policy as rewards see it: what it thinks of given tokens, in its own tokenizer's texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentevo.agents.single_turn import conversation_of
+from agentevo.config import RunConfig
+from agentevo.config.agents import SingleTurnSection
+from agentevo.errors import EngineError, RequestTooLongError
+from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine
+from agentevo.models.chat import ChatFormat
+from agentevo.rewards.baselines import Baselines
+from agentevo.rollout.group import InfrastructureFailure
+from agentevo.types import Task
+
+BASELINES = "reward_baselines.json"
+"""The file in the run's folder."""
+
+
+class PolicyScores:
+    """A ScoredPolicy over an engine; `agent` is its name where there are several."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        chat: ChatFormat,
+        baselines: Baselines,
+        agent: str = "",
+    ) -> None:
+        self._config, self._engine, self._chat = config, engine, chat
+        self.baselines, self.agent = baselines, agent
+
+    async def score(
+        self, context_ids: Sequence[int], ids: Sequence[int]
+    ) -> tuple[list[float], int]:
+        """See ScoredPolicy.score, at the temperature that the recipe samples with. What goes wrong
+        in the engine is no attempt's failure: InfrastructureFailure."""
+        if not isinstance(self._engine, ScoringEngine):
+            raise EngineError(CANT_SCORE)
+        try:
+            scores = await self._engine.score(
+                list(context_ids),
+                list(ids),
+                temperature=self._config.sampling.temperature or 1.0,
+                deadline_s=self._config.engine.timeout_s,
+            )
+        except RequestTooLongError:
+            raise
+        except EngineError as error:
+            raise InfrastructureFailure(
+                f"a reward asked the engine: {type(error).__name__}: {error}"
+            ) from error
+        return scores.logprobs, scores.version
+
+    def encode(self, text: str) -> list[int]:
+        """See ScoredPolicy.encode."""
+        return self._chat.plain(text, begins=False)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """See ScoredPolicy.text."""
+        return self._chat.text(ids)
+
+    def first_prompt(self, task: Task) -> list[int] | None:
+        """See ScoredPolicy.first_prompt: that of `single_turn`; others make theirs as they play."""
+        section = self._config.agent
+        if not isinstance(section, SingleTurnSection) or self.agent or task.query is None:
+            return None
+        return self._chat.first_prompt(
+            conversation_of(task, system=section.system_prompt, instruction=section.instruction)
+        )
