@@ -211,8 +211,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Of the engine request: with the context and the weights it regenerates the completion."""
     overrides: SamplingOverrides | None = None
     """What the call changed of the distribution that tokens are drawn from (temperature, filters).
-    The trainer computes the recipe's distribution alone, so such a turn is context and is never
-    trained."""
+    The trainer computes the recipe's alone: such a turn is context, and is never trained."""
     constraint: Constraint | None = None
     """The grammar that the completion was drawn under, which the trainer applies as well."""
     penalties: Penalties | None = None
@@ -306,13 +305,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     task_id: str
     group_id: str
-    """Trajectories of one task under one policy share it; advantages compare within it, by id and
-    never by position."""
+    """Shared by one policy's trajectories of a task; advantages compare within it, by id alone."""
     attempt: int = 0
     """Member number within the group; part of every random seed."""
     turns: list[Turn] = []
     remote_turns: list[RemoteTurn] = []
     """What remote models said in it."""
+    files: dict[str, bytes] = {}
+    """What the agent kept of the files that it made, by path (`Policy.keep_files`)."""
     reward: float = 0.0
     """What the whole attempt earned, penalties included: the advantages are made from it."""
     reward_parts: dict[str, float] = {}

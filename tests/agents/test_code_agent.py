@@ -12,7 +12,7 @@ from agentevo.config import tools as tool_config
 from agentevo.config.agents import CodeAgentSection
 from agentevo.config.sandbox import SandboxSection
 from agentevo.config.tools import tool
-from agentevo.errors import ToolError
+from agentevo.errors import ConfigError, ToolError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
@@ -39,7 +39,7 @@ def sandboxed():
 def played(scripted_engine):
     """(outcome, observations, turns) of an attempt in which the policy says `words`."""
 
-    def play(*words, **options):
+    def play(*words, task=None, **options):
         tokenizer = byte_tokenizer(8192)
         chat = ChatFormat(tokenizer)
         engine = scripted_engine(tokenizer, chat.end_of_turn_id, words)
@@ -49,7 +49,11 @@ def played(scripted_engine):
         agent = CodeAgent(CodeAgentSection(**options))
 
         async def work():
-            outcome = await agent.run(Task(id="t", query="Count."), Policy(conversation))
+            policy = Policy(conversation)
+            try:
+                outcome = await agent.run(task or Task(id="t", query="Count."), policy)
+            finally:
+                play.kept = policy.files
             await agent.close()
             return outcome
 
@@ -135,6 +139,60 @@ def test_limits_end_an_attempt(played):
     assert told[1].startswith("Error: the block of code is not closed")
     assert told[2].startswith("Write code, or give the final answer")
     assert ended_by(outcome) == ["ended_by_answer"]
+
+
+def test_files_of_the_task_are_there_and_those_of_the_code_are_kept(played):
+    given = {"in/table.csv": "a,b\n1,2\n", "raw.bin": {"base64": "AAEC"}}
+    task = Task(id="t", query="Count.", metadata={"files": given})
+    code = (
+        "table, raw = open('in/table.csv').read(), open('raw.bin', 'rb').read()\n"
+        "open('sum.txt', 'w').write(f'{table[-2]}{len(raw)}')"
+    )
+    _, told, turns = played(
+        block(code),
+        block("open('sum.txt').read()"),
+        block("open('b', 'w'); raise ValueError"),
+        "23",
+        task=task,
+    )
+    assert told[2].endswith("'23'")
+    assert "- in/table.csv (8 bytes)\n- raw.bin (3 bytes)" in turns[0].messages[0].content
+    assert played.kept == {"sum.txt": b"23", "b": b""}
+
+
+def test_files_are_kept_as_they_were_before_the_sandbox_was_lost(played):
+    task = Task(id="t", query="Count.", metadata={"files": {"in.txt": "7"}})
+    flood = "import os\nfor n in range(9000): open(f'f{n}', 'w').close()\nwhile True: pass"
+    sandbox = SandboxSection(max_files=500, timeout_s=60)
+    _, told, _ = played(
+        block("open('kept', 'w').write('1')"),
+        block(flood),
+        block("open('later', 'w').write(open('in.txt').read())"),
+        "No.",
+        task=task,
+        sandbox=sandbox,
+    )
+    assert "more than 500 files" in told[2] and "A new interpreter has started" in told[3]
+    assert played.kept == {"kept": b"1", "later": b"7"}
+
+
+def test_what_does_not_fit_is_left_out(played):
+    code = "for name in 'abc': open(name, 'wb').write(bytes(600 if name != 'b' else 100))"
+    again = "import os; os.remove('a'); os.symlink('/etc/passwd', 'd'); open('c', 'w').write('!')"
+    played(block(code), "Done.", keep_files_kib=1)
+    assert {name: len(one) for name, one in played.kept.items()} == {"a": 600, "b": 100}
+    played(block(code), block(again), "Done.", keep_files_kib=1)
+    assert {name: len(one) for name, one in played.kept.items()} == {"b": 100, "c": 1}
+    played(block(code), "Done.", keep_files_kib=0)
+    assert played.kept == {}
+
+
+@pytest.mark.parametrize(
+    "files", [["a"], {"../a": ""}, {"/a": ""}, {"a": 1}, {"a": {"base64": "!"}}, {"": ""}]
+)
+def test_files_of_a_task_that_are_none_are_refused(played, files):
+    with pytest.raises(ConfigError, match="task t: files"):
+        played("No.", task=Task(id="t", query="Count.", metadata={"files": files}))
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,7 @@ def trajectory(number: int, reward: float, *, status: str = "completed") -> Traj
         reward=reward,
         status=status,
         error=error,
+        files={"out/a.txt": b"1"} if status == "failed" else {},
     )
 
 
@@ -177,6 +178,16 @@ def test_show_prints_the_chosen_trajectory(agentevo, run_dir, words, shown):
     assert f"trajectory {shown}" in out
     assert f"question {shown[1]}" in out
     assert "-0.25" in out
+
+
+def test_show_writes_the_files_of_a_trajectory(agentevo, run_dir):
+    code, out, _ = agentevo("trajectories", "show", str(run_dir), "t4", "--files", "new/t4")
+    assert code == 0 and "out/a.txt, 1 bytes" in out and "1 files written to new/t4" in out
+    assert Path("new/t4/out/a.txt").read_bytes() == b"1"
+    code, _, err = agentevo("trajectories", "show", str(run_dir), "t4", "--files", "new/t4")
+    assert (code, "new/t4: is there already" in err) == (2, True)
+    exported = agentevo("trajectories", "export", str(run_dir), "all.jsonl")
+    assert exported[0] == 0 and '"files":{"out/a.txt":"MQ=="}' in Path("all.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

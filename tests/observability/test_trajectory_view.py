@@ -190,3 +190,10 @@ def test_calls_thoughts_results_and_images_are_shown(decode: Decode) -> None:
         "a cat",
     ):
         assert part in text, part
+
+
+def test_files_that_were_kept_are_named(decode: Decode) -> None:
+    text = shown(trajectory(files={"out/a.csv": b"1,2", "b\x1b[2J": b""}), decode)
+    assert "out/a.csv, 3 bytes" in text and "b\\x1b[2J, 0 bytes" in text
+    many = shown(trajectory(files={f"f{number}": b"" for number in range(60)}), decode)
+    assert "and 10 more" in many

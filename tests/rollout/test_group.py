@@ -101,12 +101,14 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
     assert hangs.duration_s == 2 * LIMIT_S + 0.5, "its own second, and the engine's"
 
 
-def played(loaded, chat, scripted_engine, end) -> Trajectory:
-    """An attempt whose agent asks once and then does `end()`."""
+def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
+    """An attempt whose agent asks once, keeps files, and then does `end()`."""
     engine = scripted_engine(loaded.tokenizer, chat.end_of_turn_id, ["left"])
 
     async def agent(task, policy):
         await policy.generate(QUESTION)
+        for one in files:
+            policy.keep_files(one)
         return end()
 
     async def work():
@@ -205,3 +207,30 @@ def test_whatever_an_agent_raises_fails_its_attempt_alone(loaded, chat, scripted
 
     trajectory = played(loaded, chat, scripted_engine, end)
     assert trajectory.status == "failed" and type(error).__name__ in trajectory.error
+
+
+def test_a_failed_attempt_keeps_its_files_too(loaded, chat, scripted_engine):
+    def end():
+        raise ValueError("no")
+
+    trajectory = played(
+        loaded, chat, scripted_engine, end, files=[{"a": b"1"}, {"b/c": b"2", "a": b"3"}]
+    )
+    assert trajectory.status == "failed" and trajectory.files == {"a": b"3", "b/c": b"2"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../a": b""},
+        {"a": "text"},
+        {"a/": b""},
+        {"/a": b""},
+        {"\ud800": b""},
+        {"a": bytes(2**23 + 1)},
+    ],
+)
+def test_files_that_can_not_be_stored_fail_their_attempt(loaded, chat, scripted_engine, files):
+    trajectory = played(loaded, chat, scripted_engine, lambda: 1.0, files=[files])
+    assert trajectory.status == "failed" and "keep_files" in trajectory.error
+    assert trajectory.files == {}

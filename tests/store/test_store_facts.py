@@ -95,6 +95,7 @@ trajectories = st.builds(
     attempt=st.integers(0, 2**40),
     turns=turn_lists(),
     remote_turns=st.lists(remote_turns, max_size=2),
+    files=st.dictionaries(st.sampled_from(["a", "b/c.txt", "ü"]), st.binary(), max_size=2),
     reward=finite,
     reward_parts=st.dictionaries(st.text(), finite, max_size=3),
     success=st.booleans(),
@@ -221,6 +222,7 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
                 (msgspec.structs.replace(a, reward_parts={"environment": 1.0}), "train", 1),
                 (msgspec.structs.replace(a, turns=[a.turns[0], turned]), "train", 1),
                 (msgspec.structs.replace(a, remote_turns=[said]), "train", 1),
+                (msgspec.structs.replace(a, files={"a.txt": b""}), "train", 1),
                 (a, "eval", 1),
                 (a, "train", 2),
             ]:

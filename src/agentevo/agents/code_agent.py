@@ -4,7 +4,8 @@ code.
 Code as action (Wang et al. 2024, arXiv 2402.01030): the blocks between ```python and ``` of a reply
 run in one interpreter in a sandbox, whose variables live for the whole attempt. The agent's tools
 are functions in it; what they give is a value where it is JSON, else a text, and what goes wrong
-with one is raised.
+with one is raised. The task's files are there, and what the code makes is kept
+(attempt_files.py).
 
     reward = what the tools say of the state that they are left in, where any does
              + what results of tools earned - agent.code_penalty for each turn whose code failed
@@ -19,6 +20,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
+from agentevo.agents.attempt_files import AttemptFiles
 from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy
@@ -106,18 +110,22 @@ class CodeAgent:
             asked = conversation_of(task, system=None, instruction=section.instruction)
             return await ask_once(asked, policy)
         progress = _Progress()
+        files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
         async with AsyncExitStack() as stack:
             with policy.waiting():
                 seed = derive_seed(task.seed, "tools", policy.name)
                 tools = await stack.enter_async_context(self._toolbox.open(task, seed))
                 functions = _functions(tools, progress)
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
+                await files.put(sandbox)
+            parts = [system_message(self._section, tools.schemas), files.announcement]
             asked = conversation_of(
                 task,
-                system=system_message(self._section, tools.schemas),
+                system="\n".join(part for part in parts if part),
                 instruction=self._section.instruction,
             )
-            end = await self._play(asked, policy, sandbox, progress)
+            interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
+            end = await self._play(asked, policy, interpreter, progress)
             said = await said_by(tools)
         return outcome_with_tools(
             tools,
@@ -138,7 +146,7 @@ class CodeAgent:
         )
 
     async def _play(
-        self, messages: list[Message], policy: Policy, sandbox: Sandbox, progress: _Progress
+        self, messages: list[Message], policy: Policy, python: _Interpreter, progress: _Progress
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
         section, num_tokens = self._section, 0
@@ -164,7 +172,7 @@ class CodeAgent:
                 observation = _NOT_CLOSED if unfinished else _NO_ANSWER
                 failed = unfinished
             else:
-                observation, failed = await self._ran(code, sandbox)
+                observation, failed = await python.ran(code)
                 progress.num_blocks += 1
             progress.num_failed += failed
             progress.turn_rewards[reply.turn] += progress.earned
@@ -180,15 +188,30 @@ class CodeAgent:
     def _is_final(self, text: str) -> bool:
         return self._section.final == "reply" or find_answer(text, "answer") is not None
 
-    async def _ran(self, code: str, sandbox: Sandbox) -> tuple[str, bool]:
+
+@dataclass(frozen=True)
+class _Interpreter:
+    """What runs the code of an attempt."""
+
+    sandbox: Sandbox
+    files: AttemptFiles
+    max_output_chars: int
+
+    async def ran(self, code: str) -> tuple[str, bool]:
         """What the policy reads of it, and whether it failed."""
         async with record_call("tool", "python") as call:
             call.keep(code=code)
-            execution = await sandbox.run(code)
-            text = shortened(_written(execution), self._section.max_output_chars)
+            is_new = await self.files.put(self.sandbox)  # after one that was lost
+            execution = await self.sandbox.run(code)
+            if is_new:
+                execution = msgspec.structs.replace(execution, is_new=True)
+            text = shortened(_written(execution), self.max_output_chars)
             call.keep(output=text)
             if execution.error is not None:
                 call.outcome("failed", f"{execution.error.type}: {execution.error.message}")
+        if execution.files_lost:
+            self.files.lost()
+        await self.files.keep(self.sandbox, execution.files)
         return text, execution.error is not None
 
 

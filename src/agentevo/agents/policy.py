@@ -21,6 +21,7 @@ from agentevo.errors import BadRequestError, UnknownNameError, shown
 from agentevo.models.answer_form import AnswerForm
 from agentevo.remote_models.conversations import RemoteConversations
 from agentevo.store.call_log import Attribute, RunningCall
+from agentevo.store.files import check_files
 from agentevo.types import (
     LARGEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
@@ -125,6 +126,8 @@ class Policy:
         self._remote_agents = remote_agents
         for name, model in remote_agents.items():
             self._agents[name] = self.model(model, name)
+        self.files: dict[str, bytes] = {}
+        """What `keep_files` was given, by path."""
         self._door = door
         self._session: DoorSession | None = None
         self._has_replied = False
@@ -335,6 +338,21 @@ class Policy:
             message,
             self.conversation.opening(turn),
         )
+
+    def keep_files(self, files: Mapping[str, bytes]) -> None:
+        """Files that the agent made are kept with its trajectory from now on, in place of those
+        that were given before, also if the attempt fails. Raises BadRequestError for what can't be
+        stored: paths that leave a folder, or more than 8 MiB."""
+        self._single()
+        try:
+            self.files = check_files(files)
+        except (TypeError, ValueError) as error:
+            raise BadRequestError(f"keep_files: {error}") from error
+
+    def files_of(self, agent: str) -> dict[str, bytes]:
+        """What the agent of that name has kept, or the only one."""
+        own = self._agents.get(agent, self)
+        return own.files if isinstance(own, Policy) else {}
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
         """Records what the agent does besides asking the policy, so that it can be watched: `async

@@ -146,9 +146,21 @@ def show(
         bool,
         typer.Option("--last", help="The newest one (also what is shown when nothing is chosen)."),
     ] = False,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            "--files",
+            parser=path_word,
+            metavar="FOLDER",
+            help="Write the files that were kept with it into a new folder, too.",
+        ),
+    ] = None,
     wait: Wait = None,
 ) -> None:
-    """Print one trajectory turn by turn, each token with its log-prob."""
+    """Print one trajectory turn by turn, each token with its log-prob, and the files that its agent
+    made."""
+    if files is not None and files.exists():
+        raise ConfigError(f"--files {files}: is there already: give a new folder")
     if sum([bool(trajectory_id), best, worst, last]) > 1:
         raise ConfigError("trajectories show: give an ID or one of --best, --worst, --last")
     from rich.console import Console
@@ -166,6 +178,18 @@ def show(
     trajectory, credit = read_store(run_dir, work, wait_s=wait)
     decode = token_texts(run_dir) or (lambda token: f"<{token}>")
     Console().print(render_trajectory(trajectory, decode, credit))
+    if files is not None:
+        _write_files(trajectory, files)
+
+
+def _write_files(trajectory: Trajectory, folder: Path) -> None:
+    from agentevo.store.files import write_files
+
+    try:
+        write_files(trajectory.files, folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--files {folder}: can't be written: {error}") from error
+    print(f"{len(trajectory.files)} files written to {folder}")
 
 
 async def _credit_of(store: Store, step: int | None) -> str:

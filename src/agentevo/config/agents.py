@@ -163,6 +163,9 @@ class CodeAgentSection(AgentSection):
     """What the policy sees of a long history."""
     max_output_chars: int = Field(default=4000, ge=100)
     """What the policy reads of a block's output, in characters: head and tail."""
+    keep_files_kib: int = Field(default=1024, ge=0, le=8192)
+    """What is kept with the trajectory of the files that the code has made or changed, in KiB; what
+    does not fit is left out. 0 keeps none."""
     code_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a turn whose code failed or was not closed."""
 

@@ -25,6 +25,8 @@ U+FFFD."""
 LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), (0.0, "surprising"))
 """(lowest probability, name) of each level, most probable first."""
 STYLES = ("default", "green", "cyan", "yellow", "bold red")
+MOST_FILES = 50
+"""How many of the files that were kept are named."""
 ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistant": "green"}
 
 
@@ -138,6 +140,13 @@ def remote_facts(turn: RemoteTurn) -> str:
     )
 
 
+def file_lines(trajectory: Trajectory) -> list[str]:
+    """`out/table.csv, 1,234 bytes` of each file that was kept, at most 50 of them."""
+    lines = [f"{visible(path)}, {len(one):,} bytes" for path, one in trajectory.files.items()]
+    more = len(lines) - MOST_FILES
+    return [*lines[:MOST_FILES], *([f"and {more} more"] if more > 0 else [])]
+
+
 class TokenLines:
     """Sampled tokens over their log-probs, greedy ones over nothing, broken to the console's width;
     columns never drift apart."""
@@ -226,6 +235,9 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
             style = f"bold {ROLE_STYLES.get(message.role, 'blue')}"
             parts.append(Text.assemble((f"{message.role}: ", style), lines))
         parts.append(Text(remote_facts(remote), "dim"))
+    if trajectory.files:
+        parts += [Rule(Text("files that were kept"), align="left", style="dim")]
+        parts += [Text(line) for line in file_lines(trajectory)]
     legend = Text("probability: ", "dim")
     for (lowest, name), style in zip(LEVELS, STYLES, strict=True):
         legend.append(name, style).append(f" from {lowest:g}   ", "dim")

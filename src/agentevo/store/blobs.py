@@ -1,6 +1,6 @@
 """A trajectory's turns as one compressed blob.
 
-    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *remote])
+    blob     = 0x01, msgpack([zlib(msgpack([heads, *columns])), noise, *[remote, files]])
     heads    = for each turn [parent, prompt tokens, completion tokens, finish_reason, temperature,
                seed, reward, messages as JSON], and overrides, tools, constraint and
                penalties where it has any
@@ -9,7 +9,8 @@
                every number, then the second, ...
     noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the
                others
-    remote   = zlib(what remote models said, as JSON), where there is any
+    remote   = zlib(what remote models said, as JSON), where there is any; empty before files
+    files    = zlib(msgpack(the files that were kept, by path)), where there are any
 
 One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
 from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
@@ -25,6 +26,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -48,6 +50,7 @@ _MSGPACK = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder()
 _MESSAGES = msgspec.json.Decoder(list[Message])
 _REMOTE = msgspec.json.Decoder(list[RemoteTurn])
+_FILES = msgspec.msgpack.Decoder(dict[str, bytes])
 _BROKEN = (zlib.error, ValueError, TypeError, msgspec.MsgspecError)
 
 
@@ -69,9 +72,14 @@ def from_bytes(typecode: str, data: bytes) -> array[Any]:
     return values
 
 
-def pack_turns(turns: Sequence[Mapping[str, Any]], remote: str = "") -> bytes:
+def pack_turns(
+    turns: Sequence[Mapping[str, Any]],
+    remote: str = "",
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> bytes:
     """Turns as the codec lays them out: a mapping of Turn's fields with packed columns, `seed` in
-    decimal and `messages` as JSON text. `remote`: turns of remote models as JSON text."""
+    decimal and `messages` as JSON text. `remote`: turns of remote models as JSON text. `files`: by
+    path."""
     heads = [
         [
             turn["parent"],
@@ -86,8 +94,10 @@ def pack_turns(turns: Sequence[Mapping[str, Any]], remote: str = "") -> bytes:
     half = len(columns["logprobs"]) // 2
     noise, columns["logprobs"] = columns["logprobs"][:half], columns["logprobs"][half:]
     packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
-    said = [zlib.compress(remote.encode(), _LEVEL)] if remote else []
-    return _VERSION + _MSGPACK.encode([packed, noise, *said])
+    more = [zlib.compress(remote.encode(), _LEVEL) if remote else b""] if remote or files else []
+    if files:
+        more.append(zlib.compress(_MSGPACK.encode(files), _LEVEL))
+    return _VERSION + _MSGPACK.encode([packed, noise, *more])
 
 
 def _options(turn: Mapping[str, Any]) -> list[Any]:
@@ -152,7 +162,16 @@ def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
     """Likewise."""
     try:
         _, _, *said = _parts(blob)
-        return _REMOTE.decode(zlib.decompress(said[0])) if said else []
+        return _REMOTE.decode(zlib.decompress(said[0])) if said and said[0] else []
+    except _BROKEN as error:
+        raise _unreadable(error) from error
+
+
+def unpack_files(blob: bytes) -> dict[str, bytes]:
+    """Likewise."""
+    try:
+        _, _, *more = _parts(blob)
+        return _FILES.decode(zlib.decompress(more[1])) if len(more) > 1 else {}
     except _BROKEN as error:
         raise _unreadable(error) from error
 

@@ -19,8 +19,15 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.store.blobs import pack_turns, to_bytes, unpack_remote_turns, unpack_turns
+from agentevo.store.blobs import (
+    pack_turns,
+    to_bytes,
+    unpack_files,
+    unpack_remote_turns,
+    unpack_turns,
+)
 from agentevo.store.damage import readable
+from agentevo.store.files import check_files
 from agentevo.store.store import (
     SPLITS,
     Emptied,
@@ -249,10 +256,10 @@ def content_digest(trajectory: Trajectory) -> bytes:
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
-    facts, turns, *remote = _content(trajectory)
+    facts, turns, *more = _content(trajectory)
     numbers = {"started_at": trajectory.started_at, "duration_s": trajectory.duration_s}
     _check_finite(numbers)
-    digest = _row_digest(facts, [turns, *remote], split, step)
+    digest = _row_digest(facts, [turns, *more], split, step)
     row = facts | {
         "split": split,
         "step": int(step),
@@ -265,13 +272,14 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "digest": digest,
     }
     return EncodedTrajectory(
-        id=trajectory.id, digest=digest, row=row, data=pack_turns(turns, *remote)
+        id=trajectory.id, digest=digest, row=row, data=pack_turns(turns, *more)
     )
 
 
 def _content(trajectory: Trajectory) -> tuple[Any, ...]:
     """Everything that a trajectory says but the times: columns of its row, its turns and, where
-    there are any, those of remote models as JSON. Raises what is in _UNSTORABLE."""
+    there are any, those of remote models as JSON, and kept files. Raises what is in
+    _UNSTORABLE."""
     if trajectory.status not in _STATUSES:
         raise ValueError(
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
@@ -299,10 +307,13 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         "truncated": bool(trajectory.truncated),
         "metrics": JSON.encode({name: float(value) for name, value in measured.items()}).decode(),
     }
-    if not trajectory.remote_turns:
-        return facts, turns
-    _check_finite({"the cost of a remote turn": sum(t.cost for t in trajectory.remote_turns)})
-    return facts, turns, JSON.encode(trajectory.remote_turns).decode()
+    remote, files = "", trajectory.files
+    if trajectory.remote_turns:
+        _check_finite({"the cost of a remote turn": sum(t.cost for t in trajectory.remote_turns)})
+        remote = JSON.encode(trajectory.remote_turns).decode()
+    if files:
+        return facts, turns, remote, check_files(files)
+    return (facts, turns, remote) if remote else (facts, turns)
 
 
 def _row_digest(facts: Mapping[str, object], said: list[Any], split: Split, step: int) -> bytes:
@@ -382,6 +393,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         attempt=int(row["attempt"]),
         turns=[] if data is None else unpack_turns(data),
         remote_turns=[] if data is None else unpack_remote_turns(data),
+        files={} if data is None else unpack_files(data),
         reward=float(row["reward"]),
         reward_parts={
             name.removeprefix(REWARD_PARTS): value

@@ -60,6 +60,7 @@ OTHER: dict[str, Any] = {
     "attempt": 1,
     "turns": [],
     "remote_turns": [RemoteTurn(index=0, model="teacher", messages=[Message("user", "hello")])],
+    "files": {"a.txt": b"1"},
     "reward": 1.25,
     "reward_parts": {"environment": 1.5},
     "success": True,

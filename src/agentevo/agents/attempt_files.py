@@ -1,0 +1,114 @@
+"""The files of an attempt in a sandbox: those that its task gives, and those that its code makes.
+
+A task gives them in its metadata (a column `files` of its row): an object of paths, each with a
+text, or {"base64": "..."}. What code has made or changed is read after each call of the sandbox and
+kept with the trajectory as it was then, so that an attempt that fails, is broken off, or loses its
+sandbox keeps what there was before.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any
+
+from agentevo.agents.policy import Policy
+from agentevo.errors import ConfigError, SandboxError
+from agentevo.sandbox import Sandbox
+from agentevo.store.call_log import record_call
+from agentevo.store.files import MOST_FILES, check_files, is_inner_path
+from agentevo.types import Task
+
+FILES = "files"
+"""Key of a task's metadata."""
+_MOST_NAMED = 50
+
+
+def given_files(task: Task) -> dict[str, bytes]:
+    """What the task puts into the work folder, by path. Raises ConfigError for another form."""
+    given = task.metadata.get(FILES)
+    if given is None:
+        return {}
+    form = 'give {"path": "text"}, or {"path": {"base64": "..."}}'
+    if not isinstance(given, dict):
+        raise ConfigError(f"task {task.id}: files is a {type(given).__name__}: {form}")
+    try:
+        return check_files({path: _content(path, one) for path, one in given.items()})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"task {task.id}: files: {error}: {form}") from error
+
+
+def _content(path: str, given: Any) -> bytes:
+    if isinstance(given, str):
+        return given.encode()
+    if isinstance(given, dict) and given.keys() == {"base64"} and isinstance(given["base64"], str):
+        try:
+            return base64.b64decode(given["base64"], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"{path[:100]!r} is no base64 ({error})") from error
+    raise TypeError(f"{path[:100]!r} is neither a text nor base64")
+
+
+class AttemptFiles:
+    """Those of one attempt. `limit` is how many bytes are kept; 0 keeps none."""
+
+    def __init__(self, task: Task, policy: Policy, limit: int) -> None:
+        """Raises ConfigError for files of a task that have another form."""
+        self._given, self._policy, self._limit = given_files(task), policy, limit
+        self._are_there = False
+
+    @property
+    def announcement(self) -> str:
+        """What the policy is told of the files that it finds; empty where there are none."""
+        if not self._given:
+            return ""
+        named = [f"- {path} ({len(content):,} bytes)" for path, content in self._given.items()]
+        more = len(named) - _MOST_NAMED
+        rest = [f"- and {more} more"] if more > 0 else []
+        return "\n".join(["Files in the current folder:", *named[:_MOST_NAMED], *rest])
+
+    async def put(self, sandbox: Sandbox) -> bool:
+        """Writes the task's files, unless they are there, and returns whether it did. Raises
+        SandboxError where the sandbox can't hold them."""
+        if self._are_there:
+            return False
+        for path, content in self._given.items():
+            await sandbox.write_file(path, content)
+        self._are_there = True
+        return bool(self._given)
+
+    def lost(self) -> None:
+        """The work folder is gone, and the next one is empty. What was kept stays."""
+        self._are_there = False
+
+    async def keep(self, sandbox: Sandbox, changed: tuple[str, ...]) -> None:
+        """Keeps those that have changed as they are now, in the order of their paths as far as the
+        limit goes. A sandbox that can't give them costs the files alone."""
+        if not self._limit or not changed:
+            return
+        async with record_call("sandbox", "keep_files") as call:
+            try:
+                left_out = await self._read(sandbox, changed)
+                call.note(files=len(self._policy.files), files_left_out=left_out)
+            except SandboxError as error:
+                call.outcome("failed", str(error))
+
+    async def _read(self, sandbox: Sandbox, changed: tuple[str, ...]) -> int:
+        """Returns how many were left out."""
+        sizes = await sandbox.files()
+        kept = {path: one for path, one in self._policy.files.items() if path not in changed}
+        left_out, size = 0, sum(map(len, kept.values()))
+        for path in changed:
+            if path not in sizes:
+                continue  # deleted
+            fits = len(kept) < MOST_FILES and size + sizes[path] <= self._limit
+            if fits and is_inner_path(path):
+                content = await sandbox.read_file(path)
+                size += len(content)
+                if size <= self._limit:  # it may have grown since
+                    kept[path] = content
+                    continue
+                size -= len(content)
+            left_out += 1
+        self._policy.keep_files(kept)
+        return left_out

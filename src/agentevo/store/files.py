@@ -1,0 +1,52 @@
+"""The files that a trajectory keeps: which may be stored, and a folder of them for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentevo.files import atomic_folder
+
+LARGEST = 8 * 2**20
+"""Bytes of all files of a trajectory: MongoDB stores no more than 16 MB in one piece."""
+LONGEST_PATH = 1024
+MOST_FILES = 1000
+
+
+def is_inner_path(path: str) -> bool:
+    """Whether a path stays below the folder that it is put into."""
+    parts = path.split("/")
+    return (
+        0 < len(path) <= LONGEST_PATH
+        and not set(path) & set("\0\\:")
+        and not any(part in ("", ".", "..") for part in parts)
+    )
+
+
+def check_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files in the order of their paths. Raises TypeError or ValueError for what can't be
+    stored."""
+    for path, content in files.items():
+        if not isinstance(path, str) or not isinstance(content, bytes):
+            raise TypeError(f"the file {path!r:.100} is no path as text with its content as bytes")
+        if not is_inner_path(path):
+            raise ValueError(f"the path {path[:100]!r} is none below a folder: give `a/b.txt`")
+        path.encode()  # a ValueError for half of a surrogate pair
+    size = sum(map(len, files.values()))
+    if size > LARGEST or len(files) > MOST_FILES:
+        raise ValueError(
+            f"{len(files)} files of {size:,} bytes: a trajectory keeps at most {MOST_FILES} of "
+            f"{LARGEST:,} bytes"
+        )
+    return dict(sorted(files.items()))
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Writes them into a new folder, which appears whole or not at all. Raises OSError, and
+    ValueError for paths that leave it."""
+    checked = check_files(files)
+    with atomic_folder(folder) as staging:
+        for path, content in checked.items():
+            target = staging / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
