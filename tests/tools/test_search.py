@@ -9,7 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
-from agentevo.tools.search import CorpusIndex, Search, corpus_index, passage_of
+from agentevo.tools.corpus import Passage, passage_of
+from agentevo.tools.indexes import corpus_index
+from agentevo.tools.search import Search
+from agentevo.tools.word_index import WordIndex
 
 PASSAGES = [
     {"id": "1", "title": "Perth", "text": "Perth is a city in Western Australia."},
@@ -40,7 +43,7 @@ def test_the_best_passage_comes_first(corpus):
     "query", ['"', "* OR (", "NEAR(a b)", "text:x", "", "?" * 10_000, "a " * 10_000]
 )
 def test_any_text_is_a_query(query):
-    assert isinstance(CorpusIndex(["a cat", "a dog"]).find(query, 3), list)
+    assert isinstance(WordIndex([Passage("0", "", "a cat")]).find(query, 3), list)
 
 
 def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
@@ -55,7 +58,9 @@ def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
         Search(corpus=str(path))
     with pytest.raises(ConfigError, match="needs the option `corpus`"):
         Search()
-    assert passage_of({"title": "", "text": "x"}) == "x"
+    assert passage_of({"title": "", "text": "x"}).contents == "x"
+    row = {"id": 7, "contents": "T\nx\ny"}
+    assert passage_of(row) == Passage("7", "T", "x\ny") and passage_of(row).contents == "T\nx\ny"
 
 
 @pytest.fixture

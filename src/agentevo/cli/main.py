@@ -32,6 +32,7 @@ from agentevo.cli import (
     names,
     processes,
     results,
+    retriever,
     sandbox,
     server,
     store,
@@ -68,6 +69,7 @@ app.command()(processes.sample)
 app.command()(processes.serve)
 app.command()(processes.gateway)
 app.command()(server.server)
+app.command()(retriever.retriever)
 app.command()(results.table)
 app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.score)

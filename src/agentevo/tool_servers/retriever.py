@@ -1,0 +1,136 @@
+"""`agentevo retriever`: a corpus behind Search-R1's HTTP API.
+
+    POST /retrieve   {"queries": ["..."], "topk": 3, "return_scores": true}
+    200              {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 1.5}]]}
+
+Without `return_scores` the documents come by themselves. What can't be answered is refused with the
+reason, {"error": {"message": ...}}; sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from typing import Any
+
+import msgspec
+
+from agentevo.event_loop import in_thread
+from agentevo.tools.corpus import Index, Passage
+
+MAX_BODY = 2**20
+"""Bytes of a request."""
+MAX_QUERIES = 512
+"""Of one request."""
+MAX_TOP_K = 100
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = False
+
+
+class _Refusal(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Retriever:
+    """The ASGI application. `top_k`: where a request does not say; `key`: what clients have to show
+    as a bearer token."""
+
+    def __init__(self, index: Index, *, top_k: int = 3, key: str | None = None) -> None:
+        self._index, self._top_k, self._key = index, top_k, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await _ended(scope, receive, send)
+            return
+        try:
+            status, answer = 200, await self._answer(scope, receive)
+        except _Refusal as error:
+            status, answer = error.status, {"error": {"message": str(error)}}
+        body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Any, receive: Any) -> dict[str, Any]:
+        """Raises _Refusal."""
+        if scope["path"] == "/health" and scope["method"] == "GET":
+            return {"status": "ok"}
+        if scope["path"] != "/retrieve":
+            raise _Refusal(404, "there is nothing here: POST /retrieve")
+        if scope["method"] != "POST":
+            raise _Refusal(405, "POST a request")
+        headers = dict(scope["headers"])
+        if self._key is not None and not hmac.compare_digest(
+            headers.get(b"authorization", b""), f"Bearer {self._key}".encode()
+        ):
+            raise _Refusal(401, "the key is missing or wrong: Authorization: Bearer KEY")
+        request = self._read(await _body(receive))
+        return await in_thread(lambda: self._found(request))
+
+    def _read(self, body: bytes) -> _Request:
+        try:
+            request = msgspec.json.decode(body, type=_Request)
+        except (msgspec.DecodeError, RecursionError) as error:
+            example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
+            raise _Refusal(400, f"{error}: write {example}") from None
+        top_k = self._top_k if request.topk is None else request.topk
+        if not 1 <= top_k <= MAX_TOP_K:
+            raise _Refusal(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
+        if not 1 <= len(request.queries) <= MAX_QUERIES:
+            raise _Refusal(400, f"{len(request.queries)} queries: give 1 to {MAX_QUERIES}")
+        request.topk = top_k
+        return request
+
+    def _found(self, request: _Request) -> dict[str, Any]:
+        lists = []
+        for query in request.queries:
+            found = self._index.find(query, request.topk or self._top_k)
+            lists.append(
+                [
+                    {"document": _document(one), "score": score}
+                    if request.return_scores
+                    else _document(one)
+                    for one, score in found
+                ]
+            )
+        return {"result": lists}
+
+
+def _document(passage: Passage) -> dict[str, str]:
+    return {
+        "id": passage.id,
+        "title": passage.title,
+        "text": passage.text,
+        "contents": passage.contents,
+    }
+
+
+async def _body(receive: Any) -> bytes:
+    """Raises _Refusal for one that is too long, or does not come whole."""
+    content = b""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise _Refusal(400, "the request broke off")
+        content += message.get("body", b"")
+        if len(content) > MAX_BODY:
+            raise _Refusal(413, f"a request has at most {MAX_BODY:,} bytes")
+        if not message.get("more_body"):
+            return content
+
+
+async def _ended(scope: Any, receive: Any, send: Any) -> None:
+    """The start and end of the server, which need nothing; other protocols are refused."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close"})
+        return
+    while (await receive())["type"] != "lifespan.shutdown":
+        await send({"type": "lifespan.startup.complete"})
+    await send({"type": "lifespan.shutdown.complete"})

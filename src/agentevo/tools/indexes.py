@@ -1,0 +1,24 @@
+"""The index of a corpus file, by words or by meaning, made once in a process, in memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from agentevo.errors import ConfigError
+from agentevo.tools.corpus import Index, read_corpus
+from agentevo.tools.dense import DenseIndex, load_encoder
+from agentevo.tools.word_index import WordIndex
+
+KINDS = ("bm25", "dense")
+
+
+@lru_cache(maxsize=8)
+def corpus_index(path: str, kind: str = "bm25", model: str | None = None) -> Index:
+    """The index of a corpus file; `model` as of `dense.load_encoder`. Raises ConfigError for one
+    that can't be read or made."""
+    if kind not in KINDS or (model is not None and kind != "dense"):
+        raise ConfigError(f"kind {kind!r}: there are bm25, and dense, which may have a model")
+    passages = read_corpus(path)
+    if kind == "bm25":
+        return WordIndex(passages)
+    return DenseIndex(passages, load_encoder(model))
