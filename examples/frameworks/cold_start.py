@@ -200,6 +200,12 @@ def make_policy(
     draw = random.Random(0)
     shown = asyncio.run(demonstrations(agent, demonstrate, opens, says))
     rows = [_renamed(draw.choice(shown), draw) for _ in range(conversations)]
+    return fine_tuned(folder, rows)
+
+
+def fine_tuned(folder: Path, rows: Sequence[dict[str, Any]], **sft: Any) -> Path:
+    """A run folder of a tiny policy that has read these conversations. `sft`: over the options
+    below."""
     base, chats = folder / "base", folder / "demonstrations.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -212,7 +218,7 @@ def make_policy(
         {
             "model": {"name": str(base)},
             "data": {"train": str(chats), "eval_share": 0},
-            "sft": {"batch_conversations": 8, "learning_rate": 3e-3},
+            "sft": {"batch_conversations": 8, "learning_rate": 3e-3, **sft},
             "run": {"dir": str(folder / "cold_start"), "overwrite": True},
             "tracking": {"report": False, "tensorboard": False},
         }

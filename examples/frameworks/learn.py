@@ -30,14 +30,8 @@ def learn(
     """Trains the agent, prints success before and after, and leaves both in result.json.
 
     `cold_start`: options of `make_policy`; `sections`: of `agentevo.train`, over those below."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     name = Path(sys.argv[0]).stem
-    parser.add_argument("--out", type=Path, default=Path("runs/frameworks") / name)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="tasks of an evaluation")
-    parser.add_argument("--conversations", type=int, default=1536, help="of the cold start")
-    given = parser.parse_args()
+    given = options(Path("runs/frameworks") / name, steps=STEPS).parse_args()
     if command is not None:
         from agentevo.agents.command import CommandAgent, CommandAgentSection
 
@@ -45,11 +39,33 @@ def learn(
     else:
         player = FunctionAgent(rollout)
     policy = make_policy(given.out, player, conversations=given.conversations, **cold_start)
-    run = agentevo.train(
+    return reinforced(
+        given,
         rollout,
         make_tasks(1200, seed=0),
         command=command,
         model=str(policy),
+        **(sections or {}),
+    )
+
+
+def options(out: Path, *, steps: int, conversations: int = 1536) -> argparse.ArgumentParser:
+    """What every example can be given on the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="tasks of an evaluation")
+    help_text = "of the cold start"
+    parser.add_argument("--conversations", type=int, default=conversations, help=help_text)
+    return parser
+
+
+def reinforced(given: argparse.Namespace, *trained: Any, **sections: Any) -> dict[str, float]:
+    """Trains with GRPO what `agentevo.train` takes, prints success before and after, and leaves
+    both in result.json. `sections` are over those below."""
+    run = agentevo.train(
+        *trained,
         **{
             "sampling": {"max_new_tokens": 48},
             "algorithm": {"name": "grpo"},
@@ -63,11 +79,12 @@ def learn(
             "checkpoint": {"every": 0},
             "run": {"dir": str(given.out / "run"), "overwrite": True},
             "tracking": {"report": False, "tensorboard": False},
-            **(sections or {}),
+            **sections,
         },
     )
     result = {name: run.summary["eval"][name] for name in ("before", "after")}
     result["steps"] = given.steps
     (given.out / "result.json").write_text(json.dumps(result))
-    print(f"{name}: {result['before']:.0%} -> {result['after']:.0%} of the held-out hunts")
+    name = given.out.name
+    print(f"{name}: {result['before']:.0%} -> {result['after']:.0%} of the held-out tasks")
     return result

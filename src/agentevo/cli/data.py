@@ -114,20 +114,35 @@ def convert(
     tell_of_rows(report, out, "tasks")
 
 
+Prepared = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="gsm8k, reasoning_gym/DATASET such as reasoning_gym/chain_sum, or lesson/TOOL: "
+        "tasks for booking, calculator, database, files or search.",
+    ),
+]
+PreparedFolder = Annotated[
+    Path,
+    typer.Argument(
+        parser=path_word, metavar="FOLDER", help="Where train.jsonl and eval.jsonl are written."
+    ),
+]
+Shown = Annotated[
+    int,
+    typer.Option(
+        "--demonstrations",
+        min=0,
+        max=100_000,
+        help="lesson: conversations that solve other tasks, for `agentevo sft`.",
+    ),
+]
+
+
 @data.command()
 def prepare(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="gsm8k, or reasoning_gym/DATASET such as reasoning_gym/chain_sum."
-        ),
-    ],
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            parser=path_word, metavar="FOLDER", help="Where train.jsonl and eval.jsonl are written."
-        ),
-    ],
+    name: Prepared,
+    folder: PreparedFolder,
     source: Annotated[
         str | None,
         typer.Option(
@@ -141,21 +156,32 @@ def prepare(
         str | None,
         typer.Option(metavar="NAME", help="Agent that is to play the tasks (agent_name)."),
     ] = None,
-    count: Annotated[int, typer.Option(min=2, help="reasoning_gym: how many tasks.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="reasoning_gym: seed of the dataset.")] = 0,
+    count: Annotated[
+        int, typer.Option(min=2, max=100_000, help="How many tasks, but of gsm8k.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks, but of gsm8k.")] = 0,
+    shown: Shown = 500,
     eval_share: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the tasks that is held out.")
     ] = 0.1,
 ) -> None:
-    """Write the task files of a known data set: train.jsonl, and the last ones as eval.jsonl."""
+    """Write the task files of a known data set: train.jsonl, and the last ones as eval.jsonl; of a
+    lesson demonstrations.jsonl as well, and corpus.jsonl where its tool searches one."""
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
     from agentevo.rollout.task_files import write_split as write
 
     kind, _, dataset = name.partition("/")
+    if kind == "lesson":
+        if source is not None or agent is not None:
+            raise ConfigError(f"data prepare {name} makes its tasks: leave out --from and --agent")
+        _prepare_lesson(dataset, folder, count, eval_share, shown, seed)
+        return
     if not (name == "gsm8k" or (kind == "reasoning_gym" and dataset)):
-        raise ConfigError(f"data prepare {name}: there are gsm8k and reasoning_gym/DATASET")
+        raise ConfigError(
+            f"data prepare {name}: there are gsm8k, reasoning_gym/DATASET and lesson/TOOL"
+        )
     if (source is not None) != (name == "gsm8k"):
         given = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"
         raise ConfigError(f"data prepare {name} {given}")
@@ -172,6 +198,24 @@ def prepare(
         raise ConfigError("\n".join(["nothing was written: too few tasks", *report.lines()]))
     number = write(tasks, eval_share, folder)
     tell_of_rows(report, folder / TRAIN, f"tasks ({number} of them held out, {HELD_OUT})")
+
+
+def _prepare_lesson(
+    tool: str, folder: Path, count: int, eval_share: float, shown: int, seed: int
+) -> None:
+    """Raises ConfigError."""
+    from agentevo.console import to_stderr
+    from agentevo.tool_servers.lessons import LESSONS
+    from agentevo.tool_servers.lessons.writing import write_lesson
+
+    if tool not in LESSONS:
+        raise ConfigError(f"data prepare lesson/{tool}: there are {', '.join(sorted(LESSONS))}")
+    held_out = max(1, round(count * eval_share))
+    write_lesson(tool, folder, count=count - held_out, held_out=held_out, shown=shown, seed=seed)
+    to_stderr(
+        f"{count - held_out} tasks, {held_out} held out, and {shown} demonstrations written to "
+        f"{folder}"
+    )
 
 
 @data.command("demonstrate")

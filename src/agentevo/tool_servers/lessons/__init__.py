@@ -1,0 +1,18 @@
+"""Tasks for each of the tools that ship, with the calls that solve them.
+
+lesson    what a lesson is; tasks that are held out apart, and demonstrations of a solver
+facts     people and cities of an invented world, for `search`
+others    one file for each tool
+"""
+
+from agentevo.tool_servers.lessons.arithmetic import Arithmetic
+from agentevo.tool_servers.lessons.copying import Copying
+from agentevo.tool_servers.lessons.facts import Facts
+from agentevo.tool_servers.lessons.hotel import Hotel
+from agentevo.tool_servers.lessons.lesson import Lesson
+from agentevo.tool_servers.lessons.shop import Shop
+
+LESSONS: dict[str, Lesson] = {
+    one.tool: one for one in (Hotel(), Arithmetic(), Shop(), Copying(), Facts())
+}
+"""By the name of the tool."""

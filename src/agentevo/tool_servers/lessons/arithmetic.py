@@ -1,0 +1,36 @@
+"""Sums that nobody does in the head, for the calculator; the answer is the number."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.tool_servers.calculator import calculator
+from agentevo.tool_servers.lessons.lesson import Call
+
+_WORDS = {"*": "times", "+": "plus", "-": "minus"}
+
+
+class Arithmetic:
+    """See the module."""
+
+    tool = "calculator"
+    instructions = "Compute with the calculator. Then answer with the number alone."
+    rewards = ("numeric",)
+
+    def draw(self, draw: random.Random) -> dict[str, Any]:
+        """See Lesson.draw."""
+        first, second, third = (draw.randint(2, 99) for _ in range(3))
+        one, other = draw.choice("*+-"), draw.choice("+-")
+        expression = f"{first} {one} {second} {other} {third}"
+        query = f"What is {first} {_WORDS[one]} {second} {_WORDS[other]} {third}?"
+        return {"query": query, "answer": calculator(expression), "expression": expression}
+
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+        """See Lesson.step."""
+        return results[0] if results else Call("calculator", {"expression": task["expression"]})
+
+    def corpus(self) -> list[dict[str, str]]:
+        """See Lesson.corpus."""
+        return []

@@ -1,0 +1,143 @@
+"""Questions about an invented world, for `search`: where somebody lives, and what the city is known
+for, which takes a second search. The answer is a word."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.tool_servers.lessons.lesson import Call
+
+FIRST = [
+    "Abel",
+    "Bela",
+    "Cora",
+    "Dora",
+    "Emil",
+    "Fritz",
+    "Gina",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Klara",
+    "Lars",
+    "Mona",
+    "Nils",
+    "Olga",
+    "Pablo",
+    "Quinn",
+    "Rosa",
+    "Sven",
+    "Tilda",
+]
+LAST = [
+    "Adler",
+    "Baker",
+    "Cooper",
+    "Dyer",
+    "Engel",
+    "Fisher",
+    "Glover",
+    "Hunter",
+    "Iverson",
+    "Joyner",
+    "Keller",
+    "Lerner",
+    "Mason",
+    "Nolan",
+    "Osborn",
+    "Potter",
+    "Quill",
+    "Ranger",
+    "Sawyer",
+    "Tanner",
+]
+CITIES = [
+    "Arlon",
+    "Bremo",
+    "Calva",
+    "Dorin",
+    "Elsen",
+    "Forta",
+    "Galen",
+    "Hoven",
+    "Istra",
+    "Jarno",
+    "Kelso",
+    "Lindo",
+    "Marek",
+    "Norva",
+    "Orsay",
+    "Palma",
+]
+GOODS = [
+    "bells",
+    "boats",
+    "books",
+    "boots",
+    "cheese",
+    "clocks",
+    "glass",
+    "gloves",
+    "hats",
+    "honey",
+    "knives",
+    "lace",
+    "paper",
+    "silk",
+    "tea",
+    "wine",
+]
+WORLD = 17
+"""Seed of the world, which is one and the same for all tasks."""
+_LIVES = re.compile(r"lives in (\w+)")
+_KNOWN = re.compile(r"known for (\w+)")
+
+
+class Facts:
+    """See the module."""
+
+    tool = "search"
+    instructions = "Search for what you need to know. Then answer with one word."
+    rewards = ("exact_match",)
+
+    def __init__(self) -> None:
+        draw = random.Random(WORLD)
+        self._homes = {f"{one} {two}": draw.choice(CITIES) for one in FIRST for two in LAST}
+        self._goods = dict(zip(CITIES, draw.sample(GOODS, len(CITIES)), strict=True))
+
+    def draw(self, draw: random.Random) -> dict[str, Any]:
+        """See Lesson.draw."""
+        person = draw.choice(list(self._homes))
+        city = self._homes[person]
+        if draw.random() < 0.5:
+            query, answer = f"In which city does {person} live?", city
+        else:
+            query, answer = f"What is the city known for where {person} lives?", self._goods[city]
+        return {"query": query, "answer": answer, "person": person}
+
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+        """See Lesson.step."""
+        if not results:
+            return Call("search", {"query": task["person"]})
+        found = _KNOWN.search(results[-1]) or _LIVES.search(results[-1])
+        if found is None:
+            return "nothing"
+        if len(results) == 1 and task["query"].startswith("What"):
+            return Call("search", {"query": f"{found[1]} known"})
+        return found[1]
+
+    def corpus(self) -> list[dict[str, str]]:
+        """See Lesson.corpus."""
+        people = [
+            {"title": person, "text": f"{person} lives in {city}."}
+            for person, city in self._homes.items()
+        ]
+        cities = [
+            {"title": city, "text": f"{city} is known for {thing}."}
+            for city, thing in self._goods.items()
+        ]
+        rows = people + cities
+        return [{"id": str(number), **row} for number, row in enumerate(rows)]

@@ -1,0 +1,70 @@
+"""Guests of hotels, for the booking office: a room of a kind is booked, or a booking is cancelled.
+The state decides."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.tool_servers.lessons.lesson import Call
+
+GUESTS = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kim", "Leo")
+CITIES = ("Bonn", "Cairo", "Delhi", "Geneva", "Lima", "Oslo", "Porto", "Quito", "Rome", "Seoul")
+KINDS = ("single", "double", "family")
+DONE = "Done."
+
+
+class Hotel:
+    """See the module."""
+
+    tool = "booking"
+    instructions = "Do what the guest asks for, in the cheapest room there is. Then say so."
+    rewards: tuple[str, ...] = ()
+
+    def draw(self, draw: random.Random) -> dict[str, Any]:
+        """See Lesson.draw."""
+        guest, other = draw.sample(GUESTS, 2)
+        city, kind, nights = draw.choice(CITIES), draw.choice(KINDS), draw.randint(1, 9)
+        numbers = draw.sample(range(10, 100), 6)
+        rooms = [
+            {"room": number, "city": city, "kind": kind, "price": price}
+            for number, price in zip(numbers[:4], draw.sample(range(20, 100), 4), strict=True)
+        ]
+        elsewhere = {"city": draw.choice(CITIES), "kind": draw.choice(KINDS), "price": 15}
+        rooms += [{"room": number, **elsewhere} for number in numbers[4:]]
+        rooms = draw.sample(rooms, len(rooms))
+        taken = {"room": numbers[0], "guest": other, "nights": draw.randint(1, 9)}
+        stays = {"guest": other, "city": city, "kind": kind, "nights": taken["nights"]}
+        new = {"guest": guest, "city": city, "kind": kind, "nights": nights}
+        if draw.random() < 0.5:
+            query = f"Book a {kind} room in {city} for {guest}, {nights} nights."
+            wanted = [stays, new]
+        else:
+            query = f"Cancel the {kind} room in {city} of {other}, {taken['nights']} nights."
+            wanted = []
+        return {"query": query, "rooms": rooms, "bookings": [taken], "wanted": wanted}
+
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+        """See Lesson.step."""
+        if len(results) == 2:
+            return DONE
+        if task["wanted"]:
+            new = task["wanted"][-1]
+            if not results:
+                return Call("find_rooms", {"city": new["city"], "kind": new["kind"]})
+            guest, nights = new["guest"], new["nights"]
+            return Call("book", {"room": _room(results[0]), "guest": guest, "nights": nights})
+        if not results:
+            return Call("find_bookings", {"guest": task["bookings"][0]["guest"]})
+        return Call("cancel", {"room": _room(results[0])})
+
+    def corpus(self) -> list[dict[str, str]]:
+        """See Lesson.corpus."""
+        return []
+
+
+def _room(result: str) -> int:
+    (number,) = re.findall(r"\Aroom (\d+)", result)
+    return int(number)

@@ -1,0 +1,172 @@
+"""A lesson: tasks for one tool, and what solves them.
+
+Tasks are drawn with a seed. Which are held out is said by each query itself (HELD_OUT of them, by a
+hash), so no query is both trained on and held out, whatever seeds and counts are used.
+
+Demonstrations are played with the real tools: a solver makes its calls, reads their results, and
+says its answer. `quits` is the share of its steps at which it gives up instead, which leaves a
+policy that was taught by it something to learn from reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentevo.config.tools import FunctionToolSection
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import run_coroutine
+from agentevo.tools.toolbox import AttemptTools, Toolbox
+from agentevo.types import Task, ToolCall
+
+HELD_OUT = 0.2
+AT_ONCE = 16
+GIVES_UP = "I do not know."
+_TRIES = 200
+"""Draws for one task: a lesson has no end of them, but not all differ."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A step of a solver: a call of one tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Lesson(Protocol):
+    """See the module."""
+
+    @property
+    def tool(self) -> str:
+        """The name of the tool."""
+        ...
+
+    @property
+    def instructions(self) -> str:
+        """The system message."""
+        ...
+
+    @property
+    def rewards(self) -> Sequence[str]:
+        """Names of rewards that judge the answer; none where the tool's state does."""
+        ...
+
+    def draw(self, draw: random.Random) -> dict[str, Any]:
+        """A task: `query`, `answer` where one is judged, and the tool's own metadata."""
+        ...
+
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+        """What solves it, after these results: the next call, or the answer."""
+        ...
+
+    def corpus(self) -> list[dict[str, str]]:
+        """Passages that the tool is given; none where it needs none."""
+        ...
+
+
+def lesson_tasks(
+    lesson: Lesson, count: int, seed: int, *, held_out: bool = False
+) -> list[dict[str, Any]]:
+    """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where there are not
+    so many."""
+    draw = random.Random(f"{lesson.tool}-{seed}-{held_out}")
+    found: dict[str, dict[str, Any]] = {}
+    for _ in range(count * _TRIES):
+        if len(found) == count:
+            break
+        row = lesson.draw(draw)
+        if is_held_out(row["query"]) == held_out:
+            found.setdefault(json.dumps(row), row)
+    if len(found) < count:
+        raise AgentEvoError(
+            f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"
+        )
+    part = "eval" if held_out else "train"
+    return [
+        {"id": f"{lesson.tool}-{part}-{seed}-{number}", **row}
+        for number, row in enumerate(found.values())
+    ]
+
+
+def is_held_out(query: str) -> bool:
+    """Whether a task with this query is for evaluation alone."""
+    return hashlib.sha256(query.encode()).digest()[0] < 256 * HELD_OUT
+
+
+def demonstrations(
+    lesson: Lesson,
+    tasks: Sequence[Mapping[str, Any]],
+    *,
+    seed: int,
+    quits: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One conversation for each task, as rows for `agentevo sft`. `options`: those of the tool.
+    Raises AgentEvoError for one that was played to its end and is not worth 1."""
+    yield from run_coroutine(_demonstrated(lesson, tasks, seed, quits, dict(options or {})))
+
+
+async def _demonstrated(
+    lesson: Lesson,
+    tasks: Sequence[Mapping[str, Any]],
+    seed: int,
+    quits: float,
+    options: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    toolbox = Toolbox([FunctionToolSection(name=lesson.tool, options=options)])
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(row: Mapping[str, Any]) -> dict[str, Any]:
+        draw = random.Random(f"{seed}-{row['id']}")
+        async with room, asyncio.timeout(60), toolbox.open(task_of_row(row), seed) as tools:
+            return await _played(lesson, row, tools, draw, quits)
+
+    try:
+        return list(await asyncio.gather(*map(one, tasks)))
+    finally:
+        await toolbox.close()
+
+
+async def _played(
+    lesson: Lesson,
+    row: Mapping[str, Any],
+    tools: AttemptTools,
+    draw: random.Random,
+    quits: float,
+) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": lesson.instructions},
+        {"role": "user", "content": row["query"]},
+    ]
+    results: list[str] = []
+    while True:
+        step = lesson.step(row, results)
+        if isinstance(step, Call) and draw.random() < quits:
+            step = GIVES_UP
+        if isinstance(step, str):
+            break
+        arguments = json.dumps(dict(step.arguments))
+        (result,) = await tools.call([ToolCall(step.name, arguments)])
+        results.append(result.text)
+        function = {"name": step.name, "arguments": arguments}
+        call = {"id": f"call_{len(results)}", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result.text})
+    worth = (await tools.outcomes()).get(lesson.tool, 1.0)
+    if step != GIVES_UP and worth != 1.0:
+        raise AgentEvoError(f"the lesson {lesson.tool} does not solve {row['id']}: {results}")
+    messages.append({"role": "assistant", "content": step})
+    return {"messages": messages, "tools": tools.schemas}
+
+
+def task_of_row(row: Mapping[str, Any]) -> Task:
+    """As a file of tasks would have it: what is no field is metadata."""
+    fields = ("id", "query", "answer")
+    metadata = {key: value for key, value in row.items() if key not in fields}
+    return Task(id=row["id"], query=row["query"], answer=row.get("answer"), metadata=metadata)

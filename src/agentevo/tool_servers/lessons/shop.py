@@ -1,0 +1,68 @@
+"""A shop's prices, for the database: a price is set, or made that of another thing, which has to be
+read first. The state decides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.tool_servers.lessons.lesson import Call
+
+THINGS = [
+    "apple",
+    "bread",
+    "cheese",
+    "egg",
+    "fig",
+    "honey",
+    "lemon",
+    "melon",
+    "onion",
+    "pear",
+    "plum",
+    "rice",
+    "salt",
+    "soup",
+    "sugar",
+    "tea",
+]
+DONE = "Done."
+
+
+class Shop:
+    """See the module."""
+
+    tool = "database"
+    instructions = "The table goods has the columns name and price. Do what is asked, then say so."
+    rewards: tuple[str, ...] = ()
+
+    def draw(self, draw: random.Random) -> dict[str, Any]:
+        """See Lesson.draw."""
+        names = draw.sample(THINGS, 4)
+        prices = draw.sample(range(1, 100), 4)
+        rows = ", ".join(f"('{name}', {price})" for name, price in zip(names, prices, strict=True))
+        setup = f"CREATE TABLE goods (name TEXT, price INT); INSERT INTO goods VALUES {rows};"
+        name, other = names[:2]
+        if draw.random() < 0.5:
+            price = draw.choice([one for one in range(1, 100) if one != prices[0]])
+            query = f"Set the price of {name} to {price}."
+        else:
+            price = prices[1]
+            query = f"Give {name} the price of {other}."
+        solution = f"UPDATE goods SET price = {price} WHERE name = '{name}'"
+        return {"query": query, "setup": setup, "solution": solution, "other": other}
+
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+        """See Lesson.step."""
+        changed = any(one.startswith("Done") for one in results)
+        if changed:
+            return DONE
+        if task["query"].startswith("Give") and not results:
+            sql = f"SELECT price FROM goods WHERE name = '{task['other']}'"
+            return Call("query", {"sql": sql})
+        return Call("execute", {"sql": task["solution"]})
+
+    def corpus(self) -> list[dict[str, str]]:
+        """See Lesson.corpus."""
+        return []

@@ -1,0 +1,50 @@
+"""A lesson as files: tasks to train on, others that are held out, and demonstrations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from agentevo.files import write_atomic
+from agentevo.tool_servers.lessons import LESSONS
+from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
+
+TRAIN, HELD_OUT, SHOWN = "train.jsonl", "eval.jsonl", "demonstrations.jsonl"
+CORPUS = "corpus.jsonl"
+
+
+def write_lesson(
+    tool: str,
+    folder: Path,
+    *,
+    count: int,
+    held_out: int,
+    shown: int,
+    seed: int,
+    quits: float = 0.0,
+) -> dict[str, Any]:
+    """Writes the files into the folder, demonstrations last; those are of other tasks than are
+    trained on, and none of them is held out. Returns the tool's options. Raises AgentEvoError
+    before anything is written where there are not so many tasks."""
+    lesson = LESSONS[tool]
+    train = lesson_tasks(lesson, count, seed)
+    evaluated = lesson_tasks(lesson, held_out, seed, held_out=True)
+    demonstrated = lesson_tasks(lesson, shown, seed + 1) if shown else []
+    folder.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {}
+    if passages := lesson.corpus():
+        _write(passages, folder / CORPUS)
+        options = {"corpus": str(folder / CORPUS), "top_k": 1}
+    _write(train, folder / TRAIN)
+    _write(evaluated, folder / HELD_OUT)
+    if shown:
+        rows = demonstrations(lesson, demonstrated, seed=seed, quits=quits, options=options)
+        _write(rows, folder / SHOWN)
+    return options
+
+
+def _write(rows: Iterable[Any], path: Path) -> None:
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomic(path, "".join(lines))

@@ -1,0 +1,77 @@
+"""Tasks for the tools that ship, and their demonstrations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agentevo.cli.main import main
+from agentevo.errors import AgentEvoError
+from agentevo.tool_servers import PACKAGED
+from agentevo.tool_servers.lessons import LESSONS
+from agentevo.tool_servers.lessons.lesson import GIVES_UP, Call, demonstrations, lesson_tasks
+from agentevo.tool_servers.lessons.writing import write_lesson
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_tool_has_a_lesson():
+    assert sorted(LESSONS) == sorted(PACKAGED)
+
+
+@pytest.mark.parametrize("tool", sorted(LESSONS))
+def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path):
+    write_lesson(tool, tmp_path, count=150, held_out=30, shown=60, seed=3)
+    train, held_out = read(tmp_path / "train.jsonl"), read(tmp_path / "eval.jsonl")
+    shown = read(tmp_path / "demonstrations.jsonl")
+    assert (len(train), len(held_out), len(shown)) == (150, 30, 60)
+    queries = {row["query"] for row in held_out}
+    asked = {row["messages"][1]["content"] for row in shown} | {row["query"] for row in train}
+    assert not queries & asked
+    assert len({json.dumps(row) for row in train}) == 150
+    calls = [one for row in shown for one in row["messages"] if one["role"] == "assistant"]
+    assert all(one.get("tool_calls") or one["content"] for one in calls)
+    assert all(row["messages"][-1]["content"] != GIVES_UP for row in shown)
+    assert any(len(row["messages"]) > 5 for row in shown) or tool == "calculator"
+    assert read(tmp_path / "train.jsonl") == train == lesson_tasks(LESSONS[tool], 150, 3)
+
+
+def test_answers_are_right():
+    for task in lesson_tasks(LESSONS["calculator"], 20, 0):
+        assert task["answer"] == str(eval(task["expression"]))
+
+
+def test_a_teacher_may_give_up():
+    lesson = LESSONS["calculator"]
+    rows = list(demonstrations(lesson, lesson_tasks(lesson, 100, 0), seed=0, quits=0.5))
+    given_up = sum(row["messages"][-1]["content"] == GIVES_UP for row in rows)
+    assert 30 < given_up < 70
+
+
+def test_a_solver_that_does_not_solve_is_told(monkeypatch):
+    lesson = LESSONS["database"]
+    wrong = Call("execute", {"sql": "DELETE FROM goods"})
+    steps = lambda task, results: wrong if not results else "Done."  # noqa: E731
+    monkeypatch.setattr(lesson, "step", steps, raising=False)
+    with pytest.raises(AgentEvoError, match="does not solve database-train-0-0"):
+        list(demonstrations(lesson, lesson_tasks(lesson, 1, 0), seed=0))
+
+
+def test_there_are_only_so_many(monkeypatch):
+    row = {"query": "What?", "answer": "that"}
+    monkeypatch.setattr(LESSONS["calculator"], "draw", lambda draw: row, raising=False)
+    with pytest.raises(AgentEvoError, match="ask for fewer"):
+        lesson_tasks(LESSONS["calculator"], 2, 0)
+
+
+def test_the_command_writes_it(tmp_path, capsys):
+    words = ["data", "prepare", "lesson/search", str(tmp_path / "facts"), "--count", "20"]
+    assert main([*words, "--demonstrations", "4"]) == 0
+    names = ["corpus.jsonl", "demonstrations.jsonl", "eval.jsonl", "train.jsonl"]
+    assert sorted(one.name for one in (tmp_path / "facts").iterdir()) == names
+    assert main(["data", "prepare", "lesson/nothing", str(tmp_path / "x")]) == 2
+    assert "there are booking, calculator" in capsys.readouterr().err
+    assert main([*words, "--agent", "x"]) == 2
