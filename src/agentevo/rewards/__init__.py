@@ -6,6 +6,7 @@ package.
 
 from agentevo.rewards import (  # noqa: F401 (importing them registers them)
     builtin,
+    code_tests,
     llm_judge,
     manner,
     math_answer,

@@ -279,11 +279,12 @@ def call_scorer(
     task: Task,
     models: Mapping[str, ScorerModel],
     policy: ScoredPolicy | None = None,
+    sandboxes: Any = None,
 ) -> Any:
-    """The coroutine of a scorer's `score`, with the remote models and the policy if it asks for
-    them."""
+    """The coroutine of a scorer's `score`, with the remote models, the policy and sandboxes if it
+    asks for them."""
     asked = inspect.signature(scorer.score).parameters
-    given = {"models": models, "policy": policy}
+    given = {"models": models, "policy": policy, "sandboxes": sandboxes}
     return scorer.score(
         trajectory, task, **{name: value for name, value in given.items() if name in asked}
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from agentevo.remote_models import RemoteConversations
 from agentevo.rollout.sampler import Sampler
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, CallLog
-from agentevo.types import SamplingOverrides
+from agentevo.types import SamplingOverrides, Task, Trajectory
 
 
 class RemoteSampler(Sampler):
@@ -40,6 +40,18 @@ class RemoteSampler(Sampler):
         nothing = cast("Any", None)  # no engine draws tokens here, and no store takes them
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls, note)
         self._model = model
+
+    async def _scored(
+        self,
+        trajectories: Sequence[Trajectory],
+        unrewarded: Sequence[bool],
+        calls: Mapping[str, AttemptCalls],
+        *,
+        task: Task,
+        engines: Mapping[str, Engine],
+    ) -> list[Trajectory]:
+        """See Sampler: no reward can ask an engine here."""
+        return await self._scoring.score(trajectories, unrewarded, calls, task=task)
 
     def policy(
         self,

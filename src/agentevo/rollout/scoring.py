@@ -24,6 +24,7 @@ import pydantic
 from msgspec.structs import replace
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
+from agentevo.config.sandbox import SandboxSection
 from agentevo.copies import copy_of_task, copy_of_turn
 from agentevo.errors import AgentEvoError, ConfigError, OverreachError, described
 from agentevo.event_loop import TaskScope
@@ -39,6 +40,7 @@ from agentevo.rewards.reward import (
 )
 from agentevo.rollout.failures import NO_REWARD, ShowFailure
 from agentevo.rollout.group import InfrastructureFailure
+from agentevo.sandbox import Sandboxes
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls
 from agentevo.tracebacks import traceback_of
@@ -74,7 +76,21 @@ class NamedReward:
         self.config = config
         self._models = models
         self._item = make_reward(config)
+        self._sandboxes = self._make_sandboxes()
         self._pace = Pace()
+
+    def _make_sandboxes(self) -> Sandboxes | None:
+        """For a scorer whose `score` asks for sandboxes; its `sandbox` says which."""
+        score = getattr(self._item, "score", None)
+        if score is None or "sandboxes" not in inspect.signature(score).parameters:
+            return None
+        options = getattr(self._item, "sandbox", {})
+        try:
+            return Sandboxes(SandboxSection(**options))
+        except pydantic.ValidationError as error:
+            wrong = error.errors()[0]
+            key = ".".join(["sandbox", *map(str, wrong["loc"])])
+            raise ConfigError(f"rewards: {self.config.title}.{key}: {wrong['msg']}") from error
 
     @property
     def judges_groups(self) -> bool:
@@ -143,7 +159,10 @@ class NamedReward:
 
         async def judge() -> Score:
             if hasattr(self._item, "score"):
-                return score_of(await call_scorer(self._item, own, task, self._models, policy))
+                found = await call_scorer(
+                    self._item, own, task, self._models, policy, self._sandboxes
+                )
+                return score_of(found)
             return score_of(await self._call(call_function(self._item, own, task, self._models)))
 
         return await self._within_limit(work)

@@ -1,0 +1,175 @@
+"""The reward `code_tests`: the reply's code, run against the task's tests in a sandbox.
+
+A program with inputs and outputs is started anew for each test; a function is called, and what it
+gives is compared outside of the sandbox, so the code never meets the right answer. Assertions run
+beside the code, in its process, and code that looks for what judges it can forge their outcome:
+inputs and outputs, or calls, are the safer tests to train on.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from pydantic import Field, JsonValue
+
+from agentevo.event_loop import in_thread
+from agentevo.rewards.code_cases import CodeTests, cases_of, is_right_output, is_right_value
+from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
+from agentevo.sandbox.sandbox import Sandbox
+from agentevo.types import Task, Trajectory
+
+RUNNER = Path(__file__).with_name("function_runner.py")
+SANDBOX: dict[str, JsonValue] = {
+    "output_kib": 4096,
+    "file_mib": 64,
+    "disk_mib": 128,
+    "max_sandboxes": 8,
+}
+"""What differs from a sandbox's defaults: whole outputs are compared."""
+_PYTHON = ("python", "py", "python3")
+
+
+class OpensSandboxes(Protocol):
+    """Where a scorer gets a sandbox."""
+
+    def open(self) -> AbstractAsyncContextManager[Sandbox]:
+        """A new one, closed at the end of the block."""
+        ...
+
+
+class CodeTestsConfig(RewardConfig):
+    """A reward for code that passes tests."""
+
+    timeout_s: float = Field(default=900.0, gt=0)
+    """Longest time for one score, in seconds, with the wait for a sandbox; then the attempt is
+    recorded as failed."""
+    tests_key: str | None = None
+    """Column of the row that holds the tests. Default: tests, test_list, test_cases, input_output,
+    public_test_cases or test, whichever it has, else the answer."""
+    partial: bool = False
+    """The share of tests that pass; otherwise 1 where all do and 0 where not, and testing ends with
+    the first that fails."""
+    test_timeout_s: float = Field(default=10.0, gt=0, le=3600)
+    """Longest time for one test, in seconds; it has failed then."""
+    tests_timeout_s: float = Field(default=120.0, gt=0, le=86_400)
+    """Longest time for all tests of an attempt, in seconds; what is left then has failed."""
+    max_tests: int = Field(default=100, ge=1)
+    """The first so many tests of a task are run."""
+    sandbox: dict[str, JsonValue] = Field(default_factory=dict)
+    """Where the code runs: the keys of agent.sandbox, such as {memory_mib: 512, packages: true}."""
+
+
+def code_of(reply: str) -> str:
+    """The last block of Python in a reply, else its last block of any kind, else all of it."""
+    pieces = reply.split("```")
+    blocks = [piece.partition("\n") for piece in pieces[1::2]]
+    if len(pieces) % 2 == 0 and len(blocks) > 1:
+        blocks.pop()  # it is not closed
+    python = [code for words, _, code in blocks if words.strip().lower() in _PYTHON]
+    if not blocks:
+        return reply
+    return python[-1] if python else blocks[-1][2]
+
+
+@reward("code_tests")
+class CodeTestsReward:
+    """1 where the reply's Python code passes the task's tests, run in a sandbox; or the share that
+    passes."""
+
+    Config = CodeTestsConfig
+
+    def __init__(self, config: CodeTestsConfig) -> None:
+        self.config = config
+        self.sandbox = SANDBOX | config.sandbox
+
+    async def score(self, trajectory: Trajectory, task: Task, sandboxes: OpensSandboxes) -> Score:
+        """See Scorer.score. Raises ValueError for a task without tests, SandboxError where none can
+        be opened."""
+        config = self.config
+        tests = cases_of(task, config.tests_key, config.max_tests)
+        code = await in_thread(code_of, completion_of(trajectory))
+        if not code.strip():
+            return Score(0.0)
+        async with sandboxes.open() as sandbox:
+            work = _Testing(sandbox, code, config)
+            passed = await (work.programs(tests) if tests.pairs else work.functions(tests))
+        share = passed / tests.number
+        return Score(share if config.partial else float(passed == tests.number), success=share == 1)
+
+
+class _Testing:
+    """Tests of one code in one sandbox."""
+
+    def __init__(self, sandbox: Sandbox, code: str, config: CodeTestsConfig) -> None:
+        self._sandbox, self._config = sandbox, config
+        self._code = code.replace("\0", "").encode("utf-8", "replace")
+        self._ends = time.monotonic() + config.tests_timeout_s
+
+    def _left_s(self, most: float) -> float:
+        return min(most, self._ends - time.monotonic())
+
+    async def programs(self, tests: CodeTests) -> int:
+        """How many inputs lead to the right output."""
+        passed, is_written = 0, False
+        for given, right in tests.pairs:
+            left = self._left_s(self._config.test_timeout_s)
+            if left <= 0:
+                break
+            if not is_written:
+                await self._sandbox.write_file("solution.py", self._code)
+            ran = await self._sandbox.execute(
+                ["python", "solution.py"],
+                stdin=given.encode("utf-8", "replace"),
+                deadline_s=left,
+            )
+            is_written = not ran.files_lost
+            is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
+            passed += is_right
+            if not (is_right or self._config.partial):
+                break
+        return passed
+
+    async def functions(self, tests: CodeTests) -> int:
+        """How many calls give the right value, or assertions hold."""
+        mark = secrets.token_hex(16)
+        spec: dict[str, Any] = {
+            "code": self._code.decode(),
+            "setup": tests.setup,
+            "function": tests.function,
+            "calls": [arguments for arguments, _ in tests.calls],
+            "asserts": list(tests.asserts),
+            "limit_s": self._config.test_timeout_s,
+            "mark": mark,
+        }
+        await self._sandbox.write_file("runner.py", RUNNER.read_bytes())
+        ran = await self._sandbox.execute(
+            ["python", "runner.py"],
+            stdin=json.dumps(spec).encode(),
+            deadline_s=self._left_s(self._config.tests_timeout_s),
+        )
+        told = await in_thread(_values, ran.stdout, mark)
+        if tests.asserts:
+            return sum(told.get(index) is True for index in range(tests.number))
+        return sum(
+            index in told and is_right_value(told[index], right)
+            for index, (_, right) in enumerate(tests.calls)
+        )
+
+
+def _values(stdout: str, mark: str) -> dict[int, Any]:
+    """What the runner told of each test."""
+    values: dict[int, Any] = {}
+    for line in stdout.split("\n"):
+        if line.startswith(f"{mark} "):
+            try:
+                told = msgspec.json.decode(line[len(mark) :])
+                values[told["index"]] = told["value"]
+            except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
+                continue
+    return values
