@@ -49,6 +49,16 @@ def dpo(
     return losses, _rewards(chosen, rejected)
 
 
+def bradley_terry(
+    *, chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor, center: float = 0.0
+) -> PerPair:
+    """-log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2, of the
+    rewards [P] that a reward model gives. Sources: arXiv 2203.02155, eq. 1; the margin: arXiv
+    2307.09288, eq. 2; the centre: arXiv 2312.09244, section 2.1."""
+    losses = -logsigmoid(chosen - rejected - margin) + center * (chosen + rejected) ** 2
+    return losses, _rewards(chosen, rejected)
+
+
 def ipo(
     *,
     chosen_logp: torch.Tensor,

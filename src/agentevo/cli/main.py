@@ -64,6 +64,7 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(train.sft)
+app.command()(train.rm)
 app.command()(processes.learn)
 app.command()(processes.sample)
 app.command()(processes.serve)

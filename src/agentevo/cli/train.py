@@ -1,4 +1,4 @@
-"""The commands that train: `train` and `sft`."""
+"""The commands that train: `train`, `sft` and `rm`."""
 
 from __future__ import annotations
 
@@ -88,3 +88,29 @@ def sft(
     from agentevo.orchestration.run import train as train_run
 
     train_run(config, command="sft", resume=resume, view=LiveView(config.run.name))
+
+
+def rm(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a reward model on pairs of answers (`rm`): a sequence classifier, for the reward
+    `reward_model`."""
+    from agentevo.config import load_config, to_yaml
+    from agentevo.config.rm import check_rm
+
+    config = load_config(recipe, overrides or [], needs_environment=False)
+    check_rm(config)
+    if dry_run:
+        print(to_yaml(config), end="")
+        return
+    from agentevo.orchestration.reward_model import train as train_reward_model
+    from agentevo.paths import short
+
+    result = train_reward_model(config)
+    print(
+        f"{short(config.run_dir / 'model')}: held-out accuracy "
+        f"{result['rm/eval/accuracy_before']:.1%} -> {result['rm/eval/accuracy']:.1%} of "
+        f"{result['held_out_pairs']:.0f} pairs"
+    )

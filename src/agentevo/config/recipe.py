@@ -47,6 +47,7 @@ from agentevo.config.preference import preference_contradictions
 from agentevo.config.profile import ProfileSection, spell_out
 from agentevo.config.remote_models import RemoteModelSection, name_problems, unknown_helpers
 from agentevo.config.rewards import read_rewards
+from agentevo.config.rm import RMSection
 from agentevo.config.rollout import RolloutSection, rollout_contradictions
 from agentevo.config.section import Section
 from agentevo.config.sections import (
@@ -119,6 +120,7 @@ class RunConfig(Section):
     reward_model: RewardModelSection = RewardModelSection()
     data: DataSection = DataSection()
     sft: SFTSection = SFTSection()
+    rm: RMSection = RMSection()
     cold_start: ColdStartSection = ColdStartSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
@@ -400,7 +402,8 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
     if isinstance(plain.get("tasks"), (str, list)):
         plain["tasks"] = {"train": plain["tasks"]}
     plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
-    plain["data"] = with_absolute_paths(plain.get("data", {}), ("train", "eval", "pairs"), folder)
+    for key in ("data", "rm"):
+        plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)
     has_tasks = isinstance(plain["tasks"], dict) and bool(plain["tasks"].get("train"))
     agent = plain.setdefault("agent", {})
     if isinstance(agent, dict):

@@ -13,6 +13,7 @@ from agentevo.rewards import (  # noqa: F401 (importing them registers them)
     probability,
     qa,
     reasoning_gym,
+    reward_model,
 )
 from agentevo.rewards.reward import (
     GroupScorer,

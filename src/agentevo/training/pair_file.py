@@ -10,6 +10,7 @@ a line are left aside. Every error names file and line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from agentevo.catalogue.preference_presets import ALONE
 from agentevo.data.messages import MESSAGE_KEYS, messages_of
-from agentevo.errors import BadRequestError, ConfigError, ModelError
+from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
 from agentevo.models.chat import ChatFormat
 from agentevo.parsing import ParseError, check_file, parse_json
 from agentevo.training.pairs import Answer, Pair
@@ -36,19 +37,20 @@ class PairLine:
     prompt: list[Message]
     chosen: list[Message] | None
     rejected: list[Message] | None
+    margin: float | None = None
+    """By how much the chosen answer is better, where the line says so and the loss asks."""
 
 
-def read_pair_file(path: Path, loss: str) -> list[PairLine]:
-    """Every line, checked for the preference loss `loss`. Raises ConfigError."""
+def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairLine]:
+    """Every line, checked for the preference loss `loss`, or for `bradley_terry`. `key` names the
+    file in the recipe. Raises ConfigError."""
     try:
         check_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except ConfigError as error:
-        raise ConfigError(f"data.pairs: {error}: give a JSONL file") from error
+        raise ConfigError(f"{key}: {error}: give a JSONL file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.pairs: {path} can't be read ({error}): give a JSONL file"
-        ) from error
+        raise ConfigError(f"{key}: {path} can't be read ({error}): give a JSONL file") from error
     pair_lines = [
         _line(text, f"{path}:{number}", loss)
         for number, text in enumerate(lines, start=1)
@@ -56,13 +58,12 @@ def read_pair_file(path: Path, loss: str) -> list[PairLine]:
     ]
     if not pair_lines:
         raise ConfigError(
-            f"data.pairs: {path} has no lines: give one JSON object with prompt, chosen and "
+            f"{key}: {path} has no lines: give one JSON object with prompt, chosen and "
             "rejected a line"
         )
     if loss == "rft" and all(line.chosen is None for line in pair_lines):
         raise ConfigError(
-            f"data.pairs: {path} has no answer with label true, and rft learns from no other: "
-            "give some"
+            f"{key}: {path} has no answer with label true, and rft learns from no other: give some"
         )
     return pair_lines
 
@@ -103,7 +104,18 @@ def _line(text: str, where: str, loss: str) -> PairLine:
         raise ConfigError(
             f"{where}: chosen and rejected are the same answer, which says nothing: remove the line"
         )
-    return PairLine(where, prompt, chosen, rejected)
+    margin = _margin(given, where) if loss == "bradley_terry" else None
+    return PairLine(where, prompt, chosen, rejected, margin)
+
+
+def _margin(given: dict[str, Any], where: str) -> float | None:
+    margin = given.get("margin")
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if margin is None or (is_number and 0 <= margin < math.inf):
+        return None if margin is None else float(margin)
+    raise ConfigError(
+        f"{where}: margin is {shown(margin)}: give a number from 0 on, or leave it out"
+    )
 
 
 def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:

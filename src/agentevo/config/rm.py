@@ -1,0 +1,77 @@
+"""The recipe's keys for reward models (`agentevo rm`): which comparisons, and how they are trained
+on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, field_validator
+
+from agentevo.config.section import Section
+from agentevo.config.sft import Share
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.recipe import RunConfig
+
+
+class RMSection(Section):
+    """How `agentevo rm` trains a reward model on pairs of answers; other commands don't read it."""
+
+    pairs: Path | None = None
+    """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...}, an answer
+    being a text or a list of messages; a line may have a `margin` of its own. It is looked for
+    beside the recipe, then in the current folder."""
+    eval: Path | None = None
+    """Held-out pairs, likewise. Default: eval_share of `pairs`."""
+    eval_share: Share = 0.1
+    """Share of the pairs, drawn by run.seed, that is held out where `eval` is null."""
+    margin: float = Field(default=0.0, ge=0)
+    """By how much the chosen answer is to be better, at least, where a line has no margin."""
+    center: float = Field(default=0.0, ge=0)
+    """Weight of the square of the two rewards' sum, which keeps rewards around 0."""
+    max_tokens: int | None = Field(default=None, ge=8)
+    """Longest conversation, in tokens: of a longer one the end counts. Default: the model's
+    context."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the pairs, each in an order of its own."""
+    batch_pairs: int = Field(default=32, ge=1)
+    """Pairs per optimizer step."""
+    micro_batch_pairs: int = Field(default=8, ge=1)
+    """Pairs in one forward and backward pass; the result does not depend on it."""
+    learning_rate: float = Field(default=9e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_ratio: Share = 0.03
+    """Share of the optimizer steps that warms up linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Learning rate after the warm-up, down to min_lr_ratio at the end."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak, for linear and cosine."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay, applied to matrices only."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+
+    @field_validator("pairs", "eval", mode="before")
+    @classmethod
+    def _expand_home(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("got an empty path; give a file, or null")
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+
+
+def check_rm(config: RunConfig) -> Path:
+    """The file of pairs. Raises ConfigError for a recipe that gives none, or asks for what a reward
+    model can't have."""
+    if config.rm.pairs is None:
+        raise ConfigError(
+            "rm.pairs: says nothing to train on: give a JSONL file whose lines have prompt, chosen "
+            "and rejected (docs/preferences.md)"
+        )
+    if config.model.lora.enabled:
+        raise ConfigError(
+            "model.lora: a reward model is trained whole: leave model.lora out, or start from a "
+            "smaller model"
+        )
+    return config.rm.pairs

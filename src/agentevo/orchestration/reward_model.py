@@ -1,0 +1,139 @@
+"""`agentevo rm`: a reward model from a file of pairs, in a run's folder of its own.
+
+    RUN/config.yaml   metrics.jsonl   reward_model.json   model/
+
+A run that is stopped or fails leaves nothing; it is not resumed. Nothing of it is sampled, so it
+has no store.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from agentevo.config import RunConfig
+from agentevo.config.rm import check_rm
+from agentevo.console import to_stderr
+from agentevo.errors import ConfigError
+from agentevo.files import must_write, write_atomic
+from agentevo.models.load import load_model
+from agentevo.models.save import save_model
+from agentevo.observability.metrics import MetricsLog
+from agentevo.rewards.reward import text_of
+from agentevo.rewards.reward_model import longest_conversation
+from agentevo.runs.creation import check_folder, new_folder, write_config
+from agentevo.runs.lock import only_trainer
+from agentevo.seeds import derive_seed
+from agentevo.signals import end_stopped, stop_on_interrupt
+from agentevo.training.pair_file import PairLine, read_pair_file
+from agentevo.training.reward_model import (
+    RewardPair,
+    classifier_of,
+    encode_pairs,
+    held_out,
+    keep_scale,
+    train_reward_model,
+)
+
+LOSS = "bradley_terry"
+RESULT = "reward_model.json"
+TOLD_EVERY = 10
+"""Optimizer steps between two lines for people."""
+
+
+def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
+    """Pairs to train on, and held-out ones. Raises ConfigError."""
+    lines = read_pair_file(check_rm(config), LOSS, key="rm.pairs")
+    if config.rm.eval is not None:
+        return lines, read_pair_file(config.rm.eval, LOSS, key="rm.eval")
+    random.Random(derive_seed(config.run.seed, "rm-split")).shuffle(lines)
+    count = round(config.rm.eval_share * len(lines))
+    if not count or count == len(lines):
+        raise ConfigError(
+            f"rm.eval_share={config.rm.eval_share:g} of {len(lines)} pairs holds out {count}: at "
+            "least one is needed, and one to train on: give more pairs, or rm.eval"
+        )
+    return lines[count:], lines[:count]
+
+
+def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[str, float]:
+    """Trains, tries it on the held-out pairs before and after, and saves it as RUN/model. Returns
+    what reward_model.json holds. Raises ConfigError before anything is created."""
+    train_lines, eval_lines = split_pairs(config)
+    check_folder(config)
+    loaded = load_model(
+        config.model,
+        corpus=lambda: _texts([*train_lines, *eval_lines]),
+        seed=derive_seed(config.run.seed, "model"),
+    )
+    tokenizer, seed = loaded.tokenizer, derive_seed(config.run.seed, "rm")
+    model = classifier_of(loaded.model, tokenizer, seed)
+    del loaded
+    longest = longest_conversation(model, tokenizer, config.rm.max_tokens)
+    pairs, held = (
+        encode_pairs(lines, tokenizer, config.rm.margin, longest)
+        for lines in (train_lines, eval_lines)
+    )
+    with (
+        stop_on_interrupt(note) as received,
+        new_folder(config) as make_final,
+        only_trainer(config.run_dir),
+    ):
+        write_config(config, "rm")
+        result = _trained(config, model, pairs, held, seed, lambda: bool(received), note)
+        if result is not None:
+            save_model(model, tokenizer, config.run_dir / "model")
+            with must_write(config.run_dir / RESULT):
+                write_atomic(config.run_dir / RESULT, msgspec.json.encode(result))
+            make_final()
+    end_stopped(received)
+    assert result is not None
+    return result
+
+
+def _trained(
+    config: RunConfig,
+    model: object,
+    pairs: Sequence[RewardPair],
+    held: Sequence[RewardPair],
+    seed: int,
+    stop: Callable[[], bool],
+    note: Callable[[str], None],
+) -> dict[str, float] | None:
+    """What came of it; None where it was stopped."""
+    from transformers import PreTrainedModel
+
+    assert isinstance(model, PreTrainedModel)
+    size = config.rm.micro_batch_pairs
+    before = held_out(model, held, size)
+    note(f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held)} pairs")
+    with MetricsLog(config.run_dir / "metrics.jsonl") as log:
+
+        def progress(step: int, total: int, metrics: dict[str, float]) -> None:
+            log.log(step, metrics)
+            if step % TOLD_EVERY == 0 or step == total:
+                note(
+                    f"{step}/{total}: loss {metrics['rm/loss']:.4f}, accuracy "
+                    f"{metrics['rm/accuracy']:.1%}"
+                )
+
+        if not train_reward_model(
+            model, pairs, config.rm, memory=config.memory, seed=seed, progress=progress, stop=stop
+        ):
+            return None
+    after = held_out(model, held, size)
+    keep_scale(model, after)
+    note(f"held-out accuracy after: {after['rm/eval/accuracy']:.1%}")
+    counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held))}
+    return after | {"rm/eval/accuracy_before": before["rm/eval/accuracy"]} | counts
+
+
+def _texts(lines: Sequence[PairLine]) -> list[str]:
+    """Texts with every word, for a tokenizer made of words."""
+    return [
+        text_of(message.content)
+        for line in lines
+        for message in [*line.prompt, *(line.chosen or ()), *(line.rejected or ())]
+    ]

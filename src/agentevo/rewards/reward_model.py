@@ -1,0 +1,267 @@
+"""The reward `reward_model`: what a sequence classifier says of the whole conversation.
+
+It is the reward model of RLHF (arXiv 2203.02155): `agentevo rm` trains one, and any folder or hub
+name that transformers reads by AutoModelForSequenceClassification is one too. It reads text, so its
+tokenizer may be another than the policy's. torch is imported when the first attempt is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from agentevo.errors import ConfigError, ModelError
+from agentevo.event_loop import in_thread
+from agentevo.rewards.reward import RewardConfig, Score, reward, text_of
+from agentevo.types import Message, Task, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LARGEST_CONTEXT = 10**6
+"""Tokenizers without a limit have one of 1e30."""
+MEAN, STD = "reward_mean", "reward_std"
+"""Keys of a model's config.json: the rewards of the answers that it was tried on."""
+
+
+class ModelRewardConfig(RewardConfig):
+    """A reward that a sequence classifier gives."""
+
+    model: str = Field(min_length=1)
+    """Folder or Hugging Face name of a sequence classifier, such as RUN/model of `agentevo rm`."""
+    output: int | None = Field(default=None, ge=0)
+    """Which output counts, of a model with several: its probability. One output counts as it is."""
+    normalise: Literal["model", "none", "sigmoid"] = "model"
+    """What is made of a single output x: (x - mean) / std, by the mean and standard deviation that
+    the model's own config has (`agentevo rm` writes them), else x; x; or the sigmoid of x."""
+    solved_from: float = 0.0
+    """From this value on an attempt counts as a success."""
+    batch: int = Field(default=16, ge=1)
+    """Most conversations in one pass."""
+    max_tokens: int | None = Field(default=None, ge=8)
+    """Longest conversation, in tokens: of a longer one the end counts. Default: the model's
+    context."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it computes; `auto` takes a CUDA GPU where there is one."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for one score, in seconds, that of loading the model included; then the attempt
+    is recorded as failed."""
+
+
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], max_tokens: int
+) -> list[int]:
+    """A whole conversation as a classifier reads it: by the chat template, or, of a tokenizer that
+    has none, the last reply as the second text of a pair. Of a longer one the end is kept. Raises
+    ModelError for what the template does not take."""
+    if tokenizer.chat_template:
+        plain = [{"role": one.role, "content": text_of(one.content)} for one in messages]
+        try:
+            text = tokenizer.apply_chat_template(plain, tokenize=False)
+        except Exception as error:  # what a template raises
+            raise ModelError(
+                f"the reward model's chat template does not take this conversation: {error}"
+            ) from error
+        ids = tokenizer.encode(str(text), add_special_tokens=False)[-max_tokens:]
+    else:
+        before = "\n".join(text_of(one.content) for one in messages[:-1])
+        reply = text_of(messages[-1].content)
+        ids = tokenizer(before, reply, truncation=True, max_length=max_tokens)["input_ids"]
+    if not ids:
+        raise ModelError("the conversation is empty: there is nothing to judge")
+    return list(ids)
+
+
+def longest_conversation(model: Any, tokenizer: Any, wanted: int | None) -> int:
+    """Tokens that the model reads, at most `wanted`."""
+    config = model.config.get_text_config()
+    limits = [wanted, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    return min(limit for limit in limits if limit is not None and limit > 0)
+
+
+def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Any:
+    """The model's outputs [n, labels] for conversations of any lengths, padded on the right."""
+    import torch
+
+    width, pad = max(map(len, rows)), model.config.pad_token_id
+    ids = torch.full((len(rows), width), 0 if pad is None else pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+        mask[index, : len(row)] = 1
+    device = next(model.parameters()).device
+    return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+
+
+def conversation_of(trajectory: Trajectory) -> list[Message]:
+    """The messages up to the last reply, as its turn saw them."""
+    pieces, turn = [], trajectory.turns[-1]
+    while True:
+        pieces.append(turn.messages)
+        if turn.parent is None:
+            return [message for piece in reversed(pieces) for message in piece]
+        turn = trajectory.turns[turn.parent]
+
+
+class Classifier:
+    """The model and its tokenizer, loaded at the first use. Any thread may use it; one computes at
+    a time."""
+
+    def __init__(self, config: ModelRewardConfig) -> None:
+        self.config = config
+        self._lock = threading.Lock()
+        self._loaded: tuple[Any, Any] | None = None
+
+    def values(self, conversations: Sequence[Sequence[Message]]) -> list[float]:
+        """What each is worth. Raises ModelError for a model that can't be read."""
+        with self._lock:
+            import torch
+
+            model, tokenizer = self._loaded = self._loaded or self._load()
+            longest = longest_conversation(model, tokenizer, self.config.max_tokens)
+            rows = [conversation_ids(tokenizer, one, longest) for one in conversations]
+            size = self.config.batch if model.config.pad_token_id is not None else 1
+            with torch.inference_mode():
+                parts = [
+                    self._valued(outputs(model, rows[begin : begin + size]).float(), model.config)
+                    for begin in range(0, len(rows), size)
+                ]
+            found: list[float] = torch.cat(parts).tolist()
+            return found
+
+    def _valued(self, logits: Any, shape: Any) -> Any:
+        """Of logits [n, labels], the values [n]."""
+        config = self.config
+        if logits.shape[-1] > 1:
+            if config.output is None or config.output >= logits.shape[-1]:
+                raise ModelError(
+                    f"reward_model: {config.model} has {logits.shape[-1]} outputs: say which one "
+                    f"counts by output=0 to {logits.shape[-1] - 1} (its config.json names them)"
+                )
+            return logits.softmax(dim=-1)[:, config.output]
+        values = logits[:, 0]
+        if config.normalise == "sigmoid":
+            return values.sigmoid()
+        std = getattr(shape, STD, None)
+        if config.normalise == "model" and std:
+            return (values - getattr(shape, MEAN, 0.0)) / std
+        return values
+
+    def _load(self) -> tuple[Any, Any]:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # the terminal is the live view's
+        name, device = self.config.model, self.config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        path = Path(name).expanduser()
+        source = str(path) if path.is_dir() else name
+        try:
+            with torch.random.fork_rng(devices=[]):
+                model, info = AutoModelForSequenceClassification.from_pretrained(
+                    source, output_loading_info=True
+                )
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model.to(device).eval()
+        except Exception as error:  # of a damaged folder anything
+            raise ModelError(
+                f"reward_model: {name} can't be read as a sequence classifier "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): give a folder of "
+                "`agentevo rm`, or a hub name of one"
+            ) from error
+        if info["missing_keys"]:
+            raise ModelError(
+                f"reward_model: {name} lacks {sorted(map(str, info['missing_keys']))[0]}: it is no "
+                "trained sequence classifier; `agentevo rm` makes one of it"
+            )
+        if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        return model, tokenizer
+
+
+@reward("reward_model")
+class ModelReward:
+    """What a sequence classifier says of the whole conversation (`agentevo rm` trains one)."""
+
+    Config = ModelRewardConfig
+
+    def __init__(self, config: ModelRewardConfig) -> None:
+        """Raises ConfigError for a folder without such a model."""
+        self.config = config
+        check_classifier(config.model)
+        self._classifier = Classifier(config)
+        self._waiting: list[tuple[list[Message], asyncio.Future[float]]] = []
+        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    async def score(self, trajectory: Trajectory, task: Task) -> Score:
+        """See Scorer.score. Attempts that wait at the same time share a pass: whoever is next takes
+        along as many as there are."""
+        if not trajectory.turns:
+            raise ValueError("the attempt has no reply to judge")
+        loop = asyncio.get_running_loop()
+        mine: asyncio.Future[float] = loop.create_future()
+        entry = (conversation_of(trajectory), mine)
+        self._waiting.append(entry)
+        try:
+            async with self._turn(loop):
+                if not mine.done():
+                    await self._judge(entry)
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+        value = mine.result()
+        return Score(value, success=value >= self.config.solved_from)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = (loop, asyncio.Lock())
+        return self._turns[1]
+
+    async def _judge(self, mine: tuple[list[Message], asyncio.Future[float]]) -> None:
+        """This one and those that wait with it. What is wrong with one is its own."""
+        self._waiting.remove(mine)
+        others = [one for one in self._waiting if one[1].get_loop() is mine[1].get_loop()]
+        together = [mine, *others[: self.config.batch - 1]]
+        try:
+            values = await in_thread(self._classifier.values, [one for one, _ in together])
+        except ModelError:
+            if len(together) == 1:
+                raise
+            values = await in_thread(self._classifier.values, [mine[0]])
+            together = [mine]
+        for (_, future), value in zip(together, values, strict=True):
+            if not future.done():
+                future.set_result(value)
+
+
+def check_classifier(name: str) -> None:
+    """Raises ConfigError for a folder that holds no sequence classifier, and for a path that is
+    none. What a hub has is found out when it is read."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+            return
+        raise ConfigError(
+            f"reward_model.model: {name} does not exist: give the folder of a sequence classifier, "
+            "such as RUN/model of `agentevo rm`"
+        )
+    try:
+        kinds = json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"reward_model.model: {name} has no config.json that names a model: give the folder of "
+            "a sequence classifier, such as RUN/model of `agentevo rm`"
+        ) from error
+    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds or ()):
+        raise ConfigError(
+            f"reward_model.model: {name} holds {', '.join(map(str, kinds or ('nothing',)))}, no "
+            "sequence classifier: train one from it by `agentevo rm`"
+        )
