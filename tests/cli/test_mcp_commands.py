@@ -27,6 +27,27 @@ def test_a_tool_is_called_by_hand(agentevo):
     assert code == 1 and out.startswith("Error: ")
 
 
+def test_prompts_and_resources_are_listed_and_read(agentevo):
+    out = agentevo("mcp", "inspect", *SERVER).out.splitlines()
+    assert [line for line in out if line.startswith(("prompt ", "resource "))] == [
+        "prompt rules(tone, length?)  How to count.",
+        "resource count://now  The count.",
+        "resource count://{number}/half  Half of a number.",
+    ]
+    given = ["--prompt", "rules", "--arguments", '{"tone": "low"}', *SERVER]
+    assert agentevo("mcp", "inspect", *given).out == "Count in a low voice, and be short.\n"
+    assert agentevo("mcp", "inspect", "--resource", "count://7/half", *SERVER).out == "3.5\n"
+    code, out, _ = agentevo("mcp", "inspect", "--resource", "count://nowhere", *SERVER)
+    assert code == 1 and out.startswith("Error: ")
+    code, _, err = agentevo("mcp", "inspect", "--prompt", "rule", *SERVER)
+    assert code == 1 and "it has rules(tone, length?)" in err
+    for words in (["--call", "add", "--prompt", "rules"], ["--prompt", "x", "--arguments", "[]"]):
+        assert agentevo("mcp", "inspect", *words, *SERVER).code == 2
+    url = "http://127.0.0.1:9/mcpapi"
+    code, _, err = agentevo("mcp", "inspect", "--prompt", "x", url)
+    assert code == 2 and "no prompts" in err
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

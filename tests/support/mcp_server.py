@@ -87,6 +87,24 @@ def grow() -> str:
     return "grown"
 
 
+@server.prompt()
+def rules(tone: str, length: str = "short") -> str:
+    """How to count."""
+    return f"Count in a {tone} voice, and be {length}."
+
+
+@server.resource("count://now", description="The count.")
+def now() -> str:
+    """The count."""
+    return str(state["count"])
+
+
+@server.resource("count://{number}/half", description="Half of a number.")
+def half(number: str) -> str:
+    """Half of a number."""
+    return str(int(number) / 2)
+
+
 if __name__ == "__main__":
     words = sys.argv[1:] or ["stdio"]
     if "--slow" in words:

@@ -111,6 +111,30 @@ def test_every_attempt_has_a_server_of_its_own_which_knows_the_task():
     assert not servers()
 
 
+def test_a_prompt_is_read_first_and_resources_are_tools():
+    given = {"prompt": "rules", "prompt_arguments": {"tone": "low"}, "resources": True}
+
+    async def work():
+        box = Toolbox([section(**given)], [].append)
+        found = []
+        for _ in range(2):  # of the second it is known already
+            async with box.open(TASK, 7) as tools:
+                asked = [{"uri": "count://now"}, {"uri": "count://none"}, {}, {"uri": 3}]
+                calls = [ToolCall("read_resource", json.dumps(one)) for one in asked]
+                results = await tools.call([*calls, ToolCall("list_resources", "{}")])
+                found.append((tools.instructions, [one.text for one in results]))
+        await box.close()
+        return found, tools.schemas
+
+    (first, second), schemas = run_coroutine(work())
+    assert first == second
+    instructions, texts = first
+    assert instructions == "Count in a low voice, and be short."
+    assert texts[0] == "4" and texts[4].startswith("count://now  The count.\ncount://{number}/half")
+    assert all(text.startswith("Error: ") for text in texts[1:4]) and "takes one" in texts[2]
+    assert {"list_resources", "read_resource"} <= {one["function"]["name"] for one in schemas}
+
+
 def test_attempts_may_share_a_server():
     first, second = played([add(2)], [add(3)], sections=[section(session="shared")])
     assert (first[0], second[0]) == (["2"], ["5"])

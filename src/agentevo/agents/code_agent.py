@@ -26,7 +26,7 @@ from agentevo.agents.attempt_files import AttemptFiles
 from agentevo.agents.history import History
 from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy
-from agentevo.agents.single_turn import conversation_of
+from agentevo.agents.single_turn import conversation_of, with_system
 from agentevo.agents.tools_outcome import outcome_with_tools, said_by
 from agentevo.config.agents import CodeAgentSection, agents
 from agentevo.errors import RequestTooLongError, ToolError
@@ -124,6 +124,7 @@ class CodeAgent:
                 system="\n".join(part for part in parts if part),
                 instruction=self._section.instruction,
             )
+            asked = with_system(asked, tools.instructions)
             interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
             end = await self._play(asked, policy, interpreter, progress)
             said = await said_by(tools)

@@ -26,6 +26,15 @@ class SingleTurnAgent:
         )
 
 
+def with_system(chat: list[Message], text: str) -> list[Message]:
+    """The chat with a further text for its system message, at the end of one that it has."""
+    if not text:
+        return chat
+    if chat and chat[0].role == "system":
+        return [Message("system", f"{chat[0].content}\n\n{text}"), *chat[1:]]
+    return [Message("system", text), *chat]
+
+
 def conversation_of(task: Task, *, system: str | None, instruction: str | None) -> list[Message]:
     """The conversation up to the first reply: the task's query with `instruction` behind it, or the
     chat that its row gave. One that has no system message gets `system`."""

@@ -21,7 +21,7 @@ from agentevo.agents.named_by_task import ask_once, asks_once
 from agentevo.agents.policy import Policy, Reply
 from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
-from agentevo.agents.single_turn import conversation_of
+from agentevo.agents.single_turn import conversation_of, with_system
 from agentevo.agents.tool_format import NativeFormat, Said, ToolFormat
 from agentevo.agents.tools_outcome import outcome_with_tools, said_by
 from agentevo.config.agents import ToolAgentSection, agents
@@ -115,7 +115,9 @@ class ToolAgent:
         """Until the attempt ends; how, as one of ENDS."""
         section = self._section
         form = _FORMATS[section.format](policy, tools.schemas)
-        history = History(form.opening(self._asked(task)), section.context)
+        history = History(
+            form.opening(with_system(self._asked(task), tools.instructions)), section.context
+        )
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:

@@ -13,7 +13,6 @@ from agentevo.errors import ConfigError
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
     from agentevo.tool_servers.serving import ToolServer
-    from agentevo.tools.tool import ToolResult
 
 mcp = typer.Typer(no_args_is_help=True, help="Servers of the Model Context Protocol.")
 
@@ -37,25 +36,50 @@ def inspect(
     schemas: Annotated[
         bool, typer.Option("--schemas", help="Print the whole schema of each tool, as JSON.")
     ] = False,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Print this prompt; --arguments are its own.")
+    ] = None,
+    resource: Annotated[
+        str | None, typer.Option(metavar="URI", help="Print this resource.")
+    ] = None,
 ) -> None:
-    """List a server's tools as the policy gets them, or call one. Options come before SERVER. Exit
-    code 1 if the call has failed."""
+    """List a server's tools as the policy gets them, its prompts and its resources, or call a tool,
+    or print one of the others. Options come before SERVER. Exit code 1 if the call has failed."""
     from agentevo.event_loop import run_coroutine
 
+    if sum(one is not None for one in (call, prompt, resource)) > 1:
+        raise ConfigError("--call, --prompt and --resource: give one of them")
     section = _section(server)
-    found, result = run_coroutine(_asked(section, call, arguments))
-    if result is not None:
-        print(result.text)
-        if result.is_error:
-            raise typer.Exit(1)
-        return
-    for schema in found:
-        function = schema["function"]
-        if schemas:
-            print(json.dumps(schema, ensure_ascii=False))
-            continue
-        about = " ".join(function["description"].split())
-        print(f"{function['name']}({', '.join(_parameters(function['parameters']))})  {about}")
+    if prompt is not None:
+        section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
+    if resource is not None:
+        call, arguments = "read_resource", json.dumps({"uri": resource})
+        section = _with(section, resources=True)
+    lines, is_error = run_coroutine(_asked(section, call, arguments, prompt is not None, schemas))
+    for line in lines:
+        print(line)
+    if is_error:
+        raise typer.Exit(1)
+
+
+def _texts(arguments: str) -> dict[str, str]:
+    """Arguments of a prompt. Raises ConfigError."""
+    from agentevo.parsing import ParseError, parse_json
+
+    try:
+        given = parse_json(arguments)
+    except ParseError as error:
+        raise ConfigError(f"--arguments: {error}") from error
+    if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
+        raise ConfigError("--arguments: those of a prompt are an object of texts")
+    return given
+
+
+def _with(section: ToolSection, **changes: Any) -> ToolSection:
+    """Raises ConfigError for a server that has no such things."""
+    if not set(changes) <= set(type(section).model_fields):
+        raise ConfigError("a manager of servers has no prompts and no resources: give a server")
+    return section.model_copy(update=changes)
 
 
 @mcp.command("serve")
@@ -129,20 +153,33 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
 
 
 async def _asked(
-    section: ToolSection, call: str | None, arguments: str
-) -> tuple[list[dict[str, Any]], ToolResult | None]:
+    section: ToolSection, call: str | None, arguments: str, wants_prompt: bool, schemas: bool
+) -> tuple[list[str], bool]:
+    """What is printed, and whether a call has failed."""
     from agentevo.tools.toolbox import Toolbox
     from agentevo.types import Task, ToolCall
 
     toolbox = Toolbox([section])
     try:
         async with toolbox.open(Task(id="inspect"), seed=0) as tools:
-            if call is None:
-                return tools.schemas, None
-            (result,) = await tools.call([ToolCall(call, arguments)])
-            return tools.schemas, result
+            if wants_prompt:
+                return [tools.instructions], False
+            if call is not None:
+                (result,) = await tools.call([ToolCall(call, arguments)])
+                return [result.text], result.is_error
+            if schemas:
+                return [json.dumps(one, ensure_ascii=False) for one in tools.schemas], False
+            prompts, resources = await tools.offers()
+            lines = [_line(one["function"]) for one in tools.schemas]
+            lines += [f"prompt {one}" for one in prompts]
+            return lines + [f"resource {one}" for one in resources], False
     finally:
         await toolbox.close()
+
+
+def _line(function: dict[str, Any]) -> str:
+    about = " ".join(function["description"].split())
+    return f"{function['name']}({', '.join(_parameters(function['parameters']))})  {about}"
 
 
 def _section(words: list[str]) -> ToolSection:

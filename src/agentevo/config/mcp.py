@@ -33,6 +33,13 @@ class MCPSection(ToolSection):
     part of their time."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time until a server that was started, or connected to, has named its tools."""
+    prompt: str | None = None
+    """A prompt of the server's, which the policy reads before the task, in the system message."""
+    prompt_arguments: Mapping[str, str] = Field(default_factory=dict)
+    """Its arguments."""
+    resources: bool = False
+    """Whether the policy may read the server's resources: by the tools list_resources and
+    read_resource."""
     outcome: str | None = None
     """A tool that says what the attempt is worth by the state that it left: called at its end,
     without arguments, and not shown to the policy. Its text is a number, or a JSON object of named

@@ -146,6 +146,8 @@ class FunctionTools:
 class _Function:
     """One function, which serves every attempt."""
 
+    instructions = ""
+
     def __init__(self, name: str, function: Callable[..., Any], cacheable: bool) -> None:
         self._function = function
         self._signature = Signature(name, function)
@@ -176,6 +178,8 @@ class _Function:
 
 class _Object:
     """One attempt's object of a class."""
+
+    instructions = ""
 
     def __init__(self, item: Any, signatures: Mapping[str, Signature], thread: OwnThread) -> None:
         self._item, self._signatures, self._thread = item, signatures, thread

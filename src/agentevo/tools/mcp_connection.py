@@ -19,6 +19,14 @@ from typing import Any
 
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
 from agentevo.extras import load_extra
+from agentevo.tools.mcp_offers import (
+    RESOURCE_TOOLS,
+    call_resource_tool,
+    part_text,
+    prompt_lines,
+    prompt_text,
+    resource_lines,
+)
 from agentevo.tools.tool import ToolResult, ToolSpec
 
 MAX_TOOLS = 1000
@@ -49,6 +57,11 @@ class Server:
     start_timeout_s: float = 60.0
     send_task: bool = False
     """Whether one at a URL is told of the attempt's task."""
+    prompt: str | None = None
+    """The prompt of its own that the policy reads first."""
+    prompt_arguments: Mapping[str, str] = field(default_factory=dict)
+    resources: bool = False
+    """Whether its resources are tools as well."""
     shown: str = ""
     """Where it is, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
@@ -73,6 +86,10 @@ class Connection:
         self._stderr = _Tail()
         self.specs: Sequence[ToolSpec] = ()
         """The server's tools, once it is open."""
+        self.instructions = ""
+        """The text of the prompt that was asked for, once it is open."""
+        self._offered: set[str] = set()
+        """Those of RESOURCE_TOOLS that are offered."""
         self._is_suspect = False
         """A call was given up: whether the server still answers is to be seen."""
 
@@ -119,7 +136,11 @@ class Connection:
         if client is None:
             raise ToolUnavailableError(self._words("it is gone"))
         try:
+            if self._server.resources and name in self._offered:
+                return await call_resource_tool(client, name, arguments)
             result = await client.call_tool(name, dict(arguments))
+        except ToolArgumentsError:
+            raise
         except asyncio.CancelledError:
             self._is_suspect = True
             raise
@@ -155,6 +176,7 @@ class Connection:
                 transport = await self._transport(stack)
                 client = await stack.enter_async_context(Client(transport, cache=None))
                 self.specs = await self._tools(client)
+                self.instructions = await self._prompt(client)
                 self._client = client
                 if not ready.done():
                     ready.set_result(None)
@@ -215,7 +237,26 @@ class Connection:
                 break
         if len(specs) > MAX_TOOLS:
             raise ToolUnavailableError(f"it has more than {MAX_TOOLS} tools")
+        if self._server.resources:
+            own = {one.name for one in specs}
+            offered = [one for one in RESOURCE_TOOLS if one.name not in own]
+            self._offered = {one.name for one in offered}
+            specs += offered
         return specs
+
+    async def _prompt(self, client: Any) -> str:
+        server = self._server
+        if server.prompt is None:
+            return ""
+        return await prompt_text(client, server.prompt, server.prompt_arguments)
+
+    async def offers(self) -> tuple[list[str], list[str]]:
+        """A line for each prompt and each resource of an open server. Raises
+        ToolUnavailableError."""
+        try:
+            return await prompt_lines(self._client), await resource_lines(self._client)
+        except Exception as error:
+            raise await self._lost(error) from error
 
     def _is_gone(self, error: Any) -> bool:
         from mcp_types import CONNECTION_CLOSED
@@ -323,20 +364,7 @@ def _first(error: BaseException) -> str:
 
 def _text_of(result: Any) -> str:
     """A result's content as text. What is no text is named."""
-    parts = [_part(one) for one in result.content]
+    parts = [part_text(one) for one in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
-
-
-def _part(content: Any) -> str:
-    if content.type == "text":
-        return str(content.text)
-    if content.type in ("image", "audio"):
-        return f"[{content.type}, {content.mime_type}, {len(content.data) * 3 // 4:,} bytes]"
-    if content.type == "resource":
-        held = content.resource
-        with suppress(AttributeError):
-            return str(held.text)
-        return f"[resource {held.uri}, {len(held.blob) * 3 // 4:,} bytes]"
-    return f"[{content.type} {getattr(content, 'uri', '')}]"

@@ -79,6 +79,7 @@ class _Session:
 
     def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
+        self.instructions = ""
         self._api, self._section = api, section
         self._opening = asyncio.Lock()
         self._url = section.url if section.image is None else None

@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -40,7 +40,7 @@ class MCPServer:
         check_package()
         self.name = server.name
         self._server, self._section = server, section
-        self._known: list[ToolSpec] | None = None
+        self._known: _Known | None = None
         self._room = asyncio.Semaphore(section.max_sessions)
         self._shared: _Session | None = None
 
@@ -73,11 +73,20 @@ class MCPServer:
             await self._shared.close()
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What a server has said of itself, which is not asked again for later attempts."""
+
+    specs: Sequence[ToolSpec]
+    instructions: str
+
+
 class _Session:
     """One session of one server, which is connected to when it is needed."""
 
     def __init__(self, server: Server, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
+        self.instructions = ""
         self._server, self._section = server, section
         self._connection: Connection | None = None
         self._opening = asyncio.Lock()
@@ -89,14 +98,14 @@ class _Session:
         """It held something that is gone."""
         self._tell_restart = False
 
-    async def learn_tools(self, known: Sequence[ToolSpec] | None) -> list[ToolSpec]:
+    async def learn_tools(self, known: _Known | None) -> _Known:
         """The server's tools: those that are known already, or what it says. Raises
         ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
         if known is None:
             await self.prepare()
         else:
-            self.specs = self._shown(known)
-        return list(self._all)
+            self.specs, self.instructions = self._shown(known.specs), known.instructions
+        return _Known(self._all, self.instructions)
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
         self._all = list(specs)
@@ -119,6 +128,7 @@ class _Session:
                 connection = await self._opened()
             if not self._was_open:  # by this one, or by one that was given up just then
                 self.specs = self._shown(connection.specs)
+                self.instructions = connection.instructions
                 self._was_open = True
 
     async def _opened(self) -> Connection:
@@ -144,6 +154,12 @@ class _Session:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)
         return result
+
+    async def offers(self) -> tuple[Sequence[str], Sequence[str]]:
+        """See Offering."""
+        await self.prepare()
+        assert self._connection is not None
+        return await _loop.run(self._connection.offers)
 
     async def outcome(self) -> Any:
         """See ToolSession.outcome. Raises EnvironmentFailure where the server can't say, because it

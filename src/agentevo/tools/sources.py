@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.config.mcp_manager import MCPManagerSection
@@ -40,7 +41,18 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
                 f"agent.tools: {server.name}: there is no program {server.command!r}: install it, "
                 "or give its path"
             )
-    return [MCPServer(server, section) for server in servers]
+    return [
+        MCPServer(
+            replace(
+                server,
+                prompt=section.prompt,
+                prompt_arguments=section.prompt_arguments,
+                resources=section.resources,
+            ),
+            section,
+        )
+        for server in servers
+    ]
 
 
 def _server_of(section: MCPServerSection) -> Server:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -84,6 +84,11 @@ class ToolSession(Protocol):
         """The tools, by names of their own that differ."""
         ...
 
+    @property
+    def instructions(self) -> str:
+        """What the policy reads of these tools before the task; empty where that is nothing."""
+        ...
+
     async def prepare(self) -> None:
         """Makes sure that a call can be made, which is no part of the call's time. Raises
         ToolUnavailableError."""
@@ -97,6 +102,15 @@ class ToolSession(Protocol):
         """What the attempt is worth by the state that its calls left, as an agent function returns
         it (agents/agent.py); None where the tools don't say. Asked once, when the attempt has
         ended."""
+        ...
+
+
+@runtime_checkable
+class Offering(Protocol):
+    """A session of a server that has prompts and resources."""
+
+    async def offers(self) -> tuple[Sequence[str], Sequence[str]]:
+        """A line for each prompt and each resource. Raises ToolUnavailableError."""
         ...
 
 

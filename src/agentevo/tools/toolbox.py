@@ -41,7 +41,7 @@ from agentevo.store.call_log import RunningCall, record_call
 from agentevo.tools.cache import ResultCache
 from agentevo.tools.shorten import shortened
 from agentevo.tools.sources import make_toolsets
-from agentevo.tools.tool import Condense, ToolResult, ToolSession, Toolset, ToolSpec
+from agentevo.tools.tool import Condense, Offering, ToolResult, ToolSession, Toolset, ToolSpec
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, ToolCall
 
@@ -173,6 +173,8 @@ class AttemptTools:
         if sessions and not self._tools:
             names = ", ".join(offer.toolset.name for offer, _ in sessions)
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
+        self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
+        """What the policy reads of the tools before the task."""
         self.schemas = [one.spec.schema(name) for name, one in self._tools.items()]
         """In OpenAI's form, under the names that the policy knows."""
         self.metrics: Counter[str] = Counter()
@@ -183,6 +185,17 @@ class AttemptTools:
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Makes the calls, all at once, and gives their results in order."""
         return list(await asyncio.gather(*map(self._answered, calls)))
+
+    async def offers(self) -> tuple[list[str], list[str]]:
+        """A line for each prompt and each resource of the servers. Raises ToolUnavailableError."""
+        prompts: list[str] = []
+        resources: list[str] = []
+        for _, session in self._sessions:
+            if isinstance(session, Offering):
+                more = await session.offers()
+                prompts += more[0]
+                resources += more[1]
+        return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
         """What the attempt is worth by each toolset that says so. Raises what they raise."""

@@ -1,0 +1,129 @@
+"""What an MCP server has beside tools: prompts, which are texts for a model, and resources, which
+can be listed and read. `client` is the SDK's. What a server says is not trusted: lists are bounded,
+and what is no text is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from agentevo.errors import ToolArgumentsError, ToolUnavailableError
+from agentevo.tools.tool import ToolResult, ToolSpec
+
+MAX_LISTED = 1000
+"""Prompts or resources; of more, the first."""
+MAX_PAGES = 100
+MAX_PROMPT = 100_000
+"""Characters of a prompt."""
+LIST_RESOURCES, READ_RESOURCE = "list_resources", "read_resource"
+RESOURCE_TOOLS = (
+    ToolSpec(
+        name=LIST_RESOURCES,
+        description="Lists what can be read.",
+        parameters={"type": "object", "properties": {}},
+    ),
+    ToolSpec(
+        name=READ_RESOURCE,
+        description="Reads one of the resources that list_resources names.",
+        parameters={
+            "type": "object",
+            "properties": {"uri": {"type": "string", "description": "Its URI."}},
+            "required": ["uri"],
+        },
+    ),
+)
+"""What the policy gets of a server's resources."""
+
+
+async def prompt_lines(client: Any) -> list[str]:
+    """A line for each prompt: its name, its arguments and what it says."""
+    lines = []
+    for one in await _listed(client, "prompts"):
+        given = [f"{a.name}{'' if a.required else '?'}" for a in one.arguments or ()]
+        lines.append(f"{one.name}({', '.join(given)})  {_one_line(one.description)}")
+    return lines
+
+
+async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> str:
+    """The texts of a prompt's messages. Raises ToolUnavailableError for one that the server does
+    not give."""
+    from mcp import MCPError
+
+    try:
+        given = await client.get_prompt(name, dict(arguments))
+    except MCPError as error:
+        has = [line.partition("  ")[0] for line in await prompt_lines(client)]
+        raise ToolUnavailableError(
+            f"it gives no prompt {name!r} ({error.message}); it has {', '.join(has) or 'none'}"
+        ) from None
+    text = "\n\n".join(part_text(message.content) for message in given.messages)
+    if len(text) > MAX_PROMPT:
+        raise ToolUnavailableError(f"its prompt {name!r} is longer than {MAX_PROMPT:,} characters")
+    return text
+
+
+async def resource_lines(client: Any) -> list[str]:
+    """A line for each resource, and for each template of their URIs."""
+    lines = [
+        f"{one.uri}  {_one_line(one.description or one.name)}"
+        for one in await _listed(client, "resources")
+    ]
+    return lines + [
+        f"{one.uri_template}  {_one_line(one.description or one.name)}"
+        for one in await _listed(client, "resource_templates")
+    ]
+
+
+async def call_resource_tool(client: Any, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    """The result of one of RESOURCE_TOOLS. Raises ToolArgumentsError, and what the SDK raises."""
+    if name == LIST_RESOURCES:
+        return ToolResult(text="\n".join(await resource_lines(client)) or "There are none.")
+    uri = arguments.get("uri")
+    if not isinstance(uri, str) or set(arguments) != {"uri"}:
+        raise ToolArgumentsError(f"{READ_RESOURCE} takes one argument, uri, a text")
+    read = await client.read_resource(uri)
+    return ToolResult(text="\n".join(map(held_text, read.contents)) or "It is empty.")
+
+
+async def _listed(client: Any, what: str) -> Sequence[Any]:
+    """All of one kind, page by page; none where the server does not know the question."""
+    from mcp import MCPError
+    from mcp_types import METHOD_NOT_FOUND
+
+    found: list[Any] = []
+    cursor = None
+    for _ in range(MAX_PAGES):
+        try:
+            page = await getattr(client, f"list_{what}")(cursor=cursor)
+        except MCPError as error:
+            if error.code == METHOD_NOT_FOUND:
+                return []
+            raise
+        found += getattr(page, what)
+        cursor = page.next_cursor
+        if not cursor or len(found) >= MAX_LISTED:
+            break
+    return found[:MAX_LISTED]
+
+
+def part_text(content: Any) -> str:
+    """One part of a result or prompt. What is no text is named."""
+    if content.type == "text":
+        return str(content.text)
+    if content.type in ("image", "audio"):
+        return f"[{content.type}, {content.mime_type}, {len(content.data) * 3 // 4:,} bytes]"
+    if content.type == "resource":
+        return held_text(content.resource)
+    return f"[{content.type} {getattr(content, 'uri', '')}]"
+
+
+def held_text(held: Any) -> str:
+    """What a resource holds."""
+    with suppress(AttributeError):
+        return str(held.text)
+    return f"[resource {held.uri}, {len(held.blob) * 3 // 4:,} bytes]"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())[:300]
