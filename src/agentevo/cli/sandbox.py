@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import path_word, plain_options
+from agentevo.cli.arguments import Port, path_word, plain_options
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,47 @@ def try_file(
         raise typer.Exit(1)
 
 
+@sandbox.command("serve")
+def serve(
+    folder: Annotated[
+        Path,
+        typer.Argument(parser=path_word, metavar="FOLDER", help="Where the server's key is kept."),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value]...",
+            help="The walls, and the largest limits that clients may choose.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines.")
+    ] = "127.0.0.1",
+    port: Port = 0,
+    tls: Annotated[
+        bool | None,
+        typer.Option(
+            help="Encrypt, with a certificate of its own. Default: unless --host is this machine."
+        ),
+    ] = None,
+    idle_s: Annotated[
+        float,
+        typer.Option(
+            "--idle-s", min=1.0, max=1e6, help="A sandbox that nobody uses for so long is closed."
+        ),
+    ] = 3600.0,
+) -> None:
+    """Serve sandboxes of this machine to clients on others, which give `type: remote`, its URL and
+    its key."""
+    from agentevo.config.sandbox import HERE
+    from agentevo.processes.sandbox_server import serve_sandboxes
+
+    section = _section(settings or [])
+    if section.type not in HERE:
+        raise ConfigError(f"type={section.type}: a server has sandboxes of its own machine")
+    serve_sandboxes(folder, section, host=host, port=port, tls=tls, idle_s=idle_s)
+
+
 def _lines(kind: str, execution: Execution) -> list[str]:
     error = execution.error
     lines = [] if execution.value is None else [f"value: {execution.value}"]
@@ -66,9 +108,14 @@ def _section(settings: list[str]) -> SandboxSection:
     import pydantic
 
     from agentevo.config.sandbox import SandboxSection
+    from agentevo.credentials import credential_problems
 
+    options = plain_options(settings, "memory_mib=256")
+    problems = credential_problems({"sandbox": options})
+    if problems:
+        raise ConfigError("\n".join(problems))
     try:
-        return SandboxSection.model_validate(plain_options(settings, "memory_mib=256"))
+        return SandboxSection.model_validate(options)
     except pydantic.ValidationError as error:
         known = ", ".join(SandboxSection.model_fields)
         problems = [

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from agentevo.config.section import Section
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+HERE, ELSEWHERE = ("auto", "bubblewrap", "landlock", "none"), ("remote",)
 OWN_VARIABLES = ("HOME", "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
 
 
@@ -18,8 +19,14 @@ class SandboxSection(Section):
     """Where code of a model runs, and what it may use."""
 
     type: str = "auto"
-    """`bubblewrap`, `landlock`, `none` (no protection: for code that you wrote), the name of
-    a registered sandbox, or `auto`: the first of bubblewrap and landlock that works here."""
+    """`bubblewrap`, `landlock`, `remote` (on another machine), `none` (no protection: for code that
+    you wrote), the name of a registered sandbox, or `auto`: the first of bubblewrap and landlock
+    that works here."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+(/\S*)?$")
+    """Where the server of sandboxes is that are not on this machine, such as
+    https://boxes.example.org:8700."""
+    api_key: str | None = None
+    """`${env:NAME}`, the environment variable that holds the server's key."""
     memory_mib: int = Field(default=1024, ge=64)
     """Memory of all processes together, in MiB; of each also its address space."""
     cpu_s: float = Field(default=600.0, gt=0)
@@ -60,6 +67,17 @@ class SandboxSection(Section):
             if name in OWN_VARIABLES:
                 raise ValueError(f"{name} is the sandbox's own: leave it out")
         return env
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.type in HERE and (self.url or self.api_key):
+            raise ValueError(
+                f"a sandbox of type {self.type} is on this machine: leave url and api_key out, or "
+                "give type: remote"
+            )
+        if self.type in ELSEWHERE and not self.url:
+            raise ValueError(f"type {self.type} needs the url of its server")
+        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -1,7 +1,12 @@
 """Where code runs that nobody has read: one warm Python interpreter for each trajectory, without
 network, host files, host variables or a way out."""
 
-from agentevo.sandbox import bubblewrap, landlock, unconfined  # noqa: F401 (they register themselves)
+from agentevo.sandbox import (  # noqa: F401 (they register themselves)
+    bubblewrap,
+    landlock,
+    remote,
+    unconfined,
+)
 from agentevo.sandbox.opening import Sandboxes
 from agentevo.sandbox.sandbox import (
     Execution,

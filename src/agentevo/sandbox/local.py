@@ -26,8 +26,8 @@ import msgspec
 
 from agentevo.errors import AgentEvoError, SandboxError, storable
 from agentevo.event_loop import in_thread
-from agentevo.files import atomic_folder
 from agentevo.sandbox.ending import end_all_of, kill, started
+from agentevo.sandbox.exporting import exported
 from agentevo.sandbox.inside.frames import LARGEST_CALL
 from agentevo.sandbox.launch import Launch
 from agentevo.sandbox.replies import (
@@ -35,6 +35,8 @@ from agentevo.sandbox.replies import (
     ProgramReply,
     RunReply,
     is_unicode,
+    longest_message,
+    refused_code,
     storable_failure,
     violation,
 )
@@ -48,7 +50,6 @@ MARGIN_S = 6.0
 """How long after its deadline the supervisor may take to end a call."""
 FILE_S = 30.0
 """How long reading, writing or listing files may take."""
-LONGEST_CODE = 4 * 2**20
 _HEADER = struct.Struct(">I")
 _TRIAL = """
 import socket
@@ -114,9 +115,7 @@ class LocalSandbox:
         self._num_requests, self._num_calls = 0, 0
         self._has_lost = False
         self._is_closed = False
-        output = 3 * section.output_kib * 1024 * 6
-        files = section.file_mib * 2**20 * 3 // 2 + section.max_files * 1100
-        self._longest = output + files + 2 * LARGEST_CALL
+        self._longest = longest_message(section)
 
     async def start(self) -> None:
         """Raises SandboxError."""
@@ -220,7 +219,7 @@ class LocalSandbox:
     async def run(self, code: str, deadline_s: float | None = None) -> Execution:
         """See Sandbox.run."""
         limit = self._deadline(deadline_s)
-        if (refusal := _no_code(code)) is not None:
+        if (refusal := refused_code(code)) is not None:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
         tools = [
             {"name": one.name, "parameters": one.parameters, "description": one.description}
@@ -304,23 +303,7 @@ class LocalSandbox:
 
     async def export(self, folder: Path) -> tuple[str, ...]:
         """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        written: list[str] = []
-        paths = [path for path in await self.files() if _is_inner_path(path)]
-        total = 0
-        with atomic_folder(folder) as staging:
-            for path in paths:
-                try:
-                    content = await self.read_file(path)
-                except SandboxError:
-                    if self._process is None:
-                        raise
-                    continue  # its name is no UTF-8, or it is gone since
-                total += len(content)
-                if total > self._section.disk_mib * 2**20:
-                    raise SandboxError("export: the files have more bytes than disk_mib allows")
-                await in_thread(_write, staging / path, content)
-                written.append(path)
-        return tuple(written)
+        return await exported(self, folder, self._section.disk_mib, lambda: self._process is None)
 
     async def close(self) -> None:
         """See Sandbox.close."""
@@ -460,23 +443,3 @@ class LocalSandbox:
         if (writer := getattr(self, "_writer", None)) is not None:
             writer.close()
         await asyncio.shield(asyncio.ensure_future(in_thread(end_all_of, process, launch)))
-
-
-def _no_code(code: str) -> Failure | None:
-    """What is wrong with a text that can't even be sent."""
-    if len(code) > LONGEST_CODE:
-        return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
-    if not is_unicode(code):
-        return Failure("UnicodeEncodeError", "the code is no text: it has half of a surrogate pair")
-    return None
-
-
-def _is_inner_path(path: str) -> bool:
-    """Whether a path that the sandbox gave stays below a folder, also on this machine."""
-    parts = path.split("/")
-    return bool(path) and "\0" not in path and not any(part in ("", ".", "..") for part in parts)
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)

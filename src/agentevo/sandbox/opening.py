@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 ORDER = ("bubblewrap", "landlock")
 """What `auto` tries. `none` is never among it."""
-_working: set[tuple[str, bool]] = set()
+_working: set[tuple[object, ...]] = set()
 
 
 async def problem_of(name: str, section: SandboxSection) -> str:
     """Why a kind can't be used here; empty where it can. What has worked is not tried again in this
     process; what has not may have failed of this section's limits, or of a machine that was busy.
     """
-    key = (name, section.packages)
+    key = (name, section.packages, section.url, section.api_key)
     if key in _working:
         return ""
     problem = await sandboxes.get(name)().problem(section)

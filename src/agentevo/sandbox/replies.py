@@ -3,10 +3,18 @@ it."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from agentevo.errors import storable
+from agentevo.sandbox.inside.frames import LARGEST_CALL
 from agentevo.sandbox.sandbox import Failure
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+LONGEST_CODE = 4 * 2**20
 
 
 class Reply(msgspec.Struct):
@@ -55,3 +63,19 @@ def storable_failure(failure: Failure | None) -> Failure | None:
 def is_unicode(text: str) -> bool:
     """Whether a text can be sent: a model's JSON may have halves of surrogate pairs."""
     return text.isascii() or text.encode("utf-8", "replace").decode() == text
+
+
+def refused_code(code: str) -> Failure | None:
+    """What is wrong with a text that can't even be sent."""
+    if len(code) > LONGEST_CODE:
+        return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
+    if not is_unicode(code):
+        return Failure("UnicodeEncodeError", "the code is no text: it has half of a surrogate pair")
+    return None
+
+
+def longest_message(section: SandboxSection) -> int:
+    """Bytes of any message that such a sandbox may send."""
+    output = 3 * section.output_kib * 1024 * 6
+    files = section.file_mib * 2**20 * 3 // 2 + section.max_files * 1100
+    return output + files + 2 * LARGEST_CALL

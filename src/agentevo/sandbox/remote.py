@@ -1,0 +1,369 @@
+"""A sandbox on another machine: the client of `agentevo sandbox serve`.
+
+The connection is the sandbox: it ends with it, and with this process. A server that is gone, hangs
+or sends something else is told as a failure of the call (`SandboxDied`, `Timeout`), with the files
+lost, and the next call opens another sandbox; where none can be opened that is a SandboxError.
+Functions of this machine that the code calls are called here, over the same connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import ipaddress
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agentevo.credentials import with_environment
+from agentevo.errors import AgentEvoError, SandboxError, described, storable
+from agentevo.sandbox import wire
+from agentevo.sandbox.exporting import exported
+from agentevo.sandbox.inside.frames import LARGEST_CALL
+from agentevo.sandbox.replies import Ended, longest_message, refused_code, violation
+from agentevo.sandbox.sandbox import (
+    Execution,
+    Failure,
+    ProgramRun,
+    Sandbox,
+    SandboxTool,
+    sandboxes,
+)
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+    from agentevo.config.sandbox import SandboxSection
+
+MARGIN_S = 15.0
+"""How long after its deadline the server may take to end a call, which takes six seconds itself."""
+FILE_S = 60.0
+CLOSE_S = 1.0
+_FORBIDDEN = 403
+_T = TypeVar("_T")
+
+
+@sandboxes.register("remote")
+class Remote:
+    """Sandboxes of `agentevo sandbox serve` at `url`."""
+
+    async def problem(self, section: SandboxSection) -> str:
+        """See SandboxKind: opens one and tries it."""
+        try:
+            sandbox = await self.open(section, {})
+        except SandboxError as error:
+            return str(error)
+        try:
+            tried = await sandbox.run("6 * 7", deadline_s=min(10.0, section.timeout_s))
+        finally:
+            await sandbox.close()
+        return "" if tried.value == "42" else f"a trial at {section.url} has failed: {tried.error}"
+
+    async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
+        """Raises SandboxError."""
+        sandbox = RemoteSandbox(section, tools)
+        await sandbox.start()
+        return sandbox
+
+
+class RemoteSandbox:
+    """See Sandbox, and the module."""
+
+    def __init__(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> None:
+        self._section, self._tools = section, dict(tools)
+        self._lock = asyncio.Lock()
+        self._connection: ClientConnection | None = None
+        self._ids = itertools.count(1)
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Raises SandboxError."""
+        section = self._section
+        self._connection = await _connected(section)
+        asked = section.model_dump(mode="json", include=set(wire.REQUESTED))
+        tools = [
+            wire.ToolForm(one.name, one.parameters, one.description) for one in self._tools.values()
+        ]
+        first = wire.Open(asked, tuple(tools), section.wait_timeout_s)
+        limit = section.wait_timeout_s + section.start_timeout_s + MARGIN_S
+        try:
+            async with asyncio.timeout(limit):
+                await self._send(first)
+                answer = await self._read()
+        except TimeoutError as error:
+            self._end()
+            raise SandboxError(f"{section.url}: no sandbox within {limit:g} s") from error
+        except Ended as ended:
+            raise SandboxError(f"{section.url}: {ended}") from ended
+        except BaseException:
+            self._end()
+            raise
+        if isinstance(answer, wire.Opened):
+            return
+        self._end()
+        why = answer.message if isinstance(answer, wire.Refused) else "it speaks another language"
+        raise SandboxError(f"{section.url}: {storable(why)}")
+
+    async def run(self, code: str, deadline_s: float | None = None) -> Execution:
+        """See Sandbox.run."""
+        limit = self._deadline(deadline_s)
+        if (refusal := refused_code(code)) is not None:
+            return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
+        async with self._lock:
+            is_new = await self._ensure()
+            began = time.monotonic()
+            try:
+                request = wire.Run(next(self._ids), code, limit)
+                ran = await self._ask(request, Execution, limit)
+            except Ended as ended:
+                return Execution(
+                    *("", "", None, ended.failure, (), time.monotonic() - began),
+                    is_alive=False,
+                    is_new=is_new,
+                    files_lost=True,
+                )
+        return msgspec.structs.replace(ran, is_new=ran.is_new or is_new)
+
+    async def execute(
+        self, argv: Sequence[str], *, stdin: bytes = b"", deadline_s: float | None = None
+    ) -> ProgramRun:
+        """See Sandbox.execute. Raises SandboxError."""
+        limit = self._deadline(deadline_s)
+        self._check_size("stdin", stdin)
+        async with self._lock:
+            await self._ensure()
+            began = time.monotonic()
+            request = wire.Execute(next(self._ids), tuple(argv), stdin, limit)
+            try:
+                return await self._ask(request, ProgramRun, limit)
+            except Ended as ended:
+                duration_s = time.monotonic() - began
+                return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
+
+    async def files(self) -> dict[str, int]:
+        """See Sandbox.files. Raises SandboxError."""
+        return await self._file_request(wire.Files(next(self._ids)), dict[str, int])
+
+    async def read_file(self, path: str) -> bytes:
+        """See Sandbox.read_file. Raises SandboxError."""
+        text = await self._file_request(wire.Read(next(self._ids), path), str)
+        try:
+            return base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise SandboxError(f"{path}: the server gave what is no file") from error
+
+    async def write_file(self, path: str, content: bytes) -> None:
+        """See Sandbox.write_file. Raises SandboxError."""
+        self._check_size(path, content)
+        await self._file_request(wire.Write(next(self._ids), path, content), type(None))
+
+    async def export(self, folder: Path) -> tuple[str, ...]:
+        """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
+        return await exported(
+            self, folder, self._section.disk_mib, lambda: self._connection is None
+        )
+
+    async def close(self) -> None:
+        """See Sandbox.close."""
+        self._is_closed = True
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                async with asyncio.timeout(2 * CLOSE_S):
+                    await connection.close()
+            except TimeoutError:
+                connection.transport.abort()
+
+    def _deadline(self, given: float | None) -> float:
+        limit = self._section.timeout_s if given is None else given
+        if not 0 < limit < 1e6:
+            raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
+        return limit
+
+    def _check_size(self, what: str, content: bytes) -> None:
+        if len(content) > self._section.file_mib * 2**20:
+            raise SandboxError(f"{what}: more than file_mib, {self._section.file_mib} MiB")
+
+    async def _ensure(self) -> bool:
+        """Opens another sandbox where the last one has ended. Returns whether it did."""
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed")
+        if self._connection is not None:
+            return False
+        await self.start()
+        if self._is_closed:  # while it was opened
+            self._end()
+            raise SandboxError("the sandbox is closed")
+        return True
+
+    async def _file_request(self, request: wire.Request, kind: type[_T]) -> _T:
+        async with self._lock:
+            await self._ensure()
+            try:
+                return await self._ask(request, kind, FILE_S)
+            except Ended as ended:
+                raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
+
+    async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
+        """One request and its reply. Raises SandboxError for a refusal, and Ended, with everything
+        ended then."""
+        try:
+            async with asyncio.timeout(limit_s + MARGIN_S):
+                await self._send(request)
+                reply = await self._reply_to(request.id)
+            if isinstance(reply, wire.Done):
+                return msgspec.convert(reply.value, kind)
+        except TimeoutError:
+            self._end()
+            failure = Failure("Timeout", f"the server did not answer within {limit_s:g} s")
+            raise Ended(failure) from None
+        except msgspec.ValidationError as error:
+            self._end()
+            raise violation(f"a reply of another form ({error})") from error
+        except SandboxError:
+            raise  # nothing was sent
+        except BaseException:
+            self._end()
+            raise
+        raise SandboxError(storable(reply.message))
+
+    async def _reply_to(self, number: int) -> wire.Done | wire.Failed:
+        calling: asyncio.Task[None] | None = None
+        try:
+            while True:
+                message = await self._read()
+                if isinstance(message, (wire.Done, wire.Failed)) and message.id == number:
+                    return message
+                if not isinstance(message, wire.Call):
+                    raise violation("a reply to no request")
+                if calling is not None and not calling.done():
+                    calling.cancel()  # the code does not wait for it any more
+                calling = asyncio.create_task(self._answer(message))
+        finally:
+            if calling is not None:
+                calling.cancel()
+                await asyncio.wait([calling], timeout=1.0)
+
+    async def _answer(self, call: wire.Call) -> None:
+        tool, error = self._tools.get(call.name), ""
+        try:
+            if tool is None:
+                raise SandboxError(f"there is no tool {storable(call.name, 100)!r}")
+            answer = wire.Answer(call.number, await tool.call(call.arguments))
+            if len(wire.to_json(answer)) > LARGEST_CALL:
+                error = f"{call.name}: the result has more than {LARGEST_CALL:,} bytes"
+        except AgentEvoError as problem:
+            error = storable(str(problem))
+        except Exception as problem:  # noqa: BLE001 (a tool's author may raise anything)
+            error = f"{storable(call.name, 100)} has failed: {type(problem).__name__}"
+        if error:
+            answer = wire.Answer(call.number, error=error)
+        with contextlib.suppress(Ended):  # the reader hears of the end
+            await self._send(answer)
+
+    async def _send(self, message: wire.FromClient) -> None:
+        """Raises Ended."""
+        from websockets.exceptions import ConnectionClosed
+
+        if self._connection is None:
+            raise Ended(Failure("SandboxDied", "the connection has ended"))
+        try:
+            content = wire.to_json(message)
+        except UnicodeEncodeError as error:
+            raise SandboxError("a text has half of a surrogate pair: give Unicode") from error
+        try:
+            await self._connection.send(content)
+        except (ConnectionClosed, OSError) as error:
+            raise self._lost(error) from error
+
+    async def _read(self) -> wire.FromServer:
+        """Raises Ended."""
+        from websockets.exceptions import ConnectionClosed
+
+        if self._connection is None:
+            raise Ended(Failure("SandboxDied", "the connection has ended"))
+        try:
+            return wire.read_answer(await self._connection.recv())
+        except (ConnectionClosed, OSError) as error:
+            raise self._lost(error) from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._end()
+            raise violation("what is no answer") from error
+
+    def _lost(self, error: Exception) -> Ended:
+        self._end()
+        message = f"the connection to {self._section.url} ended ({described(error)})"
+        return Ended(Failure("SandboxDied", storable(message, 500)))
+
+    def _end(self) -> None:
+        """At once, without a word to the other side."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.transport.abort()
+
+
+async def _connected(section: SandboxSection) -> ClientConnection:
+    """Raises SandboxError."""
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import InvalidStatus, WebSocketException
+
+    class Connect(connect):
+        def process_redirect(self, exc: Exception) -> Exception | str:
+            return exc  # the key is for this server alone
+
+    url = str(section.url).rstrip("/")
+    own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
+    try:
+        return await Connect(
+            f"ws{url.removeprefix('http')}{wire.PATH}",
+            additional_headers=authorization(section),
+            compression=None,
+            open_timeout=section.start_timeout_s,
+            close_timeout=CLOSE_S,
+            ping_interval=wire.PING_S,
+            ping_timeout=wire.SILENT_S,
+            max_size=longest_message(section),
+            **own,
+        )
+    except InvalidStatus as error:
+        status = error.response.status_code
+        if status == _FORBIDDEN:
+            raise SandboxError(
+                f"{url}: the key is wrong or missing: api_key: ${{env:NAME}} names a variable that "
+                "holds what is in the file `secret` of the server's folder"
+            ) from None
+        raise SandboxError(f"{url}: no server of sandboxes answers (HTTP {status})") from None
+    except (OSError, WebSocketException, ValueError) as error:
+        raise SandboxError(
+            f"{url} can't be reached ({storable(described(error), 300)}): start `agentevo sandbox "
+            "serve` there, or correct the url"
+        ) from error
+
+
+def authorization(section: SandboxSection) -> dict[str, str]:
+    """The header with the key, where there is one. Raises SandboxError."""
+    if section.api_key is None:
+        return {}
+    try:
+        key = with_environment(section.api_key).strip()
+    except AgentEvoError as error:
+        raise SandboxError(f"sandbox.api_key: {error}") from error
+    if not key.isascii() or not key.isprintable():
+        raise SandboxError("sandbox.api_key: the key has characters that no header may have")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def is_loopback(url: str) -> bool:
+    """Whether no proxy lies before it."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,133 @@
+"""What a client of remote sandboxes and their server say to each other: one WebSocket for each
+sandbox, one JSON message in each frame, bytes as base64.
+
+    client: Open                        server: Opened, or Refused and the end
+            Run | Execute | Files | Read | Write      Call ... Call, then Done or Failed
+            Answer (to a Call)
+
+One request is under way at a time. The sandbox ends with the connection, whichever side ends it. A
+message of another form ends it too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PATH = "/sandbox"
+REQUESTED = (
+    "memory_mib",
+    "cpu_s",
+    "processes",
+    "disk_mib",
+    "file_mib",
+    "max_files",
+    "output_kib",
+    "timeout_s",
+    "max_tool_calls",
+    "env",
+    "packages",
+)
+"""The keys of a section that a client asks for; the others are the server's own."""
+PING_S, SILENT_S = 20.0, 60.0
+"""Both sides ping each other so often; who has not answered for so long is gone, with its machine
+or its network."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class ToolForm(msgspec.Struct, frozen=True):
+    """A function of the client that the code can call."""
+
+    name: str
+    parameters: tuple[str, ...]
+    description: str
+
+
+class Open(_Message, frozen=True):
+    """The first message: what is asked for, and how long the client waits for a free place."""
+
+    section: dict[str, Any]
+    tools: tuple[ToolForm, ...]
+    wait_s: float
+
+
+class Run(_Message, frozen=True):
+    id: int
+    code: str
+    deadline_s: float
+
+
+class Execute(_Message, frozen=True):
+    id: int
+    argv: tuple[str, ...]
+    stdin: bytes
+    deadline_s: float
+
+
+class Files(_Message, frozen=True):
+    id: int
+
+
+class Read(_Message, frozen=True):
+    id: int
+    path: str
+
+
+class Write(_Message, frozen=True):
+    id: int
+    path: str
+    content: bytes
+
+
+class Answer(_Message, frozen=True):
+    """To a Call; `error` is what the code is told in place of a result."""
+
+    number: int
+    result: Any = None
+    error: str | None = None
+
+
+class Opened(_Message, frozen=True):
+    """There is a sandbox of this kind."""
+
+    kind: str
+
+
+class Refused(_Message, frozen=True):
+    """There is none; why."""
+
+    message: str
+
+
+class Call(_Message, frozen=True):
+    """The code calls a function of the client."""
+
+    number: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class Done(_Message, frozen=True):
+    """What the request `id` gave: an Execution, a ProgramRun, sizes by path, base64 or nothing."""
+
+    id: int
+    value: Any
+
+
+class Failed(_Message, frozen=True):
+    """The request `id` could not be done, for no fault of the code."""
+
+    id: int
+    message: str
+
+
+Request = Run | Execute | Files | Read | Write
+FromClient = Open | Request | Answer
+FromServer = Opened | Refused | Call | Done | Failed
+read_request = msgspec.json.Decoder(FromClient).decode
+read_answer = msgspec.json.Decoder(FromServer).decode
+to_json = msgspec.json.Encoder().encode
