@@ -24,6 +24,7 @@ import typer
 
 from agentevo import __version__
 from agentevo.cli import (
+    agent,
     audit,
     data,
     doctor,
@@ -82,6 +83,7 @@ app.command()(doctor.doctor)
 app.command("list")(names.list_names)
 app.add_typer(names.models, name="models")
 app.add_typer(names.config_commands, name="config")
+app.add_typer(agent.agent, name="agent")
 app.add_typer(data.data, name="data")
 app.add_typer(trajectories.trajectories, name="trajectories")
 app.add_typer(store.stores, name="store")

@@ -65,7 +65,7 @@ def evaluate(
     )
     base = contestants[0].config
     tasks, sources, notes = find_tasks(base, what.tasks, what.limit)
-    configs = [_played_config(one, what, notes) for one in contestants]
+    configs = [_played_config(one, what) for one in contestants]
     check_play(configs[0], tasks)
     game = Play(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
     settings = _settings(what, contestants, configs[0], game)
@@ -109,8 +109,8 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
             raise AttemptsFailedError(f"{model['model']}: {model['failed_words']}")
 
 
-def _played_config(one: Contestant, what: Evaluation, notes: list[str]) -> RunConfig:
-    config = playing(one.config, what.tasks, what.out)
+def _played_config(one: Contestant, what: Evaluation) -> RunConfig:
+    config = playing(one.config, what.tasks)
     if not what.sampling:
         return config
     try:

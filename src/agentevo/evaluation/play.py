@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,24 +71,45 @@ def find_tasks(
     return read.train[:limit], sources, lines
 
 
-def playing(config: RunConfig, files: Sequence[str], folder: Path | None) -> RunConfig:
+def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
     """The configuration as it is played: with these files nothing else gives tasks, and an agent
-    that plays an environment becomes one that asks once. `folder` is where price logs go."""
-    changes: dict[str, object] = {}
-    if files:
-        changes |= {"environment": None, "tasks": TasksSection()}
-        if isinstance(config.agent, EnvironmentAgentSection):
-            changes["agent"] = SingleTurnSection()
-    if folder is not None:
-        changes["run"] = RunSection(**config.run.model_dump(exclude={"dir"}), dir=folder)
+    that plays an environment becomes one that asks once."""
+    if not files:
+        return config
+    changes: dict[str, object] = {"environment": None, "tasks": TasksSection()}
+    if isinstance(config.agent, EnvironmentAgentSection):
+        changes["agent"] = SingleTurnSection()
     return config.model_copy(update=changes)
+
+
+@contextmanager
+def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
+    """The configuration with that folder for what is written beside attempts, such as price logs;
+    None: one that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as temporary:
+        own = config.run.model_dump(exclude={"dir"})
+        run = RunSection(**own, dir=(folder or Path(temporary)).absolute())
+        yield config.model_copy(update={"run": run})
 
 
 @asynccontextmanager
 async def opened(
+    contestant: Contestant,
+    config: RunConfig,
+    note: Callable[[str], None],
+    folder: Path | None = None,
+) -> AsyncIterator[Sampler]:
+    """What the model plays by: its own recipe loads it, `config` says how it plays. `folder`: see
+    `run_folder`."""
+    with run_folder(config, folder) as own:
+        async with _sampler(contestant, own, note) as sampler:
+            yield sampler
+
+
+@asynccontextmanager
+async def _sampler(
     contestant: Contestant, config: RunConfig, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
-    """What the model plays by: its own recipe loads it, `config` says how it plays."""
     if contestant.remote is not None:
         from agentevo.orchestration.players import find_agent
         from agentevo.rollout.remote_sampler import RemoteSampler
@@ -132,7 +153,8 @@ async def play(
     left = [task for task in what.tasks if task.id not in found]
     if not left:
         return [line for task in what.tasks for line in found[task.id]]
-    async with opened(contestant, config, note) as sampler:
+    kept_in = None if folder is None else folder.path
+    async with opened(contestant, config, note, kept_in) as sampler:
         room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
 
         async def attempt(task: Task) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
-from agentevo.evaluation.play import Play, line_of
+from agentevo.evaluation.play import Play, line_of, run_folder
 from agentevo.evaluation.results import AttemptLine, ResultsFolder
 from agentevo.evaluation.summary import summarise
 from agentevo.event_loop import run_coroutine
@@ -38,25 +38,21 @@ def score(
     folder = ResultsFolder(source)
     settings, tasks = folder.settings(), folder.tasks()
     # What is played decides nothing here: the environment is one that every installation has.
-    config = build_config(
-        {"environment": {"type": "coins"}, "run": {"dir": str(out or source)}},
-        overrides,
-        where="score",
-    )
+    config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
     _check(config, tasks)
     attempts = folder.trajectories()
     if not attempts:
         raise ConfigError(f"{source} has no attempts yet: let its evaluation go on (--resume)")
-    new = None if out is None else ResultsFolder(out)
-    if new is not None:
+    settings = {**settings, "rewards": [one.model_dump(mode="json") for one in config.rewards]}
+    with run_folder(config, out) as own:
+        if out is None:
+            return _scored(own, settings, tasks, attempts, None, note)
+        new = ResultsFolder(out)
         new.check_new()
         with new.locked():
             new.check_new()
-            settings = {**settings, "rewards": [r.model_dump(mode="json") for r in config.rewards]}
             new.begin(settings, tasks)
-            return _scored(config, settings, tasks, attempts, new, note)
-    settings = {**settings, "rewards": [r.model_dump(mode="json") for r in config.rewards]}
-    return _scored(config, settings, tasks, attempts, None, note)
+            return _scored(own, settings, tasks, attempts, new, note)
 
 
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:

@@ -222,6 +222,8 @@ class AttemptCalls:
     def __init__(self, log: CallLog | None, trajectory_id: str) -> None:
         self.trajectory_id = trajectory_id
         self.dropped = 0
+        self.listen: Callable[[RunningCall], None] | None = None
+        """Is told of every call when it begins, and again when it has ended."""
         self._log = log
         self._root: RunningCall | None = None
         self._open: dict[int, RunningCall] = {}
@@ -245,6 +247,8 @@ class AttemptCalls:
         return outer.number if outer is not None and outer is not call else 0
 
     def begin(self, call: RunningCall) -> None:
+        if self.listen is not None:
+            self.listen(call)
         if self._log is None:
             return
         if self._log.admit(call):
@@ -253,6 +257,8 @@ class AttemptCalls:
             self.dropped += 1
 
     def end(self, call: RunningCall) -> None:
+        if self.listen is not None:
+            self.listen(call)
         self._open.pop(call.number, None)
         if call is self._root:
             if self.dropped:

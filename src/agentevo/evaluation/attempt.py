@@ -1,0 +1,174 @@
+"""One attempt, played and shown as it happens: what the policy is told and says, calls of tools and
+code with their results, and what the attempt is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentevo.config import RunConfig
+from agentevo.errors import ConfigError
+from agentevo.evaluation.contestants import Contestant, find_contestants
+from agentevo.evaluation.play import LABEL, check_play, opened, playing, scorer_of
+from agentevo.event_loop import run_coroutine
+from agentevo.observability.call_view import duration
+from agentevo.observability.trajectory_view import message_text, visible
+from agentevo.orchestration.players import find_agent
+from agentevo.rollout.group import Attempt
+from agentevo.rollout.task_source import TaskSource
+from agentevo.store.call_log import RunningCall
+from agentevo.types import Message, Task, Trajectory
+
+LONGEST = 4000
+"""Characters of a text that are shown: head and tail."""
+_TEXTS = ("code", "arguments", "output", "result", "stdout", "stderr")
+"""What a call keeps and is worth showing, in this order."""
+_KINDS = ("tool", "environment", "scorer", "process", "sandbox")
+
+
+def _task_to_try(
+    config: RunConfig, text: str | None, answer: str | None, number: int
+) -> tuple[RunConfig, Task]:
+    """The configuration and the task: of the recipe's held-out ones that of the number, or the
+    given text. Raises ConfigError."""
+    if text is None:
+        tasks = TaskSource(config, None).held_out()
+        if not 0 <= number < len(tasks):
+            raise ConfigError(f"--number {number}: there are {len(tasks)} held-out tasks, from 0")
+        return config, tasks[number]
+    config = playing(config, ("--task",))
+    return config, Task(id="try", query=text, answer=answer, seed=number)
+
+
+def try_attempt(
+    target: str,
+    overrides: Sequence[str],
+    *,
+    text: str | None,
+    answer: str | None,
+    number: int,
+    temperature: float,
+    show: Callable[[str], None],
+    note: Callable[[str], None],
+) -> Trajectory:
+    """Plays one attempt. Raises ConfigError before anything is played."""
+    (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
+    config, task = _task_to_try(contestant.config, text, answer, number)
+    if text is None or answer is not None:
+        judged = True
+        check_play(config, [task])
+    else:
+        judged = not config.rewards and not find_agent(config, None).needs_scorer
+    return run_coroutine(
+        _played(contestant, config, task, temperature, judged=judged, show=show, note=note)
+    )
+
+
+async def _played(
+    contestant: Contestant,
+    config: RunConfig,
+    task: Task,
+    temperature: float,
+    *,
+    judged: bool,
+    show: Callable[[str], None],
+    note: Callable[[str], None],
+) -> Trajectory:
+    async with opened(contestant, config, note) as sampler:
+        group = sampler.group(task, attempts=1, temperature=temperature, step=0, label=LABEL)
+        (attempt,) = group.members
+        live = LiveAttempt(attempt, show)
+        for calls in attempt.calls.values():
+            calls.listen = live.told
+        if judged:
+            trajectories = await group.run()
+        else:
+            trajectories = await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
+        for trajectory in trajectories:
+            live.end(trajectory, scorer_of(task, config) if judged else "")
+        return trajectories[0]
+
+
+class LiveAttempt:
+    """Shows calls as they begin and end."""
+
+    def __init__(self, attempt: Attempt, show: Callable[[str], None]) -> None:
+        self._attempt, self._show = attempt, show
+        self._began = time.monotonic()
+
+    def told(self, call: RunningCall) -> None:
+        """See AttemptCalls.listen."""
+        if call.kind in ("policy", "remote"):
+            if call.has_ended:
+                self._said(call)
+        elif call.kind in _KINDS and (call.has_ended or call.kind in ("tool", "process")):
+            self._made(call)
+
+    def end(self, trajectory: Trajectory, scorer: str) -> None:
+        """What became of it. `scorer`: what judged it, empty where nothing did."""
+        tokens = trajectory.num_completion_tokens() or trajectory.metrics.get("policy_tokens", 0)
+        parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_parts.items())
+        if trajectory.status != "completed":
+            worth = f"{trajectory.status}: {trajectory.error}"
+        elif not scorer:
+            worth = "completed; nothing judged it (give --answer, or a recipe's own task)"
+        else:
+            success = "success" if trajectory.success else "no success"
+            worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
+        ended = ", ended by a limit" if trajectory.truncated else ""
+        who = f"{trajectory.agent}: " if trajectory.agent else ""
+        self._line(
+            f"{who}{worth}{ended}; {len(trajectory.turns)} turns, {tokens:g} tokens, "
+            f"{duration(trajectory.duration_s)}"
+        )
+
+    def _said(self, call: RunningCall) -> None:
+        """What was new in the prompt, and the reply."""
+        told = call.record("")
+        facts = told.attributes
+        if told.status != "completed":
+            self._line(f"{call.kind} {call.name}: {told.status}: {told.error}")
+            return
+        sizes = f"{facts.get('prompt_tokens', 0)} + {facts.get('completion_tokens', 0)} tokens"
+        self._line(f"{call.kind} {call.name}, turn {facts.get('turn', 0)} ({sizes}{_took(told)})")
+        for message in self._messages(call, int(facts.get("turn", 0))):
+            self._text(message.role, message_text(message))
+
+    def _messages(self, call: RunningCall, turn: int) -> list[Message]:
+        policy = self._attempt.policy
+        if call.kind == "remote" and policy.remote is not None:
+            return policy.remote.turns[turn].messages
+        conversations = policy.conversations.values()
+        own = next(one for one in conversations if one.calls is call.calls)
+        return own.turns[turn].messages
+
+    def _made(self, call: RunningCall) -> None:
+        """A call of a tool, when it begins with what it is given, when it ends with its result."""
+        told = call.record("")
+        kept = {name: str(told.attributes[name]) for name in _TEXTS if name in told.attributes}
+        if not call.has_ended:
+            self._line(f"{call.kind} {call.name} ...")
+            return
+        problem = f": {told.status}" if told.status != "completed" else ""
+        self._line(f"{call.kind} {call.name}{problem}{_took(told)}")
+        for name, text in kept.items():
+            self._text(name, text)
+        if told.error and told.error not in kept.values():
+            self._text("error", told.error)
+
+    def _line(self, text: str) -> None:
+        self._show(visible(f"[{time.monotonic() - self._began:6.2f} s] {text}"))
+
+    def _text(self, name: str, text: str) -> None:
+        if len(text) > LONGEST:
+            half = LONGEST // 2
+            text = f"{text[:half]}\n... ({len(text)} characters) ...\n{text[-half:]}"
+        first, *others = map(visible, text.split("\n"))
+        self._show(f"    {name}: {first}")
+        for line in others:
+            self._show(f"    {'':{len(name)}}  {line}")
+
+
+def _took(told: Any) -> str:
+    return "" if told.ended_at is None else f", {duration(told.ended_at - told.started_at)}"
