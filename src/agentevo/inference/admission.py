@@ -117,11 +117,15 @@ class Connection:
 
     def _num_left(self) -> int:
         """Bytes that were written, and of which the other side's machine has not told that it has
-        them; where this system doesn't say, those that it has not taken over itself."""
+        them; where this system doesn't say, those that it has not taken over itself. More than
+        UNNOTICED where nobody knows any more."""
         assert self.transport is not None
         if self.is_lost:
             return 0
-        waiting = self.transport.get_write_buffer_size()
+        try:
+            waiting = self.transport.get_write_buffer_size()
+        except AttributeError:  # asyncio's TLS, closed twice, has forgotten its connection
+            return UNNOTICED + 1
         connected = self.transport.get_extra_info("socket")
         if waiting or connected is None or not sys.platform.startswith("linux"):
             return int(waiting)
