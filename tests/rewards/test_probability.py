@@ -178,11 +178,12 @@ def test_measures(measure, expected):
 def test_what_was_known_without_reasoning_earns_nothing():
     """The baseline is of the policy as it was at first: what it thinks of the answer later changes
     nothing."""
-    policy = TablePolicy({" 42": 0.9, "42": 0.3, ">4": 0.3, "2": 0.3}, {"t": "Q: "})
+    table = {" 42": 0.3, "42": 0.1, ">4": 0.1, "2": 0.1}
+    policy = TablePolicy(table, {"t": "Q: "})
     options = {"debias": True, "format_weight": 0.1}
     scorer = make_reward(reward_config("rlpr")(name="rlpr", **options))
     asyncio.run(scorer.prepare([Task(id="t", query="?", answer="42")], policy))
-    policy.chance |= {">4": 0.8, "2": 0.8}
+    policy.chance[" 42"] = 0.9
     score = scored(policy, attempt(policy, "hm <answer> 7</answer>"), **options)
     assert score.parts == pytest.approx({"probability": 0.9 * (0.9 - 0.3), "format": 0.1})
     assert score.success
@@ -190,7 +191,7 @@ def test_what_was_known_without_reasoning_earns_nothing():
     worse = scored(policy, attempt(policy, "hm <answer> 7</answer>"), **options)
     assert worse.parts == pytest.approx({"probability": 0.0, "format": 0.1}), "never below 0"
     assert not worse.success
-    assert [context for context, _ in policy.asked].count("Q: ") == 1, "asked once"
+    assert [context for context, _ in policy.asked].count("Q: ") == 2, "each form asked once"
 
 
 def test_the_best_of_several_answers_counts():

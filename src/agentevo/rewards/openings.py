@@ -28,7 +28,7 @@ def check_opening(place: str) -> str:
 
 def opening_text(place: str) -> str:
     """What stands before an answer at that place."""
-    return {"boxed": "\\boxed{", "hashes": "#### "}.get(place, f"<{place}>")
+    return {"boxed": "\\boxed{", "hashes": "####"}.get(place, f"<{place}>")
 
 
 def find_opening(text: str, place: str) -> int | None:

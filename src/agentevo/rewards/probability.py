@@ -34,6 +34,9 @@ from agentevo.types import Task, Trajectory, context_of
 Measure = Literal["mean", "geometric_mean", "product", "mean_logprob"]
 MAX_REFERENCES = 64
 """Right answers of one task that are tried."""
+LEADS = ("", " ")
+"""What may stand between an opening and an answer. Tokens of words have the blank before them,
+so one of the two is what the policy would write, and the other is unlikely whatever it knows."""
 SOLVED = 0.5
 """From this probability on an answer counts as known."""
 AT_ONCE = 64
@@ -207,14 +210,20 @@ class Rlpr:
         found = measured(logprobs[one.skipped :], self.config.measure)
         if not self.config.debias:
             return found, found
-        directly = self._directly(policy, task, _prompt_of(trajectory), answer)
-        key = baseline_key(policy.agent, directly.context_ids, directly.ids)
+        without = [
+            measured((await self._kept(policy, task, directly)).logprobs, self.config.measure)
+            for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
+        ]
+        return min(max(found - max(without), 0.0), 1.0), found
+
+    async def _kept(self, policy: ScoredPolicy, task: Task, one: Placed) -> Baseline:
+        """The kept baseline, or a new one where the prompt was not known before."""
+        key = baseline_key(policy.agent, one.context_ids, one.ids)
         baseline = (await policy.baselines.known()).get(key)
-        if baseline is None:  # its prompt was not known before
-            baseline = await self._baseline(policy, task, directly)
+        if baseline is None:
+            baseline = await self._baseline(policy, task, one)
             await policy.baselines.add({key: baseline})
-        without = measured(baseline.logprobs, self.config.measure)
-        return min(max(found - without, 0.0), 1.0), found
+        return baseline
 
     def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
         """Each right answer directly after the prompt; none where the prompt is not known before,
@@ -222,13 +231,19 @@ class Rlpr:
         with suppress(ValueError, ConfigError, ModelError):
             prompt = policy.first_prompt(task)
             if prompt is not None:
-                return [self._directly(policy, task, prompt, one) for one in self._answers(task)]
+                return [
+                    one
+                    for answer in self._answers(task)
+                    for one in self._directly(policy, task, prompt, answer)
+                ]
         return []
 
     def _directly(
         self, policy: ScoredPolicy, task: Task, prompt_ids: list[int], answer: str
-    ) -> Placed:
-        return placed(policy, prompt_ids, opening_text(self._place(task)), answer)
+    ) -> list[Placed]:
+        """The answer directly after the prompt, behind each of LEADS."""
+        opening = opening_text(self._place(task))
+        return [placed(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
 
     async def _baseline(self, policy: ScoredPolicy, task: Task, one: Placed) -> Baseline:
         logprobs, version = await policy.score(one.context_ids, one.ids)
