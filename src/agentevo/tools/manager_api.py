@@ -53,7 +53,9 @@ class ManagerAPI:
 
     def __init__(self, name: str, key: str | None) -> None:
         self._name, self._key = name, key
-        self._opened: httpx.AsyncClient | None = None
+        self._idle: list[httpx.AsyncClient] = []
+        """Clients with a connection each: a pool of many looks through all for every request."""
+        self._context: Any = None
 
     async def tools(self, node: str, servers: Sequence[str], within_s: float) -> list[ToolSpec]:
         """The tools of a node's servers, of all unless some are named. A node that does not answer
@@ -161,26 +163,25 @@ class ManagerAPI:
 
     async def close(self) -> None:
         """Closes its connections."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CONNECT_S):
-                    await opened.aclose()
+        idle, self._idle = self._idle, []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONNECT_S):
+                await asyncio.gather(*(one.aclose() for one in idle))
 
     def _client(self) -> httpx.AsyncClient:
-        if self._opened is None:
-            import httpx
+        """One that nobody else uses now."""
+        if self._idle:
+            return self._idle.pop()
+        import httpx
 
-            headers = {"Content-Type": "application/json"}
-            if self._key is not None:
-                headers["Authorization"] = f"Bearer {self._key}"
-            # What a call may take is its own deadline, around all of this.
-            self._opened = httpx.AsyncClient(
-                headers=headers,
-                timeout=httpx.Timeout(None, connect=CONNECT_S),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            )
-        return self._opened
+        if self._context is None:
+            self._context = httpx.create_ssl_context()
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        # What a call may take is its own deadline, around all of this.
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        return httpx.AsyncClient(headers=headers, timeout=timeout, verify=self._context)
 
     async def _json(self, method: str, url: str, content: bytes | None = None) -> dict[str, Any]:
         """The object that is the answer. Raises ToolUnavailableError and ToolArgumentsError."""
@@ -227,6 +228,7 @@ class ManagerAPI:
             ) from error
         finally:
             client.cookies.clear()  # each request says which node it means
+            self._idle.append(client)
         return response, bytes(body)
 
     def _words(self, problem: str) -> str:

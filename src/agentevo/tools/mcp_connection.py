@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -324,13 +325,19 @@ def without_secrets(secrets: Sequence[str], text: str) -> str:
 def _check_sendable(arguments: Mapping[str, Any]) -> None:
     """Raises ToolArgumentsError for what the SDK would fail on when it writes the message, which
     ends the connection: halves of surrogate pairs, and nesting beyond what pydantic writes."""
-    import pydantic
-
     message = {"params": {"arguments": dict(arguments)}}
     try:
-        pydantic.TypeAdapter(dict[str, Any]).dump_json(message)
+        _writer().dump_json(message)
     except ValueError as error:
         raise ToolArgumentsError(f"the arguments can't be sent as JSON: {error}") from None
+
+
+@cache
+def _writer() -> Any:
+    """Made once: that takes as long as a whole call."""
+    import pydantic
+
+    return pydantic.TypeAdapter(dict[str, Any])
 
 
 def object_schema(schema: Any) -> dict[str, Any]:
