@@ -37,6 +37,7 @@ from agentevo.cli import (
     sandbox,
     server,
     store,
+    tools,
     train,
     trajectories,
 )
@@ -89,6 +90,7 @@ app.add_typer(trajectories.trajectories, name="trajectories")
 app.add_typer(store.stores, name="store")
 app.add_typer(sandbox.sandbox, name="sandbox")
 app.add_typer(mcp.mcp, name="mcp")
+app.add_typer(tools.tools, name="tools")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from agentevo.config.named_agents import trained_agents
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
+from agentevo.doctor.services import check_services, is_refused
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
@@ -32,10 +33,14 @@ from agentevo.types import Task, Trajectory
 
 
 def check_recipe(config: RunConfig, checkpoint: Path | None = None) -> list[Check]:
-    """Plays the first training task's group under the recipe's settings. Raises like `train` for a
-    model that can't be loaded."""
+    """Asks the servers that the recipe needs (`services`), and plays the first training task's
+    group under its settings. Raises like `train` for a model that can't be loaded."""
+    services = check_services(config)
+    if is_refused(services):
+        advice = "mend what is wrong with them first"
+        return [*services, Check("attempts", "wrong", "not played without these servers", advice)]
     check_memory(config)
-    return run_coroutine(_check(config, checkpoint))
+    return [*services, *run_coroutine(_check(config, checkpoint))]
 
 
 async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:

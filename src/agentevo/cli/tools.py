@@ -1,0 +1,128 @@
+"""`agentevo tools`: the tools of a recipe, called by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentevo.cli.arguments import Overrides
+from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config.tools import ToolSection
+    from agentevo.types import Task, ToolCall
+
+tools = typer.Typer(no_args_is_help=True, help="Tools of a recipe.")
+LONGEST = 500
+"""Characters of a result that are printed."""
+
+
+@tools.callback()
+def _group() -> None: ...
+
+
+@tools.command("test")
+def try_tools(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE|FILE", help="A recipe, or an mcp_config.json.")
+    ],
+    overrides: Overrides = None,
+    call: Annotated[
+        str | None, typer.Option("--call", metavar="TOOL", help="Call this tool alone.")
+    ] = None,
+    arguments: Annotated[
+        str | None,
+        typer.Option(
+            "--arguments", metavar="JSON", help="Of --call. Default: made from its schema."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the calls and make none.")
+    ] = False,
+) -> None:
+    """Call each tool once, with arguments made from its schema, in one session for the recipe's
+    first task; print what it gives, its time and its errors. These are real calls: leave out by
+    `exclude`, or name by --call, where a tool changes the world. Exit code 1 if one has broken."""
+    from agentevo.event_loop import run_coroutine
+
+    if arguments is not None and call is None:
+        raise ConfigError("--arguments are those of one tool: name it by --call")
+    sections, task = _of_file(recipe) if recipe.endswith(".json") else _of(recipe, overrides or [])
+    num_broken = run_coroutine(_tested(sections, task, call, arguments, dry_run))
+    if num_broken:
+        raise typer.Exit(1)
+
+
+async def _tested(
+    sections: Sequence[ToolSection],
+    task: Task,
+    call: str | None,
+    arguments: str | None,
+    dry_run: bool,
+) -> int:
+    """How many calls broke."""
+    from agentevo.tools.trial import tried
+    from agentevo.types import ToolCall
+
+    if dry_run or (call is not None and arguments is None):
+        made = await _made(sections, task, call)
+        if dry_run:
+            for planned in made:
+                print(f"{planned.name}({planned.arguments})")
+            return 0
+    else:
+        made = [] if call is None else [ToolCall(call, str(arguments))]
+    num_broken = 0
+    async for one in tried(sections, task, made):
+        num_broken += one.status == "broken"
+        text = one.text if len(one.text) <= LONGEST else f"{one.text[:LONGEST]}..."
+        print(f"{one.status:<9}{one.name}({one.arguments})  {one.seconds:.2f} s", flush=True)
+        print("".join(f"    {line}\n" for line in text.splitlines()), end="")
+    return num_broken
+
+
+async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -> list[ToolCall]:
+    """The calls with arguments made from the schemas. Raises ConfigError for a tool that there is
+    not."""
+    from agentevo.registry import nearest
+    from agentevo.tools.toolbox import Toolbox
+    from agentevo.tools.trial import made_call
+
+    toolbox = Toolbox(sections)
+    try:
+        async with toolbox.open(task, seed=0) as opened:
+            made = {one["function"]["name"]: made_call(one) for one in opened.schemas}
+    finally:
+        await toolbox.close()
+    if call is not None and call not in made:
+        guess = nearest(call, list(made))
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(f"--call: there is no tool {call!r}: {hint}tools: {', '.join(made)}")
+    return list(made.values()) if call is None else [made[call]]
+
+
+def _of(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]:
+    """The tools of a recipe, and its first task. Raises ConfigError."""
+    from agentevo.config import load_config
+    from agentevo.rollout.given_tasks import read_tasks
+    from agentevo.types import Task
+
+    config = load_config(recipe, overrides, needs_environment=False)
+    sections = getattr(config.agent, "tools", ())
+    if not sections:
+        raise ConfigError(
+            f"{recipe}: agent.type={config.agent.type} has no tools: give a recipe whose "
+            "agent.tools lists some"
+        )
+    tasks = read_tasks(config.tasks).train if config.tasks.train else []
+    return sections, tasks[0] if tasks else Task(id="test")
+
+
+def _of_file(file: str) -> tuple[Sequence[ToolSection], Task]:
+    from agentevo.config.mcp import MCPFileSection
+    from agentevo.types import Task
+
+    return [MCPFileSection(file=Path(file))], Task(id="test")

@@ -1,0 +1,123 @@
+"""Are the servers there that a recipe needs beside the policy: its tools, and its remote models?
+
+Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and says its
+tools; nothing is called. Each remote model's server says what models it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from contextlib import suppress
+
+from agentevo.config import RunConfig
+from agentevo.config.remote_models import RemoteModelSection
+from agentevo.config.tools import ToolSection
+from agentevo.doctor.checks import Check
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.event_loop import in_thread, run_coroutine
+from agentevo.remote_models.served import check_served, served_models
+from agentevo.rollout.given_tasks import read_tasks
+from agentevo.tools.toolbox import Toolbox
+from agentevo.types import Task
+
+SHOWN = 8
+"""Names of a list that a finding shows."""
+OPENING_S = 600.0
+"""Longest time for one entry, whatever limits of its own it has."""
+
+
+def check_services(config: RunConfig) -> list[Check]:
+    """A check for each entry of `agent.tools` and each remote model, all asked at once; none where
+    the recipe has neither."""
+    sections = getattr(config.agent, "tools", ())
+    if not sections and not config.remote_models:
+        return []
+    return run_coroutine(_check(config, sections))
+
+
+def is_refused(services: list[Check]) -> bool:
+    """Whether there is no use in playing a group."""
+    return any(one.status == "wrong" for one in services)
+
+
+async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
+    task = _first_task(config)
+    opened = await asyncio.gather(*(_opened(section, task) for section in sections))
+    models = [_model(name, section) for name, section in config.remote_models.items()]
+    return [
+        *(check for check, _ in opened),
+        *_collisions([names for _, names in opened]),
+        *await asyncio.gather(*models),
+    ]
+
+
+def _first_task(config: RunConfig) -> Task:
+    """What tools are opened for; doctor says elsewhere what is wrong with the tasks."""
+    with suppress(AgentEvoError):
+        if config.tasks.train and (tasks := read_tasks(config.tasks).train):
+            return tasks[0]
+    return Task(id="doctor")
+
+
+def _title(section: ToolSection) -> str:
+    name = getattr(section, "name", None) or getattr(section, "file", None) or ""
+    return f"tools {name}".strip()
+
+
+async def _opened(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
+    """A check, and the names of the tools."""
+    title, started = _title(section), time.monotonic()
+    try:
+        toolbox = Toolbox([section])
+        try:
+            async with asyncio.timeout(OPENING_S), toolbox.open(task, seed=0) as tools:
+                names = [one["function"]["name"] for one in tools.schemas]
+        finally:
+            await toolbox.close()
+    except TimeoutError:
+        return Check(title, "wrong", f"not opened within {OPENING_S:g} s"), []
+    except ConfigError as error:
+        return Check(title, "wrong", str(error)), []
+    except Exception as error:  # noqa: BLE001 (also what a class of tools raises when it is made)
+        finding = str(error) if isinstance(error, AgentEvoError) else repr(error)
+        advice = "start the server, and see what it says by `agentevo mcp inspect`"
+        is_server = section.type != "function"  # type: ignore[attr-defined]
+        return Check(title, "wrong", finding, advice if is_server else ""), []
+    took = time.monotonic() - started
+    finding = f"{len(names)} tools in {took:.1f} s: {_listed(names)}"
+    return Check(title, "good", finding), names
+
+
+def _collisions(offered: list[list[str]]) -> list[Check]:
+    counts = Counter(name for names in offered for name in names)
+    twice = [name for name, count in counts.items() if count > 1]
+    if not twice:
+        return []
+    return [
+        Check(
+            "names of tools",
+            "warning",
+            f"several entries have {_listed(twice)}: the policy knows each as ENTRY__NAME",
+            "leave out those that it need not have, by `exclude`",
+        )
+    ]
+
+
+async def _model(name: str, section: RemoteModelSection) -> Check:
+    title = f"remote model {name}"
+    try:
+        served = await in_thread(served_models, name, section)
+        await in_thread(check_served, name, section)
+    except ConfigError as error:
+        return Check(title, "wrong", str(error))
+    if served is None:
+        finding = f"the server at {section.url} answers, and does not list its models"
+        return Check(title, "warning", finding)
+    return Check(title, "good", f"{section.url} serves {section.model}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "none") + more

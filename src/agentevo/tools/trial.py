@@ -1,0 +1,147 @@
+"""Each tool of a toolbox called once, with arguments made from its schema: what it gives, how long
+it takes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from agentevo.config.tools import ToolSection
+from agentevo.tools.toolbox import Toolbox
+from agentevo.types import Task, ToolCall
+
+DEPTH = 6
+"""Objects and lists within one another that are made; deeper ones are empty."""
+_BROKEN = ("num_tool_failures", "num_tool_timeouts", "num_unknown_tools")
+_REFUSED = ("num_wrong_arguments",)
+_TEXTS = {
+    "date": "2026-01-31",
+    "date-time": "2026-01-31T12:00:00Z",
+    "email": "someone@example.com",
+    "uri": "http://example.com/",
+}
+"""Format -> a text of it."""
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """One call."""
+
+    name: str
+    arguments: str
+    text: str
+    """The result, as a policy reads it."""
+    seconds: float
+    status: Literal["answered", "error", "refused", "broken"]
+    """`error`: the tool said that it can't; `refused`: it does not take these arguments; `broken`:
+    no answer, or an exception of its code."""
+
+
+async def tried(
+    sections: Sequence[ToolSection],
+    task: Task,
+    calls: Sequence[ToolCall] = (),
+) -> AsyncIterator[Tried]:
+    """These calls, one after the other in one session; without any, one of each tool. Raises what
+    opening the tools raises."""
+    toolbox = Toolbox(sections)
+    try:
+        async with toolbox.open(task, seed=0) as tools:
+            for call in calls or [made_call(schema) for schema in tools.schemas]:
+                before, started = dict(tools.metrics), time.monotonic()
+                (result,) = await tools.call([call])
+                rose = {key for key, n in tools.metrics.items() if n > before.get(key, 0)}
+                status: Literal["answered", "error", "refused", "broken"] = (
+                    "broken"
+                    if rose.intersection(_BROKEN)
+                    else "refused"
+                    if rose.intersection(_REFUSED)
+                    else "error"
+                    if result.is_error
+                    else "answered"
+                )
+                yield Tried(
+                    name=call.name,
+                    arguments=call.arguments,
+                    text=result.text,
+                    seconds=time.monotonic() - started,
+                    status=status,
+                )
+    finally:
+        await toolbox.close()
+
+
+def made_call(schema: Mapping[str, Any]) -> ToolCall:
+    """A call of a tool, of which OpenAI's form of its schema is given."""
+    function = schema["function"]
+    parameters = function["parameters"]
+    given = made_value(parameters, parameters)
+    return ToolCall(function["name"], json.dumps(given, ensure_ascii=False))
+
+
+def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value that a JSON schema allows, the same each time: what it names itself (a default, an
+    example, a choice), else the simplest. Of an object the required properties. `whole` is where
+    its references lead."""
+    schema = _resolved(schema, whole)
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    for key in ("examples", "enum"):
+        if isinstance(schema.get(key), list) and schema[key]:
+            return schema[key][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(key)
+        if isinstance(choices, list) and choices:
+            return made_value(choices[0], whole, depth + 1) if depth < DEPTH else None
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        kind = kind[0] if kind else None
+    if kind is None and "properties" in schema:
+        kind = "object"
+    return _of_kind(kind, schema, whole, depth)
+
+
+def _of_kind(kind: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Any:
+    if kind == "object":
+        known, needed = schema.get("properties") or {}, schema.get("required") or []
+        if depth >= DEPTH or not isinstance(known, Mapping) or not isinstance(needed, list):
+            return {}
+        return {name: made_value(known.get(name, {}), whole, depth + 1) for name in needed}
+    if kind == "array":
+        count = max(1, _number(schema, "minItems", 0))
+        if depth >= DEPTH:
+            return []
+        return [made_value(schema.get("items", {}), whole, depth + 1)] * min(int(count), 10)
+    if kind in ("integer", "number"):
+        lowest = _number(schema, "minimum", _number(schema, "exclusiveMinimum", 0) + 1)
+        number = min(lowest, _number(schema, "maximum", lowest))
+        return int(number) if kind == "integer" else float(number)
+    if kind == "boolean":
+        return True
+    if kind == "null":
+        return None
+    shortest = int(min(_number(schema, "minLength", 0), 1000))
+    text = _TEXTS.get(str(schema.get("format")), "test").ljust(shortest, "t")
+    return text[: max(0, int(_number(schema, "maxLength", len(text))))]
+
+
+def _resolved(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a reference leads to, within the same tool's."""
+    for _ in range(DEPTH):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        schema = whole
+        for name in filter(None, reference.removeprefix("#").split("/")):
+            schema = schema.get(name, {}) if isinstance(schema, Mapping) else {}
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _number(schema: Mapping[str, Any], key: str, default: float) -> float:
+    given = schema.get(key)
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    return given if is_number and given is not None and abs(given) < 1e15 else default
