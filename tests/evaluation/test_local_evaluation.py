@@ -4,11 +4,16 @@ tasks and at those of a file."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from served_model import served
 
 from agentevo.cli.main import main
+from agentevo.runs.folder import run_config
 
 RECIPE = (
     "environment: {type: coins}\n"
@@ -68,3 +73,36 @@ def test_a_model_alone_plays_a_file_and_a_group_is_scored_together(run, tmp_path
     assert (summary["temperature"], summary["attempts"], summary["num_tasks"]) == (0.0, 1, 2)
     assert set(model["by_source"]) == {"first", "second"}
     assert 0 < model["tokens"] <= 3
+
+
+@pytest.mark.slow
+def test_a_served_checkpoint_plays_as_it_does_here(run, tmp_path):
+    """The same weights in the policy's place, once with their tokens and once behind an API."""
+    out = tmp_path / "out"
+
+    def evaluated(base: str, key: str) -> subprocess.CompletedProcess[str]:
+        model = f"{{base_url: '{base}', model: mine, api_key: '${{env:SERVED_KEY}}'}}"
+        words = ["eval", str(run), f"remote_models.served={model}", "--against", "served"]
+        return subprocess.run(
+            [sys.executable, "-m", "agentevo", *words, "--limit", "2", "--out", str(out)],
+            env=os.environ | {"SERVED_KEY": key},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    done = served(run_config(run), evaluated, name="mine")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    plays = {
+        name: [
+            [line[key] for key in ("task", "reward", "parts", "answer", "tokens", "turns")]
+            for line in sorted(lines, key=lambda line: line["task"])
+            if line["model"] == name
+        ]
+        for name in (str(run), "served")
+    }
+    assert len(plays["served"]) == 2
+    assert plays["served"] == plays[str(run)]
+    (difference,) = json.loads((out / "summary.json").read_text())["differences"]
+    assert difference["reward"]["value"] == 0.0
