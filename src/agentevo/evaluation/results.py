@@ -191,6 +191,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
             trajectory,
             turns=[],
             remote_turns=[],
+            files={},
             reward=0.0,
             reward_parts={},
             metrics={},

@@ -14,6 +14,7 @@ from agentevo.rewards import (  # noqa: F401 (importing them registers them)
     qa,
     reasoning_gym,
     reward_model,
+    sqlite_state,
 )
 from agentevo.rewards.reward import (
     GroupScorer,

@@ -143,20 +143,21 @@ def _value(given: Any) -> Any:
 
 def is_right_value(value: Any, right: Any) -> bool:
     """Whether a function gave what it should; TACO writes that as a list of one."""
-    if _same(value, right):
+    if same_value(value, right):
         return True
-    return isinstance(right, list) and len(right) == 1 and _same(value, right[0])
+    return isinstance(right, list) and len(right) == 1 and same_value(value, right[0])
 
 
-def _same(one: Any, two: Any) -> bool:
+def same_value(one: Any, two: Any) -> bool:
+    """Whether two JSON values are alike; numbers may differ by TOLERANCE, and true is no 1."""
     if isinstance(one, bool) or isinstance(two, bool):
         return one is two
     if isinstance(one, (int, float)) and isinstance(two, (int, float)):
         return one == two or math.isclose(one, two, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     if isinstance(one, list) and isinstance(two, list):
-        return len(one) == len(two) and all(map(_same, one, two))
+        return len(one) == len(two) and all(map(same_value, one, two))
     if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+        return one.keys() == two.keys() and all(same_value(one[key], two[key]) for key in one)
     return bool(type(one) is type(two) and one == two)
 
 

@@ -1,0 +1,151 @@
+"""The reward `sqlite_state`: the SQLite database that an attempt leaves behind, compared with what
+the task's row expects of it.
+
+The database is one of the files that the trajectory keeps (agent.keep_files_kib of the code agent,
+`Policy.keep_files`). It comes from the policy's code, so a sandbox opens it; what its queries give
+is compared outside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from pydantic import Field, JsonValue
+
+from agentevo.rewards.code_cases import same_value
+from agentevo.rewards.code_tests import OpensSandboxes
+from agentevo.rewards.reward import RewardConfig, Score, reward
+from agentevo.types import Task, Trajectory
+
+RUNNER = Path(__file__).with_name("sqlite_runner.py")
+SANDBOX: dict[str, JsonValue] = {"output_kib": 4096, "max_sandboxes": 8}
+ENDINGS = (".db", ".sqlite", ".sqlite3")
+MOST_ROWS = 10_000
+"""Rows that one query may give."""
+BESIDE = ("-wal", "-journal")
+"""What SQLite keeps beside a database that was not closed."""
+_FORM = (
+    'give {"file": "shop.db", "tables": {"orders": [[1, "tea"]]}, "queries": [{"sql": "SELECT '
+    'count(*) FROM orders", "rows": [[1]]}]}'
+)
+
+
+class SqliteStateConfig(RewardConfig):
+    """A reward for the state of a database."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for one score, in seconds, with the wait for a sandbox; then the attempt is
+    recorded as failed."""
+    state_key: str = "expected_state"
+    """Column of the row that says what is expected."""
+    partial: bool = False
+    """The share of what is expected that is so; otherwise 1 where all is and 0 where not."""
+    queries_timeout_s: float = Field(default=30.0, gt=0, le=3600)
+    """Longest time for all queries of an attempt, in seconds; a database that takes longer is not
+    as expected."""
+    sandbox: dict[str, JsonValue] = Field(default_factory=dict)
+    """Where the database is opened: the keys of agent.sandbox."""
+
+
+class Expected(NamedTuple):
+    """What one query should give."""
+
+    sql: str
+    rows: list[Any]
+    ordered: bool
+    """Whether the order of rows counts."""
+
+
+def expected_of(task: Task, key: str) -> tuple[str | None, list[Expected]]:
+    """The file, if it is named, and what is expected of it. Raises ValueError for another form."""
+    given = task.metadata.get(key)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"the task {task.id!r} has no {key}: {_FORM}")
+    tables, queries = given.get("tables") or {}, given.get("queries") or []
+    if not isinstance(tables, Mapping) or not isinstance(queries, list):
+        raise ValueError(f"{key} of the task {task.id!r}: {_FORM}")
+    found = []
+    for name, rows in tables.items():
+        quoted = str(name).replace('"', '""')
+        found.append(Expected(f'SELECT * FROM "{quoted}"', rows, False))
+    for query in queries:
+        sql = query.get("sql") if isinstance(query, Mapping) else None
+        if not isinstance(sql, str) or "rows" not in query:
+            raise ValueError(f"{key} of the task {task.id!r}: a query needs sql and rows: {_FORM}")
+        found.append(Expected(sql, query["rows"], bool(query.get("ordered"))))
+    if not found or not all(isinstance(one.rows, list) for one in found):
+        raise ValueError(f"{key} of the task {task.id!r} expects nothing, or no rows: {_FORM}")
+    file = given.get("file")
+    return (None if file is None else str(file)), found
+
+
+@reward("sqlite_state")
+class SqliteState:
+    """1 where the SQLite database that the attempt leaves has the tables, and gives the queries'
+    rows, that the task expects; or the share of them."""
+
+    Config = SqliteStateConfig
+
+    def __init__(self, config: SqliteStateConfig) -> None:
+        self.config = config
+        self.sandbox = SANDBOX | config.sandbox
+
+    async def score(self, trajectory: Trajectory, task: Task, sandboxes: OpensSandboxes) -> Score:
+        """See Scorer.score. Raises ValueError for a task that expects nothing, SandboxError where
+        no sandbox can be opened."""
+        file, expected = expected_of(task, self.config.state_key)
+        files = trajectory.files
+        if file is None:
+            file = next((path for path in files if path.endswith(ENDINGS)), None)
+        if file is None or file not in files:
+            return Score(0.0)
+        spec = {
+            "file": "world.db",
+            "queries": [one.sql for one in expected],
+            "most_rows": MOST_ROWS,
+        }
+        async with sandboxes.open() as sandbox:
+            for ending in ("", *BESIDE):
+                if (content := files.get(file + ending)) is not None:
+                    await sandbox.write_file(f"world.db{ending}", content)
+            await sandbox.write_file("runner.py", RUNNER.read_bytes())
+            ran = await sandbox.execute(
+                ["python", "runner.py"],
+                stdin=json.dumps(spec).encode(),
+                deadline_s=self.config.queries_timeout_s,
+            )
+        told = _told(ran.stdout, len(expected))
+        right = sum(_is_so(rows, one) for rows, one in zip(told, expected, strict=True))
+        share = right / len(expected)
+        return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)
+
+
+def _told(stdout: str, number: int) -> list[Any]:
+    """The rows of each query; None for each where the database was too slow, too large or too
+    broken to tell."""
+    try:
+        told = msgspec.json.decode(stdout)
+    except (msgspec.MsgspecError, RecursionError):
+        return [None] * number
+    return told if isinstance(told, list) and len(told) == number else [None] * number
+
+
+def _is_so(rows: Any, expected: Expected) -> bool:
+    if not isinstance(rows, list):
+        return False
+    if expected.ordered:
+        return same_value(rows, expected.rows)
+    return same_value(sorted(rows, key=_rank), sorted(expected.rows, key=_rank))
+
+
+def _rank(row: Any) -> list[tuple[str, Any]]:
+    """An order of rows of any values: numbers among themselves, texts among themselves."""
+    values = row if isinstance(row, list) else [row]
+    return [
+        ("number", one) if isinstance(one, (int, float)) else (type(one).__name__, str(one))
+        for one in values
+    ]
