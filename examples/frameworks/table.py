@@ -19,6 +19,7 @@ import resource
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,17 +152,17 @@ def train(example: Example, out: Path, *options: str) -> dict[str, float]:
     words += ["--steps", str(example.steps), "--conversations", str(example.conversations)]
     words += ["--learning-rate", str(example.learning_rate)]
     words += options
-    began = _cpu_s()
+    began = cpu_s()
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{example.name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     result = json.loads((folder / "result.json").read_text())
-    result["minutes"] = (_cpu_s() - began) / 60
+    result["minutes"] = (cpu_s() - began) / 60
     (folder / "result.json").write_text(json.dumps(result))
     return result
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """Of all processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -215,11 +216,15 @@ def main() -> int:
         except (NotInstalledError, RuntimeError) as error:
             failed = True
             print(f"{name}: {error}", file=sys.stderr, flush=True)
-    page = PAGE.read_text()
-    head, rest = page.split(BEGIN, 1)
-    stands, tail = rest.split(END, 1)
-    PAGE.write_text(f"{head}{BEGIN}\n{table(given.out, stands)}\n{END}{tail}")
+    rewrite(PAGE, lambda stands: table(given.out, stands))
     return int(failed)
+
+
+def rewrite(page: Path, made: Callable[[str], str]) -> None:
+    """Puts a table into its place of a page. `made` is given what stands there."""
+    head, rest = page.read_text().split(BEGIN, 1)
+    stands, tail = rest.split(END, 1)
+    page.write_text(f"{head}{BEGIN}\n{made(stands)}\n{END}{tail}")
 
 
 if __name__ == "__main__":

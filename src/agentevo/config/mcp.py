@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.config.tools import ToolSection
 
 
@@ -64,6 +65,15 @@ class MCPServerSection(MCPSection):
     """Names of variables of this process that it gets as well, such as [GITHUB_TOKEN]."""
     cwd: Path | None = None
     """Folder in which it runs. Default: the recipe's."""
+    sandbox: ProgramSandboxSection | None = None
+    """Run it in a sandbox (bubblewrap) with a work folder of its own and no network: `true`, or a
+    section that says what it may see and use beside that."""
+
+    @field_validator("sandbox", mode="before")
+    @classmethod
+    def _true_is_a_section(cls, given: object) -> object:
+        return {} if given is True else None if given is False else given
+
     url: str | None = None
     """Where it is, such as http://127.0.0.1:8000/mcp."""
     transport: Literal["http", "sse"] = "http"
@@ -85,8 +95,14 @@ class MCPServerSection(MCPSection):
     def _one_way_to_reach_it(self) -> MCPServerSection:
         if (self.command is None) == (self.url is None):
             raise ValueError("a server has a `command` that starts it or a `url`: give one of them")
-        if self.url is not None and (self.args or self.env or self.pass_env or self.cwd):
-            raise ValueError("args, env, pass_env and cwd are for a `command`: leave them out")
+        if self.url is not None and (
+            self.args or self.env or self.pass_env or self.cwd or self.sandbox
+        ):
+            raise ValueError(
+                "args, env, pass_env, cwd and sandbox are for a `command`: leave them out"
+            )
+        if self.sandbox is not None and self.cwd is not None:
+            raise ValueError("in a sandbox it runs in a folder of its own: leave out cwd")
         if self.command is not None and self.api_key is not None:
             raise ValueError("api_key is for a `url`: give a command its key by pass_env")
         if self.send_task and (self.url is None or self.session == "shared"):

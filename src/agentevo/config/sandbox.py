@@ -4,6 +4,7 @@ an agent that runs code have one each."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -99,3 +100,21 @@ class SandboxSection(Section):
                 f"file_mib {self.file_mib} is more than disk_mib {self.disk_mib}: lower it"
             )
         return self
+
+
+class ProgramSandboxSection(Section):
+    """What a program in a sandbox of bubblewrap's may see and use, beside the system's files and
+    its own."""
+
+    network: bool = False
+    """Whether it has the network of this machine."""
+    read_only: tuple[Path, ...] = ()
+    """Files and folders that it may read."""
+    read_write: tuple[Path, ...] = ()
+    """Files and folders that it may change, as far as their modes let anybody."""
+    memory_mib: int = Field(default=2048, ge=64)
+    """Memory of each of its processes, in MiB."""
+    disk_mib: int = Field(default=256, ge=1)
+    """What its work folder may hold, in MiB, in memory."""
+    processes: int = Field(default=128, ge=1)
+    """Processes and threads at once, where the sandbox is started by root."""

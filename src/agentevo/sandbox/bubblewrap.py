@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from agentevo.sandbox.launch import (
     SYSTEM,
     SYSTEM_FILES,
     Launch,
+    Seen,
     hidden_folders,
     is_below,
     new_uid,
@@ -54,11 +56,15 @@ class Bubblewrap(LocalKind):
             return f"there is no program `bwrap`: {INSTALL}"
         if not is_supported():
             return "there is no list of system calls for this processor"
-        return "" if _way(program) else f"`bwrap` makes no namespaces here: {_complaint(program)}"
+        return (
+            ""
+            if working_way(program)
+            else f"`bwrap` makes no namespaces here: {_complaint(program)}"
+        )
 
     def launch(self, section: SandboxSection) -> Launch:
         program = shutil.which("bwrap")
-        way = _way(program) if program else ""
+        way = working_way(program) if program else ""
         if program is None or not way:
             raise SandboxError(f"bubblewrap: {self.obstacle()}")
         uid = new_uid() if os.geteuid() == 0 else None
@@ -67,8 +73,8 @@ class Bubblewrap(LocalKind):
         os.close(write)
         argv = [
             program,
-            *_namespaces(way),
-            *_file_system(section),
+            *namespace_words(way),
+            *visible_words(section),
             *("--seccomp", str(read), "--as-pid-1", "--"),
             *(python_program(), "-I", "-S", "-B", "/agentevo/supervisor.py"),
         ]
@@ -83,7 +89,8 @@ class Bubblewrap(LocalKind):
         )
 
 
-def _namespaces(way: str) -> list[str]:
+def namespace_words(way: str) -> list[str]:
+    """The words for namespaces of its own, by a way of `working_way`."""
     ways = {
         "root": "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
         "--cap-add CAP_SETUID --cap-add CAP_SETGID",
@@ -100,7 +107,7 @@ def _namespaces(way: str) -> list[str]:
 
 
 @cache
-def _way(program: str) -> str:
+def working_way(program: str) -> str:
     """`root`, `user`, or nothing where neither works."""
     ways = ["root", "user"] if os.geteuid() == 0 else ["user"]
     return next((way for way in ways if _tried(program, way).returncode == 0), "")
@@ -113,7 +120,7 @@ def _complaint(program: str) -> str:
 
 @cache
 def _tried(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
-    argv = [program, *_namespaces(way), "--ro-bind", "/usr", "/usr"]
+    argv = [program, *namespace_words(way), "--ro-bind", "/usr", "/usr"]
     argv += [part for path in SYSTEM[1:] for part in _system_folder(path)]
     uid = new_uid() if os.geteuid() == 0 and way == "user" else None
     argv += [
@@ -146,24 +153,30 @@ def _system_folder(path: str) -> list[str]:
     return ["--ro-bind", path, path] if os.path.isdir(path) else []
 
 
-def _file_system(section: SandboxSection) -> list[str]:
-    folders = [*python_folders(), *package_folders(section)]
+def visible_words(
+    section: Seen, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
+) -> list[str]:
+    """The words for a file system of its own: the system's, this Python, and paths of the host that
+    are named. Raises SandboxError for a Python that can't be shown."""
+    folders = [*python_folders(), *package_folders(section), *read_only]
     if any(is_below(path, OWN_FOLDERS) for path in folders):
         raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
     parts: list[str] = []
-    for path in _above([*folders, *SYSTEM_FILES]):
+    for path in _above([*folders, *read_write, *SYSTEM_FILES]):
         parts += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
         parts += _system_folder(path)
     for path in folders:
         parts += ["--ro-bind", path, path]
+    for path in read_write:
+        parts += ["--bind", path, path]
     for path in SYSTEM_FILES:
         parts += ["--ro-bind-try", path, path]
     for path in hidden_folders(section):
         parts += ["--perms", "0755", "--tmpfs", path, "--remount-ro", path]
     parts += ["--ro-bind", str(INSIDE), "/agentevo", "--proc", "/proc", "--dev", "/dev"]
     parts += _memory_folder("/dev/shm", _SHARED_MIB) + _memory_folder("/sandbox", section.disk_mib)
-    if not any(is_below(path, ("/tmp",)) for path in folders):
+    if not any(is_below(path, ("/tmp",)) for path in [*folders, *read_write]):
         parts += ["--symlink", "/sandbox/.tmp", "/tmp"]
     return [*parts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/sandbox"]
 

@@ -10,12 +10,27 @@ import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
+
+
+class Seen(Protocol):
+    """What of a sandbox's section says what it sees."""
+
+    @property
+    def packages(self) -> bool:
+        """Whether the packages of this Python are seen."""
+        ...
+
+    @property
+    def disk_mib(self) -> int:
+        """Size of the work folder."""
+        ...
+
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST_UID, NUM_UIDS = 1_800_000_000, 100_000_000
@@ -74,7 +89,7 @@ def python_folders() -> list[str]:
     return sorted(folder for folder in found if not is_below(folder, SYSTEM))
 
 
-def package_folders(section: SandboxSection) -> list[str]:
+def package_folders(section: Seen) -> list[str]:
     """Folders of installed packages that the code may import from."""
     if not section.packages:
         return []
@@ -82,7 +97,7 @@ def package_folders(section: SandboxSection) -> list[str]:
     return sorted(os.path.realpath(path) for path in paths if os.path.isdir(path))
 
 
-def hidden_folders(section: SandboxSection) -> list[str]:
+def hidden_folders(section: Seen) -> list[str]:
     """Packages that lie below what is visible, and are not asked for."""
     if section.packages:
         return []

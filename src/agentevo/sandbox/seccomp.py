@@ -102,6 +102,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ioprio_set": (251, 30),
     "vmsplice": (278, 75),
 }
+_NETWORK = ("socket", "connect", "bind", "listen")
 _OF_OTHER_PROCESSES = {
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
@@ -149,11 +150,12 @@ def is_supported() -> bool:
     return platform.machine() in _ARCHITECTURES
 
 
-def seccomp_program(*, keeps_attributes: bool = False) -> bytes:
+def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) -> bytes:
     """The filter, as `bwrap --seccomp` and the kernel's `sock_fprog` take it.
 
     `keeps_attributes`: calls that change owner, mode, times and attributes of files succeed
-    without effect. Raises KeyError on architectures other than x86_64 and aarch64."""
+    without effect. `network`: sockets are allowed. Raises KeyError on architectures other than
+    x86_64 and aarch64."""
     architecture, column = _ARCHITECTURES[platform.machine()]
     lines = [
         _line(_LOAD, _ARCHITECTURE_AT),
@@ -164,9 +166,9 @@ def seccomp_program(*, keeps_attributes: bool = False) -> bytes:
         *_if(_ABOVE, _NEWEST, _ERRNO | _ENOSYS),
         *_if(_EQUAL, _CLONE3[column], _ERRNO | _ENOSYS),
     ]
-    for numbers in _REFUSED.values():
+    for name, numbers in _REFUSED.items():
         number = numbers[column]
-        if number is not None:
+        if number is not None and not (network and name in _NETWORK):
             lines += _if(_EQUAL, number, _ERRNO | _EPERM)
     if keeps_attributes:
         for numbers in _ATTRIBUTES.values():

@@ -11,7 +11,8 @@ from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.tools import FunctionToolSection, ToolSection
 from agentevo.credentials import REFERENCE, without_password
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, SandboxError
+from agentevo.sandbox.programs import sandboxed
 from agentevo.tools import search as search  # registers it
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.mcp_connection import Server
@@ -61,10 +62,16 @@ def _server_of(section: MCPServerSection) -> Server:
     key = _key(section.api_key, where)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     words = [str(section.command), *section.args]
+    command, args = section.command, list(section.args)
+    if section.sandbox is not None and command is not None:
+        try:
+            command, *args = sandboxed(command, args, section.sandbox, section.cwd)
+        except SandboxError as error:
+            raise ConfigError(f"{where}: sandbox: {error}") from error
     return Server(
         name=section.name,
-        command=section.command,
-        args=section.args,
+        command=command,
+        args=args,
         env=dict(section.env) | passed,
         cwd=section.cwd,
         url=section.url,

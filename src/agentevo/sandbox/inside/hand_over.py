@@ -1,0 +1,27 @@
+"""Hands a filter of system calls to `bwrap`, as a handle that it inherits, and becomes it.
+
+Run as `python -I -S hand_over.py FILTER bwrap ...`, with FILTER in base64 and HANDLE in the place
+of the handle's number: whoever starts servers passes no handles on. See sandbox/programs.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+
+HANDLE = "{filter}"
+
+
+def main() -> None:
+    """Becomes the program."""
+    read, write = os.pipe()
+    os.write(write, base64.b64decode(sys.argv[1]))  # less than a pipe holds
+    os.close(write)
+    os.set_inheritable(read, True)
+    words = [str(read) if word == HANDLE else word for word in sys.argv[2:]]
+    os.execv(words[0], words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Programs in a sandbox of bubblewrap's whose stdin and stdout stay those of whoever starts them,
+such as servers.
+
+A program has a work folder of its own, which is its home; it sees the system's files, its own and
+those that are named, and no network unless it is asked for. It is started by the words of a
+command: inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets
+limits and the user. Its variables are those of whoever starts it, but HOME and TMPDIR.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentevo.errors import SandboxError
+from agentevo.sandbox.bubblewrap import Bubblewrap, namespace_words, visible_words, working_way
+from agentevo.sandbox.inside.hand_over import HANDLE
+from agentevo.sandbox.launch import FIRST_UID, INSIDE, NUM_UIDS, SYSTEM, is_below, python_program
+from agentevo.sandbox.seccomp import seccomp_program
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import ProgramSandboxSection
+
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
+"""What programs look into to find a server and to trust it."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """See launch.Seen."""
+
+    disk_mib: int
+    packages: bool = True
+
+
+def sandboxed(
+    command: str, arguments: Sequence[str], section: ProgramSandboxSection, folder: Path | None
+) -> list[str]:
+    """The words that start a program in a sandbox; one with a folder in its name is looked for in
+    `folder`. Raises SandboxError where there can be none, and for paths that there are not."""
+    program = _program(command, folder)
+    bwrap = shutil.which("bwrap")
+    obstacle = Bubblewrap().obstacle()
+    if bwrap is None or obstacle:
+        raise SandboxError(f"bubblewrap: {obstacle}")
+    way = working_way(bwrap)
+    if way == "user" and os.geteuid() == 0:
+        raise SandboxError("bubblewrap: root may make no namespaces here: start it as a user")
+    limits = {"RLIMIT_DATA": section.memory_mib * 2**20, "RLIMIT_CORE": 0}
+    uids = None
+    if way == "root":
+        uids = [FIRST_UID, NUM_UIDS]  # one for each start: a user that nobody else is
+        limits["RLIMIT_NPROC"] = section.processes
+    read_only = [*_own_folders(program), *map(_there, section.read_only)]
+    read_only += [path for path in NETWORK_FILES if section.network and os.path.exists(path)]
+    words = [
+        *(bwrap, *_namespaces(way, section.network)),
+        *visible_words(_Seen(section.disk_mib), read_only, list(map(_there, section.read_write))),
+        *("--setenv", "HOME", "/sandbox", "--setenv", "TMPDIR", "/sandbox/.tmp"),
+        *("--seccomp", HANDLE, "--", python_program(), "-I", "-S", "-B", "/agentevo/become.py"),
+        *(json.dumps({"limits": limits, "uids": uids}), program, *arguments),
+    ]
+    filter_ = base64.b64encode(seccomp_program(network=section.network)).decode()
+    opener = str(INSIDE / "hand_over.py")
+    return [python_program(), "-I", "-S", "-B", opener, filter_, *words]
+
+
+def _namespaces(way: str, network: bool) -> list[str]:
+    words = [word for word in namespace_words(way) if word != "--clearenv"]
+    if not network:
+        return words
+    return [word for word in words if word != "--unshare-net"] + (
+        ["--share-net"] if "--unshare-all" in words else []
+    )
+
+
+def _program(command: str, folder: Path | None) -> str:
+    """Its path. Raises SandboxError."""
+    has_folder = os.path.dirname(command) and folder is not None
+    found = shutil.which(os.path.join(folder, command) if has_folder and folder else command)
+    if found is None:
+        raise SandboxError(f"there is no program {command!r}")
+    return os.path.abspath(found)
+
+
+def _own_folders(program: str) -> list[str]:
+    """What a program needs of its own: the virtual environment that it lies in, or its file."""
+    above = os.path.dirname(os.path.dirname(program))
+    found = {above} if os.path.exists(os.path.join(above, "pyvenv.cfg")) else {program}
+    found.add(os.path.realpath(program))
+    if os.path.realpath(program) == python_program() and sys.prefix != sys.base_prefix:
+        found.add(sys.prefix)
+    return sorted(path for path in found if not is_below(path, SYSTEM))
+
+
+def _there(path: Path) -> str:
+    """Raises SandboxError."""
+    found = os.path.abspath(path.expanduser())
+    if not os.path.exists(found):
+        raise SandboxError(f"there is no {found}, which the sandbox is to show")
+    return found
