@@ -11,6 +11,7 @@ from agentevo.errors import CheckpointError, ConfigError
 from agentevo.runs.chain import HeadFile, is_given_up, read_head
 from agentevo.runs.creation import new_folder, write_config
 from agentevo.runs.folder import command_of
+from agentevo.runs.lock import only_trainer
 
 
 def contents(folder):
@@ -36,6 +37,47 @@ def test_a_run_that_can_not_begin_leaves_no_folder(tmp_path, small_config):
     with pytest.raises(ZeroDivisionError), new_folder(small_config(tmp_path / "run")):
         raise ZeroDivisionError
     assert not (tmp_path / "run").exists()
+
+
+EARLY = ("trainer.lock", "metrics.jsonl", "store.sqlite", "store.sqlite-wal", ".config.yaml.tmp")
+
+
+def early(folder):
+    folder.mkdir()
+    for name in EARLY:
+        (folder / name).touch()
+
+
+def test_a_run_begins_where_one_was_killed_before_its_config_was_written(tmp_path, small_config):
+    early(tmp_path / "run")
+    with new_folder(small_config(tmp_path / "run")) as make_final:
+        assert contents(tmp_path / "run") == {}
+        make_final()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_one_that_starts_just_now_is_left_alone(tmp_path, small_config):
+    early(tmp_path / "run")
+    with (
+        only_trainer(tmp_path / "run"),
+        pytest.raises(ConfigError, match="another process trains there"),
+        new_folder(small_config(tmp_path / "run")),
+    ):
+        pass
+    assert {path.name for path in (tmp_path / "run").iterdir()} == set(EARLY)
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "metrics.jsonl", "trainer.lock"])
+def test_a_folder_that_may_hold_more_is_refused(name, tmp_path, small_config):
+    early(tmp_path / "run")
+    path = tmp_path / "run" / name
+    path.unlink() if name == "trainer.lock" else path.write_text("{}\n")
+    with (
+        pytest.raises(ConfigError, match="is not empty and not a run"),
+        new_folder(small_config(tmp_path / "run")),
+    ):
+        pass
+    assert (tmp_path / "run" / "store.sqlite").is_file()
 
 
 def test_a_pipe_in_the_place_of_head_json_is_not_waited_for(tmp_path):

@@ -362,7 +362,12 @@ class _Http(H11Protocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Tells its connection that it is lost."""
+    """Tells its connection that it is lost. An answer to what is over already, as at the server's
+    end, is none; uvicorn would end with an AssertionError."""
+
+    def send_500_response(self) -> None:
+        if not self.conn.eof_sent:
+            super().send_500_response()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.app_state["connection"].lost()

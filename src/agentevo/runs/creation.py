@@ -6,16 +6,21 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
 from agentevo.files import PARTIAL, remove_leftovers
 from agentevo.paths import check_new_folder, short
 from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
-from agentevo.runs.chain import HeadFile, is_given_up
+from agentevo.runs.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder import MADE_BY
-from agentevo.runs.lock import only_trainer
+from agentevo.runs.lock import LOCK, only_trainer
 from agentevo.runs.shared_store import prepare_store
+
+_LOG = "metrics.jsonl"
+_BEFORE_CONFIG = {LOCK, _LOG, HEAD, TASKS_FILE, "bad_rows.jsonl", "config.yaml", "store.sqlite"}
+"""What a run may have in its folder before its config.yaml, which makes it a run."""
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
     """
     check_folder(config)
     folder, replaced = config.run_dir.absolute(), None
-    exists, final = (folder / "config.yaml").is_file(), False
+    exists, final = (folder / "config.yaml").is_file() or was_killed_early(folder), False
     with only_trainer(folder) if exists else nullcontext():
         prepare_store(config)
         if exists:
@@ -58,7 +63,7 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
 
 def check_folder(config: RunConfig) -> None:
     """Raises ConfigError for a folder where no new run may begin: not beside another run, but in
-    place of one that was given up."""
+    place of one that was given up, or killed before it was a run."""
     folder = config.run_dir
     check_new_folder(folder, "run.dir")
     exists = (folder / "config.yaml").is_file()
@@ -68,8 +73,31 @@ def check_folder(config: RunConfig) -> None:
             "another run.dir, or "
             "delete it with run.overwrite=true"
         )
-    if not exists and folder.is_dir() and any(folder.iterdir()):
+    if not exists and _has_something(folder) and not was_killed_early(folder):
         raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
+
+
+def was_killed_early(folder: Path) -> bool:
+    """Whether all that the folder holds is what a run makes before its config.yaml: one that was
+    killed while it started has played nothing. One that starts just now looks the same, and has the
+    lock."""
+    if not (folder / LOCK).is_file() or (folder / "config.yaml").exists():
+        return False
+    names = {_plain(path.name) for path in folder.iterdir()}
+    log = folder / _LOG
+    return names <= _BEFORE_CONFIG and not (log.is_file() and log.stat().st_size)
+
+
+def _plain(name: str) -> str:
+    """The name of a file without what its writer or SQLite adds to it while they are at it."""
+    name = name.removesuffix(".tmp").removeprefix(".") if name.endswith(".tmp") else name
+    for ending in ("-wal", "-shm", "-journal"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _has_something(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def write_config(config: RunConfig, command: str = "train") -> None:
