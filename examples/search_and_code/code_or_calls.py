@@ -25,7 +25,7 @@ from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task
 from arms import Arm, Results, main
 from files import COLOURS, ITEMS, KINDS, STEMS, WORDS, Question, questions
-from stages import Row, Size, imitate, make_policy, reinforce, write_rows
+from stages import Row, Size, make_policy, reinforce, taught, write_rows
 
 COMMON = {"tools": ["folder"], "final": "answer_tag", "max_turns": 4}
 CALLS = {"type": "tool_agent", **COMMON}
@@ -131,7 +131,7 @@ def _learn(
     }
     words = [" ".join([*COLOURS, *ITEMS, *WORDS, *STEMS]), *map(json.dumps, rows)]
     base = make_policy(folder / "base", size, words, seed)
-    policy = imitate(base, rows, folder / "sft", size, seed)
+    policy = taught(base, rows, folder / "sft", size, seed)
     before, after = reinforce(agent, policy, tasks, folder / "rl", size, seed)
     return {f"{name}, SFT": before, f"{name}, SFT and RL": after}
 

@@ -4,10 +4,10 @@ from what it remembers, or by searching the world's corpus.
     python examples/search_and_code/search_r1.py          # both cores, about a quarter of an hour
     python examples/search_and_code/search_r1.py --only   # the table of earlier results
 
-Everybody begins with random weights and is shown as many answered questions. Those that search are
-shown searches, too. Then each goes on by GRPO, on questions whose answers alone are known; once
-more with what was found trained as if the policy had written it. The held-out questions are about
-a part of the world that no question before was about.
+Everybody begins with random weights, learns to read from texts about nobody, and is shown as many
+answered questions. Those that search are shown searches, too. Then each goes on by GRPO, on
+questions whose answers alone are known; once more with what was found trained as if the policy had
+written it. The held-out questions are about a part of the world that no question before was about.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from agentevo.agents.search_tags import RULES
 from agentevo.tools.search import Search
 from arms import Arm, Results, main
-from stages import Row, Size, imitate, make_policy, reinforce, write_rows
-from world import SIZE, TOP_K, VALUES, Question, World
+from stages import Row, Size, imitate, make_policy, reinforce, taught, write_rows
+from world import SIZE, TOP_K, VALUES, Question, World, reading
 
 KINDS = ("1hop", "2hop", "all")
 
@@ -40,32 +40,37 @@ def searching(corpus: Path) -> dict[str, Any]:
 
 
 def shown_search(question: Question, search: Search) -> Row:
-    """A demonstration: the entities of the path are looked for, one after the other."""
+    """A demonstration: the entities of the path are looked for, one after the other, and what was
+    learnt of each is said again."""
     messages = [{"role": "user", "content": f"{RULES}\n\nQuestion: {question.text}"}]
-    for entity in question.path:
+    learnt = ""
+    for entity, wanted in zip(question.path, question.wanted_of_each, strict=True):
         found = search.search(entity.name)
         messages += [
-            {"role": "assistant", "content": f"<search> {entity.name} </search>"},
+            {"role": "assistant", "content": f"{learnt}<search> {entity.name} </search>"},
             {"role": "user", "content": f"<information>{found}</information>"},
         ]
-    return {"messages": [*messages, _answered(question)]}
+        learnt = f"<think>The {wanted} is {entity.facts[wanted]}.</think>"
+    messages.append({"role": "assistant", "content": f"{learnt}{_answer(question)}"})
+    return {"messages": messages}
 
 
 def shown_answer(question: Question) -> Row:
     """A demonstration without searches."""
-    return {"messages": [{"role": "user", "content": question.text}, _answered(question)]}
+    answered = {"role": "assistant", "content": _answer(question)}
+    return {"messages": [{"role": "user", "content": question.text}, answered]}
 
 
-def _answered(question: Question) -> dict[str, str]:
-    return {"role": "assistant", "content": f"<answer> {question.answer} </answer>"}
+def _answer(question: Question) -> str:
+    return f"<answer> {question.answer} </answer>"
 
 
 def remember(folder: Path, seed: int, size: Size, world_size: int) -> Results:
     """Without search."""
     world, tasks, shown = _questions(folder, seed, size, world_size)
     rows = [shown_answer(one) for one in shown]
-    base = make_policy(folder / "base", size, _texts(world, rows), seed)
-    policy = imitate(base, rows, folder / "sft", size, seed)
+    reader = _reader(folder, seed, size, world, rows)
+    policy = taught(reader, rows, folder / "sft", size, seed)
     agent = {"type": "single_turn"}
     before, after = reinforce(agent, policy, tasks, folder / "rl", size, seed)
     return {"no search, SFT": before, "no search, SFT and RL": after}
@@ -77,8 +82,8 @@ def search(folder: Path, seed: int, size: Size, world_size: int) -> Results:
     corpus = world.write_corpus(folder / "corpus.jsonl")
     tool = Search(corpus=str(corpus), top_k=TOP_K)
     rows = [shown_search(one, tool) for one in shown]
-    base = make_policy(folder / "base", size, _texts(world, rows), seed)
-    policy = imitate(base, rows, folder / "sft", size, seed)
+    reader = _reader(folder, seed, size, world, rows)
+    policy = taught(reader, rows, folder / "sft", size, seed)
     results = {}
     for title, unmasked in (("RL", False), ("RL, found text trained", True)):
         before, after = reinforce(
@@ -93,6 +98,13 @@ def search(folder: Path, seed: int, size: Size, world_size: int) -> Results:
         )
         results |= {"search, SFT": before, f"search, SFT and {title}": after}
     return results
+
+
+def _reader(folder: Path, seed: int, size: Size, world: World, rows: Sequence[Row]) -> Path:
+    """A policy that can read, and knows nothing of the world."""
+    base = make_policy(folder / "base", size, _texts(world, rows), seed)
+    texts = list(itertools.islice(reading(world, seed), size.reading))
+    return imitate(base, texts, folder / "reader", seed, batch=16, learning_rate=4e-3)
 
 
 def _questions(

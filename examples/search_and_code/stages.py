@@ -15,7 +15,7 @@ import agentevo
 from agentevo.config import TinyModel
 from agentevo.models.tiny import make_tiny
 
-CONTEXT = 1024
+CONTEXT = 2048
 QUIET = {"report": False, "tensorboard": False}
 Row = Mapping[str, Any]
 Shares = dict[str, float]
@@ -26,17 +26,17 @@ Shares = dict[str, float]
 class Size:
     """How much of everything. The defaults are those of the tables in docs/search_and_code.md."""
 
-    hidden_size: int = 96
-    num_layers: int = 3
-    demonstrations: int = 800
+    hidden_size: int = 64
+    num_layers: int = 2
+    reading: int = 9600
+    """Short texts from which a policy learns to read before anything else."""
+    demonstrations: int = 640
     epochs: int = 4
-    batch: int = 16
-    """Demonstrations of an optimizer step."""
     sft_learning_rate: float = 3e-3
     steps: int = 20
     """Of GRPO, with `groups` questions each and 8 attempts at each question."""
     groups: int = 8
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-3
     questions: int = 1500
     """That GRPO may ask."""
     held_out: int = 200
@@ -50,7 +50,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> str:
 
 
 def make_policy(folder: Path, size: Size, texts: Iterable[str], seed: int) -> Path:
-    """A model folder of a policy that knows the words of the texts, and nothing else."""
+    """A model folder of a policy that knows the words of the texts, and nothing else. What it says
+    of a word begins as what it reads of it, for all that follows is about repeating words."""
     shape = TinyModel(
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
@@ -58,13 +59,23 @@ def make_policy(folder: Path, size: Size, texts: Iterable[str], seed: int) -> Pa
         context_length=CONTEXT,
     )
     model, tokenizer = make_tiny(shape, texts, seed)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def imitate(policy: Path, rows: Sequence[Row], folder: Path, size: Size, seed: int) -> Path:
-    """Supervised training on demonstrations; the run's folder."""
+def imitate(
+    policy: Path,
+    rows: Sequence[Row],
+    folder: Path,
+    seed: int,
+    *,
+    batch: int,
+    epochs: int = 1,
+    learning_rate: float,
+) -> Path:
+    """Supervised training on demonstrations, so many in an optimizer step; the run's folder."""
     run = agentevo.sft(
         {
             "model": {"name": str(policy)},
@@ -73,15 +84,29 @@ def imitate(policy: Path, rows: Sequence[Row], folder: Path, size: Size, seed: i
                 "eval_share": 0,
             },
             "sft": {
-                "epochs": size.epochs,
-                "batch_conversations": size.batch,
-                "learning_rate": size.sft_learning_rate,
+                "epochs": epochs,
+                "batch_conversations": batch,
+                "learning_rate": learning_rate,
+                "min_lr_ratio": 0.1,
             },
             "run": {"dir": str(folder), "overwrite": True, "seed": seed},
             "tracking": QUIET,
         }
     )
     return run.dir
+
+
+def taught(policy: Path, rows: Sequence[Row], folder: Path, size: Size, seed: int) -> Path:
+    """The policy after the demonstrations."""
+    return imitate(
+        policy,
+        rows,
+        folder,
+        seed,
+        batch=8,
+        epochs=size.epochs,
+        learning_rate=size.sft_learning_rate,
+    )
 
 
 def reinforce(

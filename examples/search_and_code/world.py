@@ -10,6 +10,7 @@ is trained on, and no answer, has anybody of them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -22,25 +23,21 @@ HELD_OUT = 0.2
 """Share of the entities that only held-out questions are about."""
 TOWNS = 0.2
 """Share of the entities that are towns; the others are people."""
-TOP_K = 2
+TOP_K = 1
 """Passages that a search finds."""
 VALUES = {
-    "craft": "weaver potter baker smith mason tanner cooper dyer miller sailor hunter tailor",
-    "animal": "goat horse mule cat dog goose hen sheep cow rabbit duck pig",
-    "fruit": "plum pear apple cherry fig grape peach quince melon lemon berry olive",
-    "stone": "granite marble slate chalk flint basalt sandstone limestone quartz gneiss clay tuff",
+    "craft": "weaver potter baker smith mason tanner cooper sailor",
+    "animal": "goat horse mule cat dog goose sheep cow",
+    "fruit": "plum pear apple cherry fig grape peach quince",
+    "stone": "granite marble slate chalk flint basalt quartz gneiss",
 }
 ATTRIBUTES = {"person": ("craft", "animal"), "town": ("fruit", "stone")}
 RELATIONS = {
     "person": {"teacher": "person", "friend": "person", "home": "town"},
     "town": {"rival": "town", "mayor": "person"},
 }
-_SOUNDS = (
-    ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"],
-    ["a", "e", "i", "o", "u"],
-)
-_WORDS = 56
-"""First and second words of names, so many of each."""
+_PLACES, _WORDS = 4, 7
+"""A name has so many words, each one of so many."""
 
 
 @dataclass(eq=False)
@@ -84,6 +81,11 @@ class Question:
     @property
     def answer(self) -> str:
         return self.path[-1].facts[self.wanted]
+
+    @property
+    def wanted_of_each(self) -> tuple[str, ...]:
+        """What of each entity of the path leads on."""
+        return (self.link, self.wanted) if self.link else (self.wanted,)
 
     @property
     def num_hops(self) -> int:
@@ -151,18 +153,32 @@ class World:
 
 
 def _names(draw: random.Random, count: int) -> list[str]:
-    """Different names of two words. Every word is in many names: a held-out name is new, and its
+    """Different names of four words. Every word is in many names: a held-out name is new, and its
     words are not."""
-    words = [_words(draw, syllables=2), _words(draw, syllables=3)]
-    pairs = [(first, second) for first in words[0] for second in words[1]]
-    if count > len(pairs):
-        raise ValueError(f"there are {len(pairs)} names, not {count}: make the world smaller")
-    return [f"{first} {second}" for first, second in draw.sample(pairs, count)]
+    syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
+    words = draw.sample(syllables, _PLACES * _WORDS)
+    of_place = [words[place::_PLACES] for place in range(_PLACES)]
+    names = ["".join(map(str.capitalize, parts)) for parts in itertools.product(*of_place)]
+    if count > len(names):
+        raise ValueError(f"there are {len(names)} names, not {count}: make the world smaller")
+    return draw.sample(names, count)
 
 
-def _words(draw: random.Random, syllables: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < _WORDS:
-        sounds = [draw.choice(_SOUNDS[0]) + draw.choice(_SOUNDS[1]) for _ in range(syllables)]
-        found["".join(sounds).capitalize()] = None
-    return list(found)
+def reading(world: World, seed: int) -> Iterator[dict[str, Any]]:
+    """Conversations about nobody, without end, from which a policy learns to read: facts that are
+    drawn at random, and the same facts in another order."""
+    draw = random.Random(f"reading {seed}")
+    names = [one.name for one in world.entities if not one.held_out]
+    kinds = [key for kind in ATTRIBUTES for key in (*ATTRIBUTES[kind], *RELATIONS[kind])]
+    while True:
+        facts = [
+            f"The {key} is {draw.choice(VALUES[key].split() if key in VALUES else names)}."
+            for key in draw.sample(kinds, 5)
+        ]
+        again = draw.sample(facts, len(facts))
+        yield {
+            "messages": [
+                {"role": "user", "content": " ".join(facts)},
+                {"role": "assistant", "content": " ".join(again)},
+            ]
+        }
