@@ -95,7 +95,7 @@ def tool_schemas() -> list[Mapping[str, Any]]:
     async def ask() -> list[Mapping[str, Any]]:
         toolbox = Toolbox(CodeAgentSection(**CODE).tools)
         try:
-            async with toolbox.open(Task(id="none", metadata={"files": {}}), 0) as tools:
+            async with toolbox.open(Task(id="none", metadata={"folder": {}}), 0) as tools:
                 return list(tools.schemas)
         finally:
             await toolbox.close()

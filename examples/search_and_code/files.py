@@ -55,7 +55,7 @@ class Folder:
     """The files of one task."""
 
     def __init__(self, task: Any) -> None:
-        self._files = dict(task.metadata["files"])
+        self._files = dict(task.metadata["folder"])
 
     def list_files(self) -> list[str]:
         """The names of all files."""
@@ -122,7 +122,7 @@ class Question:
             "id": f"{self.kind}: {name}",
             "query": self.text,
             "answer": self.answer,
-            "files": self.files,
+            "folder": self.files,
         }
 
 

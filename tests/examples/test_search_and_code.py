@@ -98,7 +98,7 @@ def test_a_table_is_answered_by_the_tools_as_by_the_question():
     asked = list(itertools.islice(files.questions("a"), 300))
     assert {one.kind for one in asked} == set(files.KINDS)
     for question in asked:
-        task = Task(id="t", metadata={"files": question.files})
+        task = Task(id="t", metadata={"folder": question.files})
         tools = files.Folder(task)
         assert tools.list_files() == list(question.files)
         if question.kind == "find":
@@ -158,7 +158,7 @@ def test_demonstrations_about_the_world_are_what_the_agents_show(played, world, 
 @pytest.mark.parametrize("place", range(3), ids=files.KINDS)
 def test_demonstrations_about_files_are_what_the_agents_show(played, place):
     question = list(itertools.islice(files.questions("a"), 3))[place]
-    task = Task(id="t", query=question.text, metadata={"files": question.files})
+    task = Task(id="t", query=question.text, metadata={"folder": question.files})
     schemas = code_or_calls.tool_schemas()
     calling = ToolAgent(ToolAgentSection(**code_or_calls.CALLS))
     said, shown = played(calling, task, code_or_calls.shown_calls(question, schemas))

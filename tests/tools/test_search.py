@@ -101,3 +101,14 @@ def test_a_retriever_is_asked_as_search_r1_does(retriever):
     with pytest.raises(ToolUnavailableError) as raised:
         Search(url="http://127.0.0.1:9/retrieve").search("who?")
     assert raised.value.was_sent is False
+
+
+def test_a_name_of_several_words_is_found_as_a_whole():
+    """Its words are in many passages, and more often."""
+    named = "Of Ana Bel Cor: a weaver whose loom is old."
+    others = ["Cor Bel Cor Bel Ana Cor.", "Cor Cor Bel Bel Ana.", "Bel Bel Ana Cor Ana Cor."]
+    others += [f"Nothing of {word}." for word in ("cats", "dogs", "cows", "pigs", "hens")]
+    index = WordIndex([Passage(str(n), "", text) for n, text in enumerate([*others, named])])
+    for query in ("Ana Bel Cor", "What does Ana Bel Cor do?"):
+        ((first, _),) = index.find(query, 1)
+        assert first.contents == named

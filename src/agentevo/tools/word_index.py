@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sqlite3
 import threading
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from agentevo.tools.corpus import MAX_QUERY, Passage
 
 MAX_TERMS = 32
-"""Words of a query that are looked for: the rarest say most, but which those are is not known."""
+"""Words of a query that are looked for, and pairs of them: the rarest say most, but which those are
+is not known."""
 _WORD = re.compile(r"\w+")
 
 
@@ -31,10 +33,9 @@ class WordIndex:
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:
         """See Index."""
-        words = list(dict.fromkeys(_WORD.findall(query[:MAX_QUERY].lower())))[:MAX_TERMS]
-        if not words:
+        match = _match(query)
+        if not match:
             return []
-        match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
             rows = self._database.execute(
                 "SELECT rowid, -bm25(passages) FROM passages WHERE passages MATCH ? "
@@ -42,3 +43,12 @@ class WordIndex:
                 (match, count),
             ).fetchall()
         return [(self._passages[number], score) for number, score in rows]
+
+
+def _match(query: str) -> str:
+    """FTS5's query for any of the words, and for any two that stand side by side: what has a name
+    of several words as a whole comes before what has its words here and there."""
+    words = _WORD.findall(query[:MAX_QUERY].lower())
+    pairs = [f"{one} {other}" for one, other in itertools.pairwise(words)]
+    terms = [list(dict.fromkeys(some))[:MAX_TERMS] for some in (words, pairs)]
+    return " OR ".join(f'"{term}"' for some in terms for term in some)
