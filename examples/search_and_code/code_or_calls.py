@@ -2,7 +2,7 @@
 writing Python, or by calls in JSON. The tools are the same, as are limits, demonstrations and
 training.
 
-    python examples/search_and_code/code_or_calls.py          # both cores, about ten minutes
+    python examples/search_and_code/code_or_calls.py
     python examples/search_and_code/code_or_calls.py --only   # the table of earlier results
 
 Everybody begins with random weights, is shown how the same questions are answered, and goes on by

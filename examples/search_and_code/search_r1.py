@@ -1,8 +1,8 @@
 """Search-R1's comparison at a small scale: a tiny policy answers questions about an invented world,
 from what it remembers, or by searching the world's corpus.
 
-    python examples/search_and_code/search_r1.py          # both cores, about a quarter of an hour
-    python examples/search_and_code/search_r1.py --only   # the table of earlier results
+    python examples/search_and_code/search_r1.py
+    python examples/search_and_code/search_r1.py --only    # the table of earlier results
 
 Everybody begins with random weights, learns to read from texts about nobody, and is shown as many
 answered questions. Those that search are shown searches, too. Then each goes on by GRPO, on

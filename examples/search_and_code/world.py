@@ -1,8 +1,10 @@
 """An invented world: 2,000 people and towns that no model has heard of, what a passage says of
 each, and questions over one and two of them.
 
-    What is the friend of Beno Karil?                 one passage says it
-    What is the craft of the friend of Beno Karil?    one says who that is, another what he does
+    What is the friend of FeFuGuSa?                 one passage says it
+    What is the craft of the friend of FeFuGuSa?    one says who that is, another what he does
+
+Each syllable of a name is a token, and the name is one word for the search.
 
 A fifth of the world is held out. Its people and towns know one another alone, so no question that
 is trained on, and no answer, has anybody of them.
@@ -36,8 +38,8 @@ RELATIONS = {
     "person": {"teacher": "person", "friend": "person", "home": "town"},
     "town": {"rival": "town", "mayor": "person"},
 }
-_PLACES, _WORDS = 4, 7
-"""A name has so many words, each one of so many."""
+_PLACES, _SYLLABLES = 4, 7
+"""A name has so many syllables, each one of so many."""
 
 
 @dataclass(eq=False)
@@ -153,11 +155,11 @@ class World:
 
 
 def _names(draw: random.Random, count: int) -> list[str]:
-    """Different names of four words. Every word is in many names: a held-out name is new, and its
-    words are not."""
+    """Different names of four syllables. Each syllable is in many names: a held-out name is new,
+    and its syllables are not."""
     syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
-    words = draw.sample(syllables, _PLACES * _WORDS)
-    of_place = [words[place::_PLACES] for place in range(_PLACES)]
+    chosen = draw.sample(syllables, _PLACES * _SYLLABLES)
+    of_place = [chosen[place::_PLACES] for place in range(_PLACES)]
     names = ["".join(map(str.capitalize, parts)) for parts in itertools.product(*of_place)]
     if count > len(names):
         raise ValueError(f"there are {len(names)} names, not {count}: make the world smaller")
