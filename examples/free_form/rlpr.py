@@ -19,19 +19,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "search_and_code"))
 from walks import demonstrations, tasks, walks, words
 
 from arms import Arm, Results, main
-from stages import Size, imitate, make_policy, reinforce, write_rows
+from stages import Size, make_policy, reinforce, taught, write_rows
 
 SIZE = Size(
     hidden_size=64,
     num_layers=2,
-    demonstrations=48,
-    epochs=24,
-    batch=8,
-    steps=30,
+    demonstrations=150,
+    epochs=8,
+    steps=24,
     groups=8,
-    learning_rate=1e-3,
-    questions=400,
-    held_out=150,
+    learning_rate=3e-4,
+    questions=300,
+    held_out=140,
 )
 RULE = {"name": "exact_match", "place": "answer"}
 SEEN = {**RULE, "weight": 0.0}
@@ -57,11 +56,12 @@ def play(title: str, folder: Path, seed: int, size: Size) -> Results:
         "eval": write_rows(folder / "eval.jsonl", tasks(held_out, wordings=None, seed=0)),
     }
     base = make_policy(folder / "base", size, words(), seed)
-    policy = imitate(base, demonstrations(shown, seed), folder / "sft", size, seed)
+    policy = taught(base, demonstrations(shown, seed), folder / "sft", size, seed)
     before, after = reinforce(
         {"type": "single_turn"}, policy, files, folder / "rl", size, seed, rewards
     )
-    return {"SFT": before} if title == "sft" else {f"SFT, {title}": after, "SFT": before}
+    start = {"SFT": before} if title == "rlpr" else {}
+    return start | {f"SFT, {title}": after}
 
 
 ARMS = [

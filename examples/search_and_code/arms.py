@@ -24,6 +24,9 @@ Results = dict[str, Shares]
 """Line of the table -> shares of right answers."""
 
 
+DEFAULT = Size()
+
+
 @dataclasses.dataclass(frozen=True)
 class Arm:
     """What makes some lines of a table."""
@@ -33,8 +36,15 @@ class Arm:
     """Of a folder, a seed, the sizes, and the size of the world."""
 
 
-def main(doc: str, file: Path, arms: Sequence[Arm], kinds: Sequence[str], world: int) -> int:
-    """The command line of a comparison; its exit code."""
+def main(
+    doc: str,
+    file: Path,
+    arms: Sequence[Arm],
+    kinds: Sequence[str],
+    world: int,
+    size: Size = DEFAULT,
+) -> int:
+    """The command line of a comparison; its exit code. `size`: its defaults."""
     names = [arm.name for arm in arms]
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs") / file.stem)
@@ -44,7 +54,9 @@ def main(doc: str, file: Path, arms: Sequence[Arm], kinds: Sequence[str], world:
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--world", type=int, default=world, help="things that questions are about")
     for one in dataclasses.fields(Size):
-        parser.add_argument(_option(one.name), type=type(one.default), default=one.default)
+        parser.add_argument(
+            _option(one.name), type=type(one.default), default=getattr(size, one.name)
+        )
     given = parser.parse_args()
     size = Size(**{one.name: getattr(given, one.name) for one in dataclasses.fields(Size)})
     if given.one is not None:

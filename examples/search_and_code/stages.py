@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import agentevo
@@ -16,6 +17,7 @@ from agentevo.config import TinyModel
 from agentevo.models.tiny import make_tiny
 
 CONTEXT = 2048
+RULE = ({"name": "exact_match", "place": "answer"},)
 QUIET = {"report": False, "tensorboard": False}
 Row = Mapping[str, Any]
 Shares = dict[str, float]
@@ -116,16 +118,19 @@ def reinforce(
     folder: Path,
     size: Size,
     seed: int,
+    rewards: Sequence[Mapping[str, Any]] = RULE,
+    sections: Mapping[str, Any] = MappingProxyType({}),
     **algorithm: Any,
 ) -> tuple[Shares, Shares]:
-    """GRPO on the questions of a file. How the policy answers the held-out ones, greedily, before
-    and after. `algorithm`: keys of that section."""
+    """RL, by GRPO unless `algorithm`, keys of that section, says otherwise, on the questions of a
+    file. How the policy answers the held-out ones, greedily, before and after: the first reward
+    says what is right. `sections`: others of the recipe."""
     options = dict(agent)
     run = agentevo.train(
         options.pop("type"),
         {"train": tasks["train"], "eval": tasks["eval"]},
         agent=options,
-        rewards=[{"name": "exact_match", "place": "answer"}],
+        rewards=list(rewards),
         model=str(policy),
         sampling={"max_new_tokens": 64},
         algorithm={"name": "grpo", **algorithm},
@@ -139,6 +144,7 @@ def reinforce(
         checkpoint={"every": 0},
         run={"dir": str(folder), "overwrite": True, "seed": seed},
         tracking=QUIET,
+        **sections,
     )
     before, after = (_shares(run.trajectories(split="eval", step=step)) for step in (0, size.steps))
     return before, after
