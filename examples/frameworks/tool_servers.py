@@ -19,8 +19,8 @@ from agentevo.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_
 from cold_start import fine_tuned
 from learn import options, reinforced
 
-QUITS = 0.5
-STEPS = 6
+QUITS, EPOCHS = 0.5, 2
+STEPS = 8
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def served(tool: str, *words: str) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = options(Path("runs/tool_servers"), steps=STEPS, conversations=3072)
+    parser = options(Path("runs/tool_servers"), steps=STEPS, conversations=2048)
     parser.add_argument("tool", choices=sorted(LESSONS))
     given = parser.parse_args()
     lesson = LESSONS[given.tool]
@@ -55,7 +55,7 @@ def main() -> None:
         quits=QUITS,
     )
     rows = [json.loads(line) for line in (given.out / SHOWN).read_text().splitlines()]
-    policy = fine_tuned(given.out, rows)
+    policy = fine_tuned(given.out, rows, epochs=EPOCHS)
     with served(given.tool, *(f"{key}={value}" for key, value in settings.items())) as url:
         entry = {"type": "mcp", "name": given.tool, "url": url, "send_task": True}
         judged = {"rewards": list(lesson.rewards)} if lesson.rewards else {}

@@ -1,4 +1,4 @@
-"""Sums that nobody does in the head, for the calculator; the answer is the number."""
+"""Sums of small numbers, for the calculator; the answer is the number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Arithmetic:
 
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
-        first, second, third = (draw.randint(2, 99) for _ in range(3))
+        first, second, third = (draw.randint(2, 9) for _ in range(3))
         one, other = draw.choice("*+-"), draw.choice("+-")
         expression = f"{first} {one} {second} {other} {third}"
         query = f"What is {first} {_WORDS[one]} {second} {_WORDS[other]} {third}?"

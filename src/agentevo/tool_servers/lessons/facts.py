@@ -10,50 +10,9 @@ from typing import Any
 
 from agentevo.tool_servers.lessons.lesson import Call
 
-FIRST = [
-    "Abel",
-    "Bela",
-    "Cora",
-    "Dora",
-    "Emil",
-    "Fritz",
-    "Gina",
-    "Hugo",
-    "Ines",
-    "Jonas",
-    "Klara",
-    "Lars",
-    "Mona",
-    "Nils",
-    "Olga",
-    "Pablo",
-    "Quinn",
-    "Rosa",
-    "Sven",
-    "Tilda",
-]
-LAST = [
-    "Adler",
-    "Baker",
-    "Cooper",
-    "Dyer",
-    "Engel",
-    "Fisher",
-    "Glover",
-    "Hunter",
-    "Iverson",
-    "Joyner",
-    "Keller",
-    "Lerner",
-    "Mason",
-    "Nolan",
-    "Osborn",
-    "Potter",
-    "Quill",
-    "Ranger",
-    "Sawyer",
-    "Tanner",
-]
+_ENDS = ("dra", "lin", "mo", "nar", "ris")
+FIRST = [one + two for one in ("A", "Be", "Co", "Do", "E", "Fi", "Gu", "Ha") for two in _ENDS]
+LAST = [one + two for one in ("Pe", "Qui", "Ro", "Sa", "Ti", "U", "Va", "Wi") for two in _ENDS]
 CITIES = [
     "Arlon",
     "Bremo",

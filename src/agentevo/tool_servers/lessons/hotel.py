@@ -27,7 +27,7 @@ class Hotel:
         """See Lesson.draw."""
         guest, other = draw.sample(GUESTS, 2)
         city, kind, nights = draw.choice(CITIES), draw.choice(KINDS), draw.randint(1, 9)
-        numbers = draw.sample(range(10, 100), 6)
+        numbers = draw.sample(range(1, 10), 6)
         rooms = [
             {"room": number, "city": city, "kind": kind, "price": price}
             for number, price in zip(numbers[:4], draw.sample(range(20, 100), 4), strict=True)

@@ -40,12 +40,12 @@ class Shop:
     def draw(self, draw: random.Random) -> dict[str, Any]:
         """See Lesson.draw."""
         names = draw.sample(THINGS, 4)
-        prices = draw.sample(range(1, 100), 4)
+        prices = draw.sample(range(1, 10), 4)
         rows = ", ".join(f"('{name}', {price})" for name, price in zip(names, prices, strict=True))
         setup = f"CREATE TABLE goods (name TEXT, price INT); INSERT INTO goods VALUES {rows};"
         name, other = names[:2]
         if draw.random() < 0.5:
-            price = draw.choice([one for one in range(1, 100) if one != prices[0]])
+            price = draw.choice([one for one in range(1, 10) if one != prices[0]])
             query = f"Set the price of {name} to {price}."
         else:
             price = prices[1]
