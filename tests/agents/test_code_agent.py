@@ -209,3 +209,22 @@ def test_files_of_a_task_that_are_none_are_refused(played, files):
 )
 def test_code_is_what_stands_in_blocks(text, code, unfinished):
     assert (read_code(text), is_unfinished(text)) == (code, unfinished)
+
+
+def test_every_tool_is_a_function_of_its_own_that_python_can_call(played):
+    for number, name in enumerate(("look-up", "look_up", "7z", "import")):
+        tool(name)(_giving(number))
+    outcome, told, _ = played(
+        block("look_up(), look_up_2(), _7z(), import_()"),
+        "Done.",
+        tools=("look-up", "look_up", "7z", "import"),
+    )
+    assert told[1] == "Output:\n(0, 1, 2, 3)" and outcome.metrics["num_tool_calls"] == 4
+
+
+def _giving(number):
+    def give() -> int:
+        """Gives a number."""
+        return number
+
+    return give

@@ -13,7 +13,9 @@ with one is raised. The task's files are there, and what the code makes is kept
 
 from __future__ import annotations
 
+import itertools
 import json
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -69,7 +71,7 @@ def system_message(section: CodeAgentSection, schemas: Sequence[Mapping[str, Any
     """What the policy is told before the task: how to write code, and which functions there are.
     `schemas` are those of the agent's tools."""
     rules = RULES if section.system_prompt is None else section.system_prompt
-    functions = [_described(_function_of(schema)) for schema in schemas]
+    functions = [_described(function) for function in _functions_of(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
 
 
@@ -232,32 +234,44 @@ def _written(execution: Execution) -> str:
 def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxTool]:
     """The tools as functions of the code, under names that Python takes."""
     functions = {}
-    for schema in tools.schemas:
-        function = _function_of(schema)
-        call = _caller(tools, schema["function"]["name"], progress)
+    for function in _functions_of(tools.schemas):
         functions[function.name] = SandboxTool(
             name=function.name,
             parameters=function.parameters,
             description=function.description,
-            call=call,
+            call=_caller(tools, function.tool, progress),
         )
     return functions
 
 
 class _Function(NamedTuple):
+    tool: str
     name: str
     parameters: tuple[str, ...]
     description: str
 
 
-def _function_of(schema: Mapping[str, Any]) -> _Function:
-    """A tool as a function of the code."""
-    function = schema["function"]
-    return _Function(
-        name=re.sub(r"\W", "_", function["name"]),
-        parameters=tuple(function["parameters"].get("properties") or {}),
-        description=function["description"],
-    )
+def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_Function]:
+    """The tools as functions of the code, each under a name of its own that Python takes."""
+    functions: dict[str, _Function] = {}
+    for schema in schemas:
+        function = schema["function"]
+        wanted = _python_name(function["name"])
+        numbered = (f"{wanted}_{number}" for number in itertools.count(2))
+        name = next(one for one in itertools.chain([wanted], numbered) if one not in functions)
+        functions[name] = _Function(
+            tool=function["name"],
+            name=name,
+            parameters=tuple(function["parameters"].get("properties") or {}),
+            description=function["description"],
+        )
+    return list(functions.values())
+
+
+def _python_name(name: str) -> str:
+    """`search-web` is search_web, `7z` _7z, `import` import_."""
+    name = re.sub(r"\W|^(?=\d)", "_", name)
+    return f"{name}_" if keyword.iskeyword(name) else name
 
 
 def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
