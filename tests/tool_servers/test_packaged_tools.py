@@ -12,7 +12,7 @@ from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.tool_servers.booking import BookingOffice
 from agentevo.tool_servers.calculator import calculator
 from agentevo.tool_servers.database import Database, _like
-from agentevo.tool_servers.files import MAX_FILE, Files
+from agentevo.tool_servers.files import MAX_FILE, MAX_FILES, Files
 from agentevo.types import Task
 
 
@@ -206,6 +206,48 @@ def test_like_takes_no_time_for_many_stars():
     assert time.process_time() - started < 10
 
 
+def test_like_ends_with_the_statement():
+    world = Database(task(setup=GOODS), statement_timeout_s=0.2)
+    long = "replace(hex(zeroblob({})), '0', 'a')".format
+    started = time.process_time()
+    with pytest.raises(ToolError, match=r"longer than 0\.2 s"):
+        world.query(f"SELECT {long(4000)} LIKE '%' || {long(2000)} || 'b'")
+    assert time.process_time() - started < 5
+
+
+def test_no_statement_gives_much_or_fills_a_disk():
+    world = database()
+    columns = ", ".join(["hex(zeroblob(400))"] * 50)
+    rows = "WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c WHERE i < 40) "
+    with pytest.raises(ToolError, match="more than 1,048,576 characters"):
+        world.query(f"{rows} SELECT {columns} FROM c")
+    assert world.query("SELECT count(*) AS n FROM goods") == "n\n2"
+    for what in (
+        "TABLE x (y)",
+        "VIEW x AS SELECT 1",
+        "TRIGGER x INSERT ON goods BEGIN SELECT 1; END",
+    ):
+        with pytest.raises(ToolError, match="not authorized"):
+            world.execute(f"CREATE TEMP {what}")
+
+
+def test_a_task_opens_no_other_file(tmp_path):
+    path = tmp_path / "other.db"
+    with pytest.raises(EnvironmentFailure, match="attached"):
+        Database(task(setup=f"ATTACH '{path}' AS x; CREATE TABLE x.t (a)"))
+    assert not path.exists()
+
+
+def test_a_state_that_can_not_be_read_is_worth_nothing():
+    world = database(solution="UPDATE goods SET price = 3")
+    world.execute("CREATE TABLE sqlites (a, b AS (abs(a)))")
+    world.execute("UPDATE goods SET price = 3")
+    assert world.outcome() == 0.0, "a table that nobody asked for"
+    world = database(solution="UPDATE goods SET price = 3")
+    world.execute("INSERT INTO goods VALUES (CAST(x'ff' AS TEXT), 3)")
+    assert world.outcome() == 0.0
+
+
 TEXTS = {"notes/a.txt": "one\ntwo\n", "b.txt": "two"}
 
 
@@ -288,6 +330,11 @@ def test_files_have_bounds(folder, tmp_path):
         files.write_file(f"{number}.txt", "x" * MAX_FILE)
     with pytest.raises(ToolError, match="room"):
         files.write_file("one_more.txt", "x" * MAX_FILE)
+    files = folder()
+    for number in range(MAX_FILES):
+        os.mkdir(f"{files._own}/{number}")
+    with pytest.raises(ToolError, match="files and folders"):
+        files.write_file("one/more.txt", "")
     (tmp_path / "large.txt").write_bytes(b"x" * (MAX_FILE + 1))
     files = Files(task(), root=str(tmp_path), read_only=True)
     with pytest.raises(ToolError, match="no more are read"):
@@ -297,6 +344,9 @@ def test_files_have_bounds(folder, tmp_path):
     with pytest.raises(ToolError, match="only be read"):
         files.delete_file("large.txt")
     files.close()
+    with pytest.raises(EnvironmentFailure, match="read_only"):
+        Files(task(files={"large.txt": ""}), root=str(tmp_path), read_only=True)
+    assert (tmp_path / "large.txt").stat().st_size
     with pytest.raises(ConfigError, match="is no folder"):
         Files(task(), root=str(tmp_path / "none"))
 

@@ -136,6 +136,18 @@ def test_strangers_and_nonsense_are_refused(served):
     assert httpx.post(served, content=b" " * (5 * 2**20), headers=key).status_code == 413
     strange = key | {"mcp-session-id": "none"}
     assert httpx.post(served, json=hello, headers=strange).status_code == 404
+    begin = {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "clientInfo": {"name": "x", "version": "1"},
+    }
+    first = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": begin}
+    session = httpx.post(served, json=first, headers=key).headers["mcp-session-id"]
+    junk = key | {"mcp-session-id": session, "agentevo-seed": "x"}
+    for _ in range(2):
+        assert "agentevo-seed" in httpx.post(served, json=hello, headers=junk).text.lower()
+    rebound = key | {"host": "evil.example", "origin": "http://evil.example"}
+    assert httpx.post(served, json=first, headers=rebound).status_code in (403, 421)
 
 
 OWN = """

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from agentevo.types import Task
 
 MAX_VALUE = 100_000
 """Bytes of one value or row."""
+MAX_READ = 2**20
+"""Characters and bytes of all rows that a statement gives."""
 MAX_SQL = 10_000
 MAX_MIB = 64
 """Of one database."""
@@ -57,6 +60,11 @@ _REFUSED = {
     sqlite3.SQLITE_CREATE_VTABLE,
     sqlite3.SQLITE_DROP_VTABLE,
     sqlite3.SQLITE_ANALYZE,
+    # What is temporary is in files that no limit of the database bounds.
+    sqlite3.SQLITE_CREATE_TEMP_INDEX,
+    sqlite3.SQLITE_CREATE_TEMP_TABLE,
+    sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
+    sqlite3.SQLITE_CREATE_TEMP_VIEW,
 }
 _NOT_FUNCTIONS = {"load_extension", "glob", "fts3_tokenizer"}
 """`glob` takes time without bound for patterns of many stars; `like` is our own."""
@@ -117,9 +125,12 @@ class Database:
         if self._solved is None:
             return None
         self._connection.set_authorizer(None)
-        self._connection.set_progress_handler(None, 0)
         self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**9)  # as setup may need
-        return float(_tables(self._connection) == self._solved)
+        self._until = time.monotonic() + SETUP_S
+        try:
+            return float(_tables(self._connection) == self._solved)
+        except sqlite3.Error:  # a table that the policy made so that it can't be read
+            return 0.0
 
     def close(self) -> None:
         """Forgets it."""
@@ -129,6 +140,7 @@ class Database:
         connection = sqlite3.connect(
             ":memory:", isolation_level=None, cached_statements=0, check_same_thread=False
         )
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # whoever asks a server sends `setup`
         connection.execute(f"PRAGMA max_page_count={MAX_MIB * 2**20 // 4096}")
         if self._file is not None:
             path = Path(self._file).expanduser().resolve()
@@ -165,11 +177,14 @@ class Database:
             ) from error
 
     def _confine(self) -> None:
+        def like(pattern: Any, text: Any, escape: str = "") -> bool | None:
+            return _like(pattern, text, escape, lambda: time.monotonic() > self._until)
+
         connection = self._connection
         for limit, value in _LIMITS.items():
             connection.setlimit(limit, value)
-        connection.create_function("like", 2, _like, deterministic=True)
-        connection.create_function("like", 3, _like, deterministic=True)
+        connection.create_function("like", 2, like, deterministic=True)
+        connection.create_function("like", 3, like, deterministic=True)
         connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
         connection.set_authorizer(self._allowed)
 
@@ -184,7 +199,15 @@ class Database:
         cursor = self._connection.cursor()
         try:
             cursor.execute(sql)
-            rows = cursor.fetchmany(self._max_rows + 1)
+            rows, size = [], 0
+            for row in islice(cursor, self._max_rows + 1):
+                rows.append(row)
+                size += sum(len(one) for one in row if isinstance(one, (str, bytes)))
+                if size > MAX_READ:
+                    raise ToolError(
+                        f"the rows have more than {MAX_READ:,} characters: ask for fewer of them, "
+                        "or for parts of their texts by substr()"
+                    )
             return [one[0] for one in cursor.description or ()], rows, cursor.rowcount
         except sqlite3.OperationalError as error:
             late = time.monotonic() > self._until
@@ -202,7 +225,7 @@ class Database:
 def _tables(connection: sqlite3.Connection) -> Tables:
     """Every table's columns and rows, in an order of their own."""
     names = connection.execute(
-        "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        "SELECT name FROM sqlite_schema WHERE type = 'table' AND substr(name, 1, 7) <> 'sqlite_'"
     )
     found: Tables = {}
     for (name,) in names.fetchall():
@@ -218,13 +241,15 @@ def _shown(value: Any) -> str:
     return "NULL" if value is None else str(value)
 
 
-def _like(pattern: Any, text: Any, escape: str = "") -> bool | None:
+def _like(
+    pattern: Any, text: Any, escape: str = "", is_late: Callable[[], bool] = lambda: False
+) -> bool | None:
     """SQL's LIKE, in time linear in pattern times text: SQLite's own takes exponential time for
-    patterns of many per cent signs."""
+    patterns of many per cent signs. Raises TimeoutError when `is_late` says so."""
     if pattern is None or text is None:
         return None
     wanted = _pieces(str(pattern).lower(), escape.lower())
-    return _matches(wanted, str(text).lower())
+    return _matches(wanted, str(text).lower(), is_late)
 
 
 def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
@@ -239,10 +264,13 @@ def _pieces(pattern: str, escape: str) -> Sequence[str | None]:
     return pieces
 
 
-def _matches(pieces: Sequence[str | None], text: str) -> bool:
-    place = at = 0
+def _matches(pieces: Sequence[str | None], text: str, is_late: Callable[[], bool]) -> bool:
+    place = at = steps = 0
     star, resume = -1, 0
     while at < len(text):
+        steps += 1
+        if steps % LOOK_OPS == 0 and is_late():  # SQLite itself does not look in here
+            raise TimeoutError
         if place < len(pieces) and pieces[place] is None:
             star, resume = place, at
             place += 1

@@ -5,7 +5,7 @@
 `files` are there before the attempt. It is worth 1 where it leaves those of `expected` with these
 texts (null: it is gone) and all others of `files` as they were, else 0; a task without `expected`
 says nothing of its worth. The option `root` is a folder of yours in place of one of the attempt's
-own, and `read_only` leaves it as it is.
+own, and `read_only` leaves it as it is: a task with files can't be played there.
 
 No path leads out of the folder: each of its parts is opened below the one before, no link is
 followed, and what is no file or folder (a pipe, a device) is not opened.
@@ -29,6 +29,7 @@ from agentevo.types import Task
 MAX_FILE = 2**20
 """Bytes of one file that is read or written."""
 MAX_FILES = 1000
+"""Files and folders that an attempt makes in a folder of its own."""
 MAX_TOTAL = 16 * 2**20
 """Bytes that an attempt writes into a folder of its own, as its files stand."""
 MAX_PATH, MAX_PARTS = 500, 16
@@ -54,6 +55,10 @@ class Files:
             self._own = tempfile.mkdtemp(prefix="agentevo-files-")
         elif not os.path.isdir(root):
             raise ConfigError(f"the tool files: root: {root!r} is no folder")
+        elif read_only and task.metadata.get("files"):  # whoever asks a server sends the task
+            raise EnvironmentFailure(
+                f"the task {task.id!r}: metadata.files can't be written: root is read_only"
+            )
         self._root = os.open(self._own or str(root), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for path, text in self._texts("files").items():
@@ -142,8 +147,11 @@ class Files:
             if path.endswith("/"):
                 continue
             *above, name = path.split("/")
-            with self._folder(above) as at:
-                content = _read(at, name, path, most=None)
+            try:
+                with self._folder(above) as at:
+                    content = _read(at, name, path, most=None)
+            except ToolError:
+                continue  # it is gone, or not ours to read
             read += len(content)
             lines = _text(content).splitlines() if len(content) <= MAX_FILE else []
             found += [
@@ -192,12 +200,13 @@ class Files:
         if self._own is None:
             return
         sizes = [
-            (Path(self._own) / path).lstat().st_size
+            0 if path.endswith("/") else (Path(self._own) / path).lstat().st_size
             for path in self._walked()
-            if not path.endswith("/")
         ]
         if len(sizes) >= MAX_FILES or sum(sizes) + more > MAX_TOTAL:
-            raise ToolError(f"there is room for {MAX_FILES} files and {MAX_TOTAL:,} bytes, no more")
+            raise ToolError(
+                f"there is room for {MAX_FILES} files and folders and {MAX_TOTAL:,} bytes, no more"
+            )
 
     @contextmanager
     def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:

@@ -146,7 +146,7 @@ class ToolServer:
             if kind not in self._told:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
-        text = shortened(text, MAX_RESULT)
+        text = shortened(text, MAX_RESULT).encode("utf-8", "replace").decode()  # JSON takes Unicode
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
@@ -159,13 +159,12 @@ class ToolServer:
         name = headers.get("mcp-session-id", "")
         opened = self._open.get(name)
         if opened is None:
-            task, seed = _told_task(headers) if name else None, self._seed
+            task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
             opened = self._open[name] = _Opened()
             if name:
                 # The SDK has no other way to hear of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
-                seed = int(headers.get(SEED_HEADER) or 0)
             made = self._tools.session(task or self._task, seed)
             opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
         assert opened.ready is not None
@@ -246,6 +245,17 @@ def _told_task(headers: Mapping[str, str]) -> Task | None:
         return msgspec.json.decode(base64.b64decode(told, validate=True), type=Task)
     except (ValueError, msgspec.DecodeError) as error:
         raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
+
+
+def _told_seed(headers: Mapping[str, str]) -> int:
+    """Raises MCPError for one that is no number."""
+    from mcp import MCPError
+    from mcp_types import INVALID_REQUEST
+
+    try:
+        return int(headers.get(SEED_HEADER) or 0)
+    except ValueError as error:
+        raise MCPError(INVALID_REQUEST, f"the header {SEED_HEADER}: {error}") from None
 
 
 def own_task() -> tuple[Task, int]:
