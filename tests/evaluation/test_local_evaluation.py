@@ -55,6 +55,9 @@ def test_checkpoints_side_by_side_at_an_environment(run, tmp_path, monkeypatch, 
     assert by_model["run@2"] == by_model[last], "the same weights play the same, to the token"
     assert main([*words, "-k", "3", "--out", str(tmp_path / "out"), "--resume"]) == 0
     assert "0 of 3" not in capsys.readouterr().err, "nothing was left to play"
+    other = [*words, "-k", "3", "--out", str(tmp_path / "out"), "--resume"]
+    assert main([*other, "environment.num_coins=4"]) == 2
+    assert "begun with another environment" in capsys.readouterr().err
     assert main(["eval", "run@7", "-k", "2"]) == 2
     assert "its steps are 1, 2" in capsys.readouterr().err
 

@@ -74,6 +74,18 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         ResultsFolder(tmp_path).settings()
 
 
+def test_a_file_is_no_folder_of_results(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is no folder that can be read"):
+        ResultsFolder(tmp_path / "file").check_new()
+
+
+def test_models_stay_in_their_order(tmp_path):
+    folder = ResultsFolder(tmp_path)
+    folder.begin(settings(played_models={"z": "1", "a": "2"}), TASKS)
+    assert list(folder.settings()["played_models"]) == ["z", "a"], "the first is compared with"
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path):
     folder = made(tmp_path)
     with (

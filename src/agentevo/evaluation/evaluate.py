@@ -165,6 +165,9 @@ def _settings(
         "temperature": game.temperature,
         "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
         "agent": config.agent.model_dump(mode="json"),
+        "environment": None
+        if config.environment is None
+        else config.environment.model_dump(mode="json"),
         "rewards": [one.model_dump(mode="json") for one in config.rewards],
         "seed": config.run.seed,
     }

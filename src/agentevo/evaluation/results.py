@@ -107,9 +107,17 @@ class ResultsFolder:
                 f"{self.path} has an evaluation already: go on with it by --resume, or give "
                 "another --out"
             )
-        with suppress(FileNotFoundError):
-            if any(one.name != LOCK for one in self.path.iterdir()):
-                raise ConfigError(f"{self.path} is not empty: give another --out")
+        try:
+            found = [one.name for one in self.path.iterdir() if one.name != LOCK]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} is no folder that can be read ({error.strerror or error}): give "
+                "another --out"
+            ) from error
+        if found:
+            raise ConfigError(f"{self.path} is not empty: give another --out")
 
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes what is measured."""
@@ -227,4 +235,4 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def _json(content: Any) -> str:
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    return json.dumps(content, indent=1) + "\n"  # models stay in order: the first is compared with
