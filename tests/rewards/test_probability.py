@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -267,3 +268,20 @@ def test_baselines_outlast_the_process_and_the_first_one_stays(tmp_path):
     path.write_text('{"a": ')
     with pytest.raises(ConfigError, match=r"reward_baselines\.json can't be read .*delete it"):
         asyncio.run(Baselines(path).known())
+
+
+def test_baselines_that_are_added_at_once_are_all_known(tmp_path):
+    class LateReturn(Baselines):
+        def _write(self, entries):
+            merged = super()._write(entries)
+            time.sleep(0.0 if "b" in entries else 0.3)
+            return merged
+
+    async def work():
+        baselines = LateReturn(tmp_path / "reward_baselines.json")
+        await baselines.known()
+        one, other = (Baseline("t", version, [-1.0]) for version in (0, 1))
+        await asyncio.gather(baselines.add({"a": one}), baselines.add({"b": other}))
+        assert set(await baselines.known()) == {"a", "b"}
+
+    asyncio.run(work())

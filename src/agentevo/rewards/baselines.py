@@ -54,9 +54,11 @@ class Baselines:
 
     async def add(self, new: Mapping[str, Baseline]) -> None:
         """Keeps them. Raises DiskError."""
-        self._known = {**new, **await self.known()}
+        before = await self.known()
+        self._known = {**new, **before}
         if self._path is not None:
-            self._known = await in_thread(self._write, dict(self._known))
+            kept = await in_thread(self._write, dict(self._known))
+            self._known = {**self._known, **kept}  # others have added theirs meanwhile
 
     def _read(self) -> dict[str, Baseline]:
         assert self._path is not None

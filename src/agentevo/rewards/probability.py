@@ -221,8 +221,8 @@ class Rlpr:
         key = baseline_key(policy.agent, one.context_ids, one.ids)
         baseline = (await policy.baselines.known()).get(key)
         if baseline is None:
-            baseline = await self._baseline(policy, task, one)
-            await policy.baselines.add({key: baseline})
+            await policy.baselines.add({key: await self._baseline(policy, task, one)})
+            return (await policy.baselines.known())[key]  # the first counts, maybe another's
         return baseline
 
     def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
