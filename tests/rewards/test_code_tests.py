@@ -4,14 +4,16 @@ rather be judged otherwise."""
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, SandboxError
 from agentevo.event_loop import run_coroutine
 from agentevo.rewards.code_cases import cases_of, is_right_output, is_right_value
-from agentevo.rewards.code_tests import CodeTestsConfig, code_of
+from agentevo.rewards.code_tests import CodeTestsConfig, CodeTestsReward, code_of
 from agentevo.rollout.scoring import Scoring
+from agentevo.sandbox.sandbox import Failure, ProgramRun
 from agentevo.types import Message, Task, Trajectory, Turn
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -167,3 +169,25 @@ def test_setup_runs_before_the_code():
     assert tests.setup == "ONE = 1"
     task = task_of(test_list=["assert f() == 1"], test_setup_code="ONE = 1")
     assert rewards_of(["```py\ndef f():\n    return ONE\n```"], task) == [1.0]
+
+
+class Lost:
+    """Sandboxes of a server that goes while the code runs."""
+
+    @asynccontextmanager
+    async def open(self):
+        yield self
+
+    async def write_file(self, path, content):
+        pass
+
+    async def execute(self, argv, **limits):
+        gone = Failure("SandboxDied", "the connection ended")
+        return ProgramRun("", "", None, gone, (), 0.1, files_lost=True, server_lost=True)
+
+
+@pytest.mark.parametrize("tests", [SUMS, CALLS, ASSERTS])
+def test_a_server_that_is_lost_is_no_failed_test(tests):
+    scorer = CodeTestsReward(CodeTestsConfig(name="code_tests"))
+    with pytest.raises(SandboxError, match="the connection ended"):
+        run_coroutine(scorer.score(said(ADDS), task_of(tests), Lost()))

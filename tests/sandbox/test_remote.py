@@ -305,6 +305,22 @@ def test_a_server_that_ends_costs_the_call(secret):
     run(work)
 
 
+def test_a_program_whose_server_ends_is_told_apart_from_one_that_fails(secret):
+    async def work():
+        async with served(secret) as (server, section):
+            sandbox = await remote.Remote().open(section, {})
+            assert not (await sandbox.execute(["python", "-c", "1 / 0"])).server_lost
+            sleeps = ["python", "-c", "import time; time.sleep(50)"]
+            running = asyncio.create_task(sandbox.execute(sleeps))
+            await asyncio.sleep(0.3)
+            await server.close()
+            ended = await running
+            assert ended.server_lost and ended.exit_code is None
+            await sandbox.close()
+
+    run(work)
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [

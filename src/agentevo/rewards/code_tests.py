@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import Field, JsonValue
 
+from agentevo.errors import SandboxError
 from agentevo.event_loop import in_thread
 from agentevo.rewards.code_cases import CodeTests, cases_of, is_right_output, is_right_value
 from agentevo.rewards.reward import RewardConfig, Score, completion_of, reward
-from agentevo.sandbox.sandbox import Sandbox
+from agentevo.sandbox.sandbox import ProgramRun, Sandbox
 from agentevo.types import Task, Trajectory
 
 RUNNER = Path(__file__).with_name("function_runner.py")
@@ -41,6 +42,12 @@ class OpensSandboxes(Protocol):
     def open(self) -> AbstractAsyncContextManager[Sandbox]:
         """A new one, closed at the end of the block."""
         ...
+
+
+def check_ran(ran: ProgramRun) -> None:
+    """Raises SandboxError where a server was lost: that is no fault of the attempt."""
+    if ran.server_lost:
+        raise SandboxError(f"the sandbox was lost: {ran.error and ran.error.message}")
 
 
 class CodeTestsConfig(RewardConfig):
@@ -128,6 +135,7 @@ class _Testing:
                 stdin=given.encode("utf-8", "replace"),
                 deadline_s=left,
             )
+            check_ran(ran)
             is_written = not ran.files_lost
             is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
             passed += is_right
@@ -153,6 +161,7 @@ class _Testing:
             stdin=json.dumps(spec).encode(),
             deadline_s=self._left_s(self._config.tests_timeout_s),
         )
+        check_ran(ran)
         told = await in_thread(_values, ran.stdout, mark)
         if tests.asserts:
             return sum(told.get(index) is True for index in range(tests.number))

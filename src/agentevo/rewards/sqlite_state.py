@@ -17,7 +17,7 @@ import msgspec
 from pydantic import Field, JsonValue
 
 from agentevo.rewards.code_cases import same_value
-from agentevo.rewards.code_tests import OpensSandboxes
+from agentevo.rewards.code_tests import OpensSandboxes, check_ran
 from agentevo.rewards.reward import RewardConfig, Score, reward
 from agentevo.types import Task, Trajectory
 
@@ -118,6 +118,7 @@ class SqliteState:
                 stdin=json.dumps(spec).encode(),
                 deadline_s=self.config.queries_timeout_s,
             )
+        check_ran(ran)
         told = _told(ran.stdout, len(expected))
         right = sum(_is_so(rows, one) for rows, one in zip(told, expected, strict=True))
         share = right / len(expected)

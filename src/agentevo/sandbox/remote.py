@@ -145,7 +145,11 @@ class RemoteSandbox:
                 return await self._ask(request, ProgramRun, limit)
             except Ended as ended:
                 duration_s = time.monotonic() - began
-                return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
+                return ProgramRun(
+                    *("", "", None, ended.failure, (), duration_s),
+                    files_lost=True,
+                    server_lost=True,
+                )
 
     async def files(self) -> dict[str, int]:
         """See Sandbox.files. Raises SandboxError."""

@@ -64,6 +64,8 @@ class ProgramRun(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
     duration_s: float
     files_lost: bool = False
+    server_lost: bool = False
+    """Whether a server was lost on the way: what the program did is not known."""
 
 
 class SandboxTool(msgspec.Struct, frozen=True):
