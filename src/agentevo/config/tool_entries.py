@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.tools import FunctionToolSection
+from agentevo.config.verl_tools import VerlToolsSection
 
 
 def with_type(given: Any) -> Any:
@@ -23,7 +24,11 @@ def with_type(given: Any) -> Any:
 
 ToolEntry = Annotated[
     Annotated[
-        FunctionToolSection | MCPServerSection | MCPFileSection | MCPManagerSection,
+        FunctionToolSection
+        | MCPServerSection
+        | MCPFileSection
+        | MCPManagerSection
+        | VerlToolsSection,
         Field(discriminator="type"),
     ],
     BeforeValidator(with_type),

@@ -16,6 +16,7 @@ from agentevo.config.section import Section
 from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import with_type
 from agentevo.config.tools import FunctionToolSection
+from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.registry import nearest
 
 _KINDS: dict[str, type[Section]] = {
@@ -23,6 +24,7 @@ _KINDS: dict[str, type[Section]] = {
     "mcp": MCPServerSection,
     "mcp_file": MCPFileSection,
     "mcp_manager": MCPManagerSection,
+    "verl_tools": VerlToolsSection,
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
 from agentevo.config.mcp_manager import MCPManagerSection
 from agentevo.config.tools import FunctionToolSection, ToolSection
+from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError, SandboxError
 from agentevo.sandbox.programs import sandboxed
@@ -20,6 +21,7 @@ from agentevo.tools.mcp_file import read_servers
 from agentevo.tools.mcp_manager import MCPManager
 from agentevo.tools.mcp_servers import MCPServer
 from agentevo.tools.tool import Toolset
+from agentevo.tools.verl_tools import VerlTools
 
 
 def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
@@ -28,6 +30,8 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
     match section:
         case FunctionToolSection():
             return [FunctionTools(section)]
+        case VerlToolsSection():
+            return [VerlTools(section)]
         case MCPManagerSection():
             return [MCPManager(section, _key(section.api_key, f"agent.tools: {section.name}"))]
         case MCPServerSection():
