@@ -16,6 +16,7 @@ from agentevo.rewards import Score, make_reward, reward, rewards
 from agentevo.rewards.llm_judge import PROMPT
 from agentevo.rewards.reward import RewardConfig, reward_config
 from agentevo.rollout.scoring import Scoring
+from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, Task, Trajectory, Turn
 
 
@@ -241,6 +242,19 @@ def test_judges_are_asked_in_order_until_one_gives_a_score():
     assert failed.status == "failed"
     for problem in ("away: 503", "vague: no number from 0 to 1", "gone: there is no remote model"):
         assert problem in failed.error
+
+
+def test_why_a_score_is_what_it_is_is_kept_with_the_calls_of_its_attempt():
+    ended, calls = [], AttemptCalls(None, "a")
+    calls.listen = ended.append
+    judge = Judge("So: <score>1</score>")
+    scoring = Scoring([named("llm_judge"), named("exact_match")], models={"judge": judge})
+    asyncio.run(scoring.score([said("4")], [False], {"a": calls}, task=task()))
+    written = [one.record("r") for one in ended]
+    assert {one.name: one.attributes for one in written} == {
+        "llm_judge": {"score": 1.0, "reason": "judge: So: <score>1</score>"},
+        "exact_match": {"score": 1.0},
+    }
 
 
 def test_a_judge_that_hangs_leaves_time_for_the_next():

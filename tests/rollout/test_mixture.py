@@ -12,7 +12,7 @@ from agentevo.config import build_config
 from agentevo.errors import ConfigError
 from agentevo.orchestration.step_metrics import metrics_by_source
 from agentevo.rollout.mixture import Mixture
-from agentevo.rollout.task_source import TaskSource, _source_names
+from agentevo.rollout.task_source import TaskSource, source_names
 from agentevo.types import Trajectory
 
 SOURCES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.1, 10)), min_size=1, max_size=4).map(
@@ -124,6 +124,6 @@ def test_a_mixture_that_fills_no_step_is_refused(tmp_path):
 
 
 def test_every_source_has_a_name_of_its_own():
-    names = _source_names(["x/a.jsonl", "y/a.jsonl", "a_1.jsonl", "a_0", "o/n:train", "b.jsonl.gz"])
+    names = source_names(["x/a.jsonl", "y/a.jsonl", "a_1.jsonl", "a_0", "o/n:train", "b.jsonl.gz"])
     assert names == ["a_0_", "a_1_", "a_1", "a_0", "n_train", "b"]
-    assert _source_names(["x/a.jsonl", "y/a.jsonl"]) == ["a_0", "a_1"]
+    assert source_names(["x/a.jsonl", "y/a.jsonl"]) == ["a_0", "a_1"]

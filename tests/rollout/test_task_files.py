@@ -199,7 +199,7 @@ def test_verls_parquet_there_and_back(tmp_path):
         (["convert", "IN", "OUT.txt"], "give a file named .jsonl, .jsonl.gz or .parquet"),
         (["convert", "IN", "OUT.jsonl", "--from", "art"], "nothing was written"),
         (["convert", "GONE.jsonl", "OUT.jsonl"], "does not exist"),
-        (["prepare", "gsm9k", "FOLDER"], "there are gsm8k and reasoning_gym/DATASET"),
+        (["prepare", "gsm9k", "FOLDER"], "there are gsm8k, reasoning_gym/DATASET and lesson/TOOL"),
         (["prepare", "gsm8k", "FOLDER"], "needs --from SOURCE"),
         (["prepare", "reasoning_gym/chain_sum", "FOLDER", "--from", "IN"], "leave out --from"),
         (["prepare", "gsm8k", "FOLDER", "--from", "IN"], "nothing was written: too few tasks"),

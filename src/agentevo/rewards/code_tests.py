@@ -107,7 +107,9 @@ class CodeTestsReward:
             work = _Testing(sandbox, code, config)
             passed = await (work.programs(tests) if tests.pairs else work.functions(tests))
         share = passed / tests.number
-        return Score(share if config.partial else float(passed == tests.number), success=share == 1)
+        value = share if config.partial else float(passed == tests.number)
+        reason = f"{passed} of {tests.number} tests passed"
+        return Score(value, success=share == 1, reason=reason)
 
 
 class _Testing:

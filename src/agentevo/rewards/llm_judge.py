@@ -118,7 +118,7 @@ class LlmJudge:
                 continue
             score = _score_in(reply.text)
             if score is not None:
-                return Score(score)
+                return Score(score, reason=f"{name}: {reply.text}")
             problems.append(f"{name}: no number from 0 to 1 in <score>: {reply.text[-200:]!r}")
         raise ValueError(f"no judge gave a score: {'; '.join(problems)}")
 

@@ -48,6 +48,8 @@ class Score(msgspec.Struct, frozen=True):
     """What the value is the sum of, by name; empty if it is not taken apart."""
     success: bool | None = None
     """Whether the task is solved. None: a value of 1 or more is success."""
+    reason: str = ""
+    """Why, in words for people: a judge's verdict, say. It is kept with the attempt's calls."""
 
     def __post_init__(self) -> None:
         total = sum(self.parts.values())
@@ -315,6 +317,7 @@ def score_of(returned: Any) -> Score:
             plain_number(returned.value, "its value"),
             plain_numbers(returned.parts, "its parts"),
             None if success is None else plain_bool(success, "its success"),
+            str(returned.reason),
         )
     if isinstance(returned, Mapping):
         parts = named_parts(returned, "the mapping that it returned")

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -140,13 +140,26 @@ class NamedReward:
         singles = [self._single(trajectory, task, calls, policy) for trajectory in trajectories]
         return list(await asyncio.gather(*singles))
 
-    def _recorded(self, trajectories: Sequence[Trajectory], calls: Calls) -> ExitStack:
-        """A block that is a call of each of these attempts."""
-        stack = ExitStack()
-        for trajectory in trajectories:
-            if trajectory.id in calls:
-                stack.enter_context(calls[trajectory.id].call("scorer", self.config.title))
-        return stack
+    @contextmanager
+    def _recorded(
+        self, trajectories: Sequence[Trajectory], calls: Calls
+    ) -> Iterator[Callable[[list[Score]], None]]:
+        """A block that is a call of each of these attempts. Yields what notes their scores, in
+        order."""
+        with ExitStack() as stack:
+            of = {one.id: calls[one.id] for one in trajectories if one.id in calls}
+            recorded = {
+                name: stack.enter_context(one.call("scorer", self.config.title))
+                for name, one in of.items()
+            }
+
+            def note(scores: list[Score]) -> None:
+                for trajectory, score in zip(trajectories, scores, strict=True):
+                    if trajectory.id in recorded:
+                        recorded[trajectory.id].note(score=score.value)
+                        recorded[trajectory.id].keep(reason=score.reason)
+
+            yield note
 
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
@@ -154,8 +167,10 @@ class NamedReward:
         own, task = _copied(trajectory), copy_of_task(task)
 
         async def work() -> Score:
-            with self._recorded([trajectory], calls):
-                return await judge()
+            with self._recorded([trajectory], calls) as note:
+                score = await judge()
+                note([score])
+                return score
 
         async def judge() -> Score:
             if hasattr(self._item, "score"):
@@ -173,8 +188,12 @@ class NamedReward:
         own, task = [_copied(t) for t in trajectories], copy_of_task(task)
 
         async def work() -> list[Score]:
-            with self._recorded(trajectories, calls):
-                returned = await self._item.score_group(own, task)
+            with self._recorded(trajectories, calls) as note:
+                scores = read(await self._item.score_group(own, task))
+                note(scores)
+                return scores
+
+        def read(returned: Any) -> list[Score]:
             if isinstance(returned, Mapping | Set):
                 raise TypeError(
                     f"score_group returned a {type(returned).__name__}: return a list with the "

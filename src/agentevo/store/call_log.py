@@ -297,7 +297,7 @@ class RunningCall:
         self._attributes = self._attributes | attributes
 
     def keep(self, **texts: str) -> None:
-        """Adds what a process wrote, up to MAX_KEPT characters each."""
+        """Adds what a process wrote or a scorer said, up to MAX_KEPT characters each."""
         self._kept |= {name: text for name, text in texts.items() if text}
 
     def outcome(self, status: Status, error: str | None) -> None:
