@@ -40,6 +40,9 @@ class SandboxSection(Section):
     """CPU seconds of each process, over its whole life."""
     processes: int = Field(default=32, ge=1, le=4096)
     """Processes and threads at once that the code may have."""
+    cpus: float | None = Field(default=None, ge=0.01)
+    """Cores that all processes together may keep busy; needs cgroups of version 2. Default: no
+    limit but that of processes."""
     disk_mib: int = Field(default=64, ge=1)
     """What the work folder may hold, in MiB; in memory where the sandbox has a file system of its
     own, besides `memory_mib`."""
@@ -84,6 +87,10 @@ class SandboxSection(Section):
             )
         if self.type in ELSEWHERE and not self.url:
             raise ValueError(f"type {self.type} needs the url of its server")
+        if self.type == "remote" and self.cpus is not None:
+            raise ValueError(
+                "cpus is chosen by the server: start it with cpus=..., or leave it out"
+            )
         if self.type in CODE_ONLY:
             for name, field in type(self).model_fields.items():
                 is_default = getattr(self, name) == field.get_default(call_default_factory=True)

@@ -20,6 +20,7 @@ from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
 from agentevo.models.cache import cache_folder, is_complete
 from agentevo.models.known import known_models
+from agentevo.sandbox import cgroups
 from agentevo.sandbox.opening import ORDER, problem_of
 
 
@@ -119,7 +120,12 @@ def _sandboxes() -> list[Check]:
         finding = f"can't be used: {problem}" if problem else f"works{chosen}"
         status: Literal["good", "warning"] = "good" if works else "warning"
         results.append(Check(f"sandbox {kind}", status, finding, advice))
-    return results
+    found = cgroups.place()
+    limits = ", ".join(sorted(found.controllers))
+    walls = f"limits of {limits} by the kernel, in {found.folder}"
+    if found.folder is None:
+        walls = f"none can be used ({found.problem}): memory and processes are watched"
+    return [*results, Check("sandbox cgroups", "good", walls)]
 
 
 def _model(name: str) -> Check:

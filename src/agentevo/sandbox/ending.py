@@ -35,6 +35,8 @@ def end_all_of(process: subprocess.Popen[bytes], launch: Launch) -> None:
         time.sleep(_LOOK_S / 5)
     if launch.owned_uid is not None:
         _end_user(launch.owned_uid, until)
+    if launch.group is not None:
+        launch.group.end(until)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(ENDING_S)
     if process.stderr is not None:

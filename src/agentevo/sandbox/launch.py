@@ -16,6 +16,7 @@ from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
+    from agentevo.sandbox.cgroups import Group
 
 
 class Seen(Protocol):
@@ -61,6 +62,8 @@ class Launch:
     """Whether all its processes end with the first."""
     clean: Callable[[], None] = field(default=lambda: None)
     """Deletes what it leaves on the host."""
+    group: Group | None = None
+    """The cgroup of all its processes."""
 
 
 def new_uid() -> int:

@@ -19,6 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ import msgspec
 
 from agentevo.errors import AgentEvoError, SandboxError, storable
 from agentevo.event_loop import in_thread
+from agentevo.sandbox.cgroups import Group, new_group
 from agentevo.sandbox.ending import end_all_of, kill, started
 from agentevo.sandbox.exporting import exported
 from agentevo.sandbox.inside.frames import LARGEST_CALL
@@ -41,7 +43,7 @@ from agentevo.sandbox.replies import (
     violation,
 )
 from agentevo.sandbox.sandbox import Execution, Failure, ProgramRun, Sandbox, SandboxTool
-from agentevo.sandbox.watch import Watched, watch
+from agentevo.sandbox.watch import Watched, descendants, watch
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
@@ -127,6 +129,8 @@ class LocalSandbox:
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
                 self._write(dict(launch.settings))
                 await self._read()
+                if launch.group is not None:
+                    await in_thread(_move, process.pid, launch.group)
         except TimeoutError as error:
             await self._abandon(spawning)
             limit = self._section.start_timeout_s
@@ -149,6 +153,7 @@ class LocalSandbox:
             raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
         ours, theirs = socket.socketpair()
         try:
+            launch = replace(launch, group=new_group(self._section))
             process = subprocess.Popen(
                 launch.argv,
                 stdin=theirs.fileno(),
@@ -162,8 +167,10 @@ class LocalSandbox:
                 group=launch.uid,
                 extra_groups=None if launch.uid is None else [],
             )
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError, SandboxError) as error:
             ours.close()
+            if launch.group is not None:
+                launch.group.end(time.monotonic())
             launch.clean()
             raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
         finally:
@@ -419,13 +426,20 @@ class LocalSandbox:
                 raise violation(f"{length:,} bytes")
             message = msgspec.json.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
-            failure = self._failure or Failure("SandboxDied", "the sandbox has ended itself")
-            raise Ended(failure) from error
+            raise Ended(self._failure or self._how_it_died()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise violation("what is no JSON") from error
         if not isinstance(message, dict):
             raise violation("what is no JSON object")
         return message
+
+    def _how_it_died(self) -> Failure:
+        group = None if self._launch is None else self._launch.group
+        if group is not None and group.was_out_of_memory():
+            limit = self._section.memory_mib
+            message = f"the sandbox was ended: it had more than {limit} MiB of memory, all together"
+            return Failure("OutOfMemory", message)
+        return Failure("SandboxDied", "the sandbox has ended itself")
 
     async def _converted(self, value: Any, kind: type[_T]) -> _T:
         try:
@@ -443,3 +457,11 @@ class LocalSandbox:
         if (writer := getattr(self, "_writer", None)) is not None:
             writer.close()
         await asyncio.shield(asyncio.ensure_future(in_thread(end_all_of, process, launch)))
+
+
+def _move(pid: int, group: Group) -> None:
+    """All that runs so far is ours. Raises SandboxError."""
+    try:
+        group.add([pid, *descendants(pid)])
+    except OSError as error:
+        raise SandboxError(f"a process can't be put into its cgroup: {error}") from error

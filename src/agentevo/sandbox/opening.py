@@ -22,7 +22,7 @@ async def problem_of(name: str, section: SandboxSection) -> str:
     """Why a kind can't be used here; empty where it can. What has worked is not tried again in this
     process; what has not may have failed of this section's limits, or of a machine that was busy.
     """
-    key = (name, section.packages, section.url, section.api_key)
+    key = (name, section.packages, section.url, section.api_key, section.cpus is None)
     if key in _working:
         return ""
     problem = await sandboxes.get(name)().problem(section)

@@ -14,14 +14,25 @@ from pathlib import Path
 import psutil
 
 PREFIX = "agentevo-sandbox-"
-_NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-(\d+)-\w+")
+_NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\w+")
 
 
 def new_folder() -> Path:
     """An empty folder that tells whose it is: by namespace, process and its time of start."""
     remove_stale()
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}-"))
+
+
+def owner() -> str:
+    """This process among all that there ever were: namespace, id and time of start."""
     me = os.getpid()
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{_namespace()}-{me}-{_started(me)}-"))
+    return f"{_namespace()}-{me}-{_started(me)}"
+
+
+def is_gone(name: str) -> bool:
+    """Whether the process that `owner` names is one of ours to see, and there no more."""
+    namespace, pid, started = map(int, name.split("-"))
+    return namespace == _namespace() and _started(pid) != started
 
 
 def remove_stale() -> None:
@@ -33,8 +44,7 @@ def remove_stale() -> None:
         with contextlib.suppress(OSError):
             is_root = os.geteuid() == 0
             is_ours = is_root or path.stat().st_uid == os.geteuid()
-            is_seen = int(match[1]) == _namespace()
-            if is_ours and is_seen and _started(int(match[2])) != int(match[3]):
+            if is_ours and is_gone(match[1]):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentevo.errors import described
+from agentevo.sandbox.cgroups import OWN_TASKS
 
 LOOK_S = 0.1
 FOLDER_LOOK_S = 1.0
 MIB = 2**20
-_EXTRA_TASKS = 6
-"""Tasks that are ours: the wrapper's, the supervisor's, the interpreter's first."""
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Watched:
     def look(self) -> None:
         tree = [self.pid, *descendants(self.pid)]
         num_tasks = sum(len(_tasks(pid)) for pid in tree)
-        if num_tasks > self.processes + _EXTRA_TASKS:
+        if num_tasks > self.processes + OWN_TASKS:
             self.end("TooManyProcesses", f"more than {self.processes} processes and threads")
             return
         limit = self.memory_mib * MIB

@@ -1,0 +1,194 @@
+"""Limits that the kernel keeps for all processes of a sandbox together: a cgroup (version 2) for
+each, where there are any and this user may make them.
+
+It is a further wall: what watch.py looks at ten times a second is then refused at once, the
+kernel's own memory counts, and no process gets out of it, also none that has left its parents. A
+group is made beside this process's own, or below it, where controllers are handed down already:
+nothing of the machine's own groups is changed. A sandbox's processes are moved into it when its
+supervisor is ready, before any code of a model runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentevo.errors import SandboxError
+from agentevo.sandbox.stale import is_gone, owner
+
+if TYPE_CHECKING:
+    from agentevo.config.sandbox import SandboxSection
+
+CONTROLLERS = ("memory", "pids", "cpu")
+PREFIX = "agentevo-sandbox-"
+OWN_MIB = 32
+"""What the kernel may use for a sandbox besides its memory and files."""
+OWN_TASKS = 6
+"""Tasks that are ours: the wrapper's, the supervisor's, the interpreter's first."""
+_PERIOD_US = 100_000
+_LOOK_S = 0.005
+_NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where groups can be made, and which limits they have; else why not."""
+
+    folder: Path | None
+    controllers: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+class Group:
+    """One sandbox's. Methods may block for a moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def limit(self, section: SandboxSection, controllers: frozenset[str]) -> None:
+        """Raises OSError."""
+        if "memory" in controllers:
+            mib = section.memory_mib + section.disk_mib + OWN_MIB
+            self._write("memory.max", str(mib * 2**20))
+            self._write("memory.oom.group", "1")
+            with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+                self._write("memory.swap.max", "0")
+        if "pids" in controllers:
+            self._write("pids.max", str(section.processes + OWN_TASKS))
+        if "cpu" in controllers and section.cpus is not None:
+            quota = max(1000, int(section.cpus * _PERIOD_US))
+            self._write("cpu.max", f"{quota} {_PERIOD_US}")
+
+    def add(self, pids: Iterable[int]) -> None:
+        """Moves processes into it; what they start from now on is in it too. Raises OSError."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                self._write("cgroup.procs", str(pid))
+
+    def was_out_of_memory(self) -> bool:
+        """Whether the kernel has ended it for its memory."""
+        try:
+            events = (self._folder / "memory.events").read_text()
+        except OSError:
+            return False
+        return re.search(r"^oom_kill [1-9]", events, re.MULTILINE) is not None
+
+    def end(self, until: float) -> None:
+        """Kills what is in it, and deletes it; gives up at that time of the monotonic clock."""
+        while True:
+            with contextlib.suppress(OSError):
+                self._write("cgroup.kill", "1")
+            with contextlib.suppress(OSError):
+                for inner in [*_below(self._folder), self._folder]:
+                    inner.rmdir()
+                return
+            if not self._folder.exists() or time.monotonic() > until:
+                return
+            time.sleep(_LOOK_S)
+
+    def _write(self, name: str, text: str) -> None:
+        with (self._folder / name).open("w") as file:  # never made: the kernel has them or not
+            file.write(text)
+
+
+def new_group(section: SandboxSection) -> Group | None:
+    """A group with the section's limits; None where none can be made. Raises SandboxError where the
+    section needs one, and OSError."""
+    found = place()
+    if section.cpus is not None and "cpu" not in found.controllers:
+        why = found.problem or "the cpu controller is not handed down"
+        raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
+    if found.folder is None:
+        return None
+    _remove_stale(found.folder)
+    folder = found.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
+    folder.mkdir()
+    group = Group(folder)
+    try:
+        group.limit(section, found.controllers)
+    except OSError:
+        group.end(time.monotonic())
+        raise
+    return group
+
+
+@cache
+def place() -> Place:
+    """Where groups can be made here: found by making one, and moving a process into it."""
+    try:
+        own = _own_folders()
+    except OSError as error:
+        return Place(None, problem=f"there are no cgroups: {error.strerror or error}")
+    if not own:
+        return Place(None, problem="the system has no cgroups of version 2")
+    problem = f"neither memory nor pids is handed down to groups in {own[-1]}"
+    for folder in own:
+        try:
+            handed_down = set((folder / "cgroup.subtree_control").read_text().split())
+            controllers = frozenset(handed_down & set(CONTROLLERS))
+            if controllers & {"memory", "pids"}:
+                _try(folder)
+                return Place(folder, controllers)
+        except OSError as error:
+            problem = f"{folder}: {error.strerror or error}"
+    return Place(None, problem=problem)
+
+
+def _own_folders() -> list[Path]:
+    """The folder of this process's own group, and those above it."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    for mount in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = mount.partition(" - ")
+        if own is None or after.split()[:1] != ["cgroup2"]:
+            continue
+        root, top = (_unescaped(word) for word in before.split()[3:5])
+        if own != root and not own.startswith(root.rstrip("/") + "/"):
+            continue  # it shows another part of the tree
+        folder = Path(top) / own[len(root.rstrip("/")) :].strip("/")
+        return [folder, *(one for one in folder.parents if one.is_relative_to(top))]
+    return []
+
+
+def _unescaped(word: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
+
+
+def _try(folder: Path) -> None:
+    """Raises OSError where a group can't be made there, or a process not be moved into it."""
+    group = Group(folder / f"{PREFIX}{owner()}-0")
+    group._folder.mkdir()
+    try:
+        with subprocess.Popen(["/bin/sleep", "60"], cwd="/") as sleeping:
+            try:
+                group._write("cgroup.procs", str(sleeping.pid))
+            finally:
+                sleeping.kill()
+    finally:
+        group.end(time.monotonic() + 2.0)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Groups in it, inner ones first: code that may write there could have made them."""
+    for found, _, _ in os.walk(folder, topdown=False):
+        if found != str(folder):
+            yield Path(found)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Ends the groups of processes that were killed, with what they have left running."""
+    with contextlib.suppress(OSError):
+        for found in folder.iterdir():
+            match = _NAME.fullmatch(found.name)
+            if match is not None and is_gone(match[1]):
+                Group(found).end(time.monotonic() + 1.0)
