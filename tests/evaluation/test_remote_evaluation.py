@@ -207,15 +207,21 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         (["{url}", "--against", "{url}"], "measured already"),
         (["{url}", "--resume"], "--out FOLDER"),
         (["{url}", "rewards=[]"], "nothing judges the task"),
+        (["{url}", "rewards=[rlpr]"], "asks the policy's engine"),
+        (
+            ["{url}", "agents={a: {}, b: {}}", "agent.type=command", "agent.command=[sh]"],
+            "several agents at once",
+        ),
     ],
 )
 def test_what_can_not_be_measured_is_refused_before_anything_is_made(folder, capsys, words, why):
     before = set(folder.iterdir())
     with RemoteServer(adds) as server:
-        words = [word.format(url=server.base_url) for word in words]
+        words = [word.replace("{url}", server.base_url) for word in words]
         more = [] if "--tasks" in words else ["--tasks", "tasks.jsonl"]
         out = [] if "--resume" in words else ["--out", "out"]
-        rewards = [] if "rewards=[]" in words else ["rewards=[numeric]"]
+        is_judged = any(word.startswith("rewards=") for word in words)
+        rewards = [] if is_judged else ["rewards=[numeric]"]
         assert main(["eval", *words, *more, *out, *rewards]) == 2
     assert why in capsys.readouterr().err
     assert set(folder.iterdir()) == before

@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import pydantic
@@ -71,6 +71,8 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             f"rewards: {twice} is listed twice: give one entry with a larger "
             "weight, or each a label of its own"
         )
+    if configs and not lines:
+        lines += _stage_problems(configs)
     for index, config in enumerate(configs if not lines else ()):
         for name in config.requires:
             if name == config.title or name not in names:
@@ -80,3 +82,25 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
                     f"{others}"
                 )
     return tuple(configs), lines
+
+
+def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
+    """Stages that end before they begin, and steps at which no reward counts."""
+    for index, config in enumerate(configs):
+        if config.until_step is not None and config.until_step < config.from_step:
+            return [
+                f"rewards[{index}].until_step: {config.until_step} is before from_step="
+                f"{config.from_step}: exchange them"
+            ]
+    if not any(config.counts_at(None) for config in configs):
+        return [
+            "rewards: none counts at the end, and in evaluations: leave until_step out of one of "
+            "them"
+        ]
+    starts = [1, *(config.until_step + 1 for config in configs if config.until_step is not None)]
+    for step in sorted(starts):
+        if not any(config.counts_at(step) for config in configs):
+            return [
+                f"rewards: none counts at step {step}: let from_step or until_step leave no gap"
+            ]
+    return []

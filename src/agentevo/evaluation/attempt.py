@@ -57,7 +57,7 @@ def try_attempt(
     config, task = _task_to_try(contestant.config, text, answer, number)
     if text is None or answer is not None:
         judged = True
-        check_play(config, [task])
+        check_play(config, [task], has_engine=contestant.remote is None)
     else:
         judged = not config.rewards and not find_agent(config, None).needs_scorer
     return run_coroutine(

@@ -71,6 +71,11 @@ def find_contestants(
         raise ConfigError(f"--against {twice}: it is measured already: leave it out")
     for one in found:
         if one.remote is not None:
+            if first.config.agents:
+                raise ConfigError(
+                    f"{one.label} can't play for several agents at once: give each its own by "
+                    "agents.NAME.remote"
+                )
             check_served(one.remote, one.config.remote_models[one.remote])
         elif one.checkpoint is None and one.config.model.name != "tiny":
             resolve(one.config.model.name)

@@ -66,7 +66,8 @@ def evaluate(
     base = contestants[0].config
     tasks, sources, notes = find_tasks(base, what.tasks, what.limit)
     configs = [_played_config(one, what) for one in contestants]
-    check_play(configs[0], tasks)
+    has_engine = all(one.remote is None for one in contestants)
+    check_play(configs[0], tasks, has_engine=has_engine)
     game = Play(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
     settings = _settings(what, contestants, configs[0], game)
     for line in notes:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from agentevo.config import RunConfig
 from agentevo.config.agents import EnvironmentAgentSection, SingleTurnSection
@@ -31,6 +32,7 @@ from agentevo.rewards.reward import completion_of
 from agentevo.rewards.stated import stated_answer
 from agentevo.rollout.given_tasks import read_tasks
 from agentevo.rollout.sampler import Sampler
+from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource, source_names
 from agentevo.types import Task, Trajectory
 
@@ -153,7 +155,7 @@ async def play(
     left = [task for task in what.tasks if task.id not in found]
     if not left:
         return [line for task in what.tasks for line in found[task.id]]
-    kept_in = None if folder is None else folder.path
+    kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with opened(contestant, config, note, kept_in) as sampler:
         room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
 
@@ -238,12 +240,12 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
     return storable(stated or "", LONGEST_ANSWER)
 
 
-def check_play(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Raises ConfigError, before anything is created, for tasks that nobody can play or judge."""
+def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:
+    """Raises ConfigError, before anything is created, for tasks that nobody can play or judge.
+    `has_engine`: rewards can ask the policy's engine."""
     from agentevo.agents.named_by_task import asks_once, check_agent_names
     from agentevo.orchestration.players import find_agent, solo_environment
     from agentevo.remote_models.model import check_keys
-    from agentevo.rollout.scoring import Scoring
 
     if not tasks:
         raise ConfigError("there are no tasks: give --tasks FILE, or a recipe that has some")
@@ -254,4 +256,16 @@ def check_play(config: RunConfig, tasks: Sequence[Task]) -> None:
     agent = find_agent(config, None)
     check_agent_names(tasks, config.agent.type)
     needed = agent.needs_scorer or any(map(asks_once, tasks))
-    Scoring(config.rewards, models=config.remote_models).check(tasks, needed=needed)
+    scoring = Scoring(config.rewards, models=config.remote_models)
+    scoring.check(tasks, needed=needed)
+    check_engine(scoring, tasks, has_engine=has_engine)
+
+
+def check_engine(scoring: Scoring, tasks: Sequence[Task], *, has_engine: bool) -> None:
+    """Raises ConfigError for a task whose rewards ask an engine that is not there."""
+    asking = next((task for task in tasks if scoring.asks_policy(task)), None)
+    if asking is not None and not has_engine:
+        raise ConfigError(
+            f"rewards: what judges the task {asking.id!r} asks the policy's engine, which is not "
+            "at hand for a remote model or kept attempts: choose rewards that judge what was said"
+        )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
-from agentevo.evaluation.play import Play, line_of, run_folder
+from agentevo.evaluation.play import Play, check_engine, line_of, run_folder
 from agentevo.evaluation.results import AttemptLine, ResultsFolder
 from agentevo.evaluation.summary import summarise
 from agentevo.event_loop import run_coroutine
@@ -64,7 +64,9 @@ def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
     if not config.rewards and not any(task.scorer for task in tasks):
         raise ConfigError("nothing says what scores: give rewards=[NAME] (`agentevo list rewards`)")
     check_keys(config.remote_models)
-    Scoring(config.rewards, models=config.remote_models).check(tasks, needed=True)
+    scoring = Scoring(config.rewards, models=config.remote_models)
+    scoring.check(tasks, needed=True)
+    check_engine(scoring, tasks, has_engine=False)
 
 
 def _scored(

@@ -85,6 +85,18 @@ class RewardConfig(pydantic.BaseModel):
     """What it is called in metrics, in `requires` and in the `scorer` of a row, where the list has
     the reward more than once, with other options. Default: name."""
 
+    from_step: int = pydantic.Field(default=1, ge=1)
+    """The training step from which on it counts, for rewards that change by stages."""
+    until_step: int | None = pydantic.Field(default=None, ge=1)
+    """The last training step at which it counts. Default: it counts to the end. Evaluations are
+    judged by the rewards that count at the end, so that they can be compared."""
+
+    def counts_at(self, step: int | None) -> bool:
+        """Whether it counts at a training step; None: in an evaluation."""
+        if step is None:
+            return self.until_step is None
+        return self.from_step <= step and (self.until_step is None or step <= self.until_step)
+
     @property
     def title(self) -> str:
         """Its label, else its name: unlike that of any other reward of the list."""

@@ -10,7 +10,6 @@ from agentevo.agents.agent import Agent
 from agentevo.agents.policy import Door, Policy
 from agentevo.agents.remote_policy import RemoteConversation, RemoteModelPolicy
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError
 from agentevo.inference.engine import Engine
 from agentevo.remote_models import RemoteConversations
 from agentevo.rollout.sampler import Sampler
@@ -30,13 +29,7 @@ class RemoteSampler(Sampler):
         note: Callable[[str], None] = lambda text: None,
         calls: CallLog | None = None,
     ) -> None:
-        """`model`: a name of the recipe's remote_models. Raises ConfigError for a rollout of
-        several agents."""
-        if config.agents:
-            raise ConfigError(
-                f"agents: {model} can't play for several agents at once: give each its own by "
-                "agents.NAME.remote"
-            )
+        """`model`: a name of the recipe's remote_models, which has no named agents."""
         nothing = cast("Any", None)  # no engine draws tokens here, and no store takes them
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls, note)
         self._model = model

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -53,6 +54,9 @@ NO_POLICY = (
     "the reward {!r} failed: it asks the policy's engine, which is not at hand here: use it in "
     "runs whose attempts `agentevo train` or `agentevo sample` makes"
 )
+EVALUATIONS = ("greedy", "sampled", "eval")
+"""How the labels of groups end that belong to evaluations."""
+_GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
 
@@ -60,6 +64,14 @@ LETTING_GO_S = 5.0
 def scorers_of(task: Task) -> list[str]:
     """The names of the rewards that a task gives itself; empty if it leaves that to the recipe."""
     return [name.strip() for name in (task.scorer or "").split(",") if name.strip()]
+
+
+def step_of(group_id: str) -> int | None:
+    """The training step of a group, by its id (sampler.group_name); None for an evaluation's."""
+    named = _GROUP.search(group_id)
+    if named is None or named["label"].endswith(EVALUATIONS):
+        return None
+    return int(named["step"])
 
 
 class ScorerFailure(AgentEvoError):
@@ -297,22 +309,22 @@ class Scoring:
                 )
             if task.scorer is not None:
                 try:
-                    for reward in self._list_for(task):
+                    for reward in self._all_for(task):
                         reward.check()
                 except ConfigError as error:
                     raise ConfigError(f"tasks: {task.id!r}: scorer: {error}") from error
 
     def compares(self, task: Task) -> bool:
         """Whether the task's rewards depend on the other attempts of its group."""
-        return any(reward.judges_groups for reward in self._list_for(task))
+        return any(reward.judges_groups for reward in self._all_for(task))
 
     def asks_models(self, task: Task) -> bool:
         """Whether the task's rewards depend on what remote models say."""
-        return any(reward.asks_models for reward in self._list_for(task))
+        return any(reward.asks_models for reward in self._all_for(task))
 
     def asks_policy(self, task: Task) -> bool:
         """Whether the task's rewards depend on the policy's weights."""
-        return any(reward.asks_policy for reward in self._list_for(task))
+        return any(reward.asks_policy for reward in self._all_for(task))
 
     @property
     def prepares(self) -> bool:
@@ -324,14 +336,20 @@ class Scoring:
         Raises InfrastructureFailure."""
         for reward in self._configured:
             judged = [
-                task for task in tasks if task.scorer is None or reward in self._list_for(task)
+                task for task in tasks if task.scorer is None or reward in self._all_for(task)
             ]
             await reward.prepare(judged, policy)
 
-    def _list_for(self, task: Task) -> list[NamedReward]:
+    def _all_for(self, task: Task) -> list[NamedReward]:
+        """Those of all stages."""
         if task.scorer is None:
             return self._configured
         return [self._reward(name) for name in scorers_of(task)]
+
+    def _list_for(self, task: Task, step: int | None) -> list[NamedReward]:
+        """Those that count at a training step, or in an evaluation; the task's own always do."""
+        rewards = self._all_for(task)
+        return rewards if task.scorer else [r for r in rewards if r.config.counts_at(step)]
 
     def _reward(self, name: str) -> NamedReward:
         if name not in self._named:
@@ -360,7 +378,8 @@ class Scoring:
         as they were. `unrewarded`: the agent returned no reward of its own. `policy`: who made
         them, where its engine can be asked. Raises InfrastructureFailure if that fails."""
         judged = [t for t in trajectories if t.status == "completed"]
-        rewards = self._list_for(task)
+        step = step_of(trajectories[0].group_id) if trajectories else None
+        rewards = self._list_for(task, step)
         if not rewards:
             return [
                 self._failed(t, NO_REWARD) if missing and t.status == "completed" else t
