@@ -69,8 +69,7 @@ def remember(folder: Path, seed: int, size: Size, world_size: int) -> Results:
     """Without search."""
     world, tasks, shown = _questions(folder, seed, size, world_size)
     rows = [shown_answer(one) for one in shown]
-    reader = _reader(folder, seed, size, world, rows)
-    policy = taught(reader, rows, folder / "sft", size, seed)
+    policy = taught(_reader(folder, seed, size, world), rows, folder / "sft", size, seed)
     agent = {"type": "single_turn"}
     before, after = reinforce(agent, policy, tasks, folder / "rl", size, seed)
     return {"no search, SFT": before, "no search, SFT and RL": after}
@@ -82,8 +81,7 @@ def search(folder: Path, seed: int, size: Size, world_size: int) -> Results:
     corpus = world.write_corpus(folder / "corpus.jsonl")
     tool = Search(corpus=str(corpus), top_k=TOP_K)
     rows = [shown_search(one, tool) for one in shown]
-    reader = _reader(folder, seed, size, world, rows)
-    policy = taught(reader, rows, folder / "sft", size, seed)
+    policy = taught(_reader(folder, seed, size, world), rows, folder / "sft", size, seed)
     results = {}
     for title, unmasked in (("RL", False), ("RL, found text trained", True)):
         before, after = reinforce(
@@ -100,9 +98,9 @@ def search(folder: Path, seed: int, size: Size, world_size: int) -> Results:
     return results
 
 
-def _reader(folder: Path, seed: int, size: Size, world: World, rows: Sequence[Row]) -> Path:
-    """A policy that can read, and knows nothing of the world."""
-    base = make_policy(folder / "base", size, _texts(world, rows), seed)
+def _reader(folder: Path, seed: int, size: Size, world: World) -> Path:
+    """A policy that can read, and knows nothing of the world: of one seed the same in every arm."""
+    base = make_policy(folder / "base", size, _texts(world), seed)
     texts = list(itertools.islice(reading(world, seed), size.reading))
     return imitate(base, texts, folder / "reader", seed, batch=16, learning_rate=4e-3)
 
@@ -113,27 +111,27 @@ def _questions(
     """The world, the files of questions to train on and of held-out ones, and those whose answers
     are demonstrated."""
     world = World(seed, world_size)
-
-    def some(count: int, *, held_out: bool, draw: int) -> list[Question]:
-        return list(itertools.islice(world.questions(held_out=held_out, seed=draw), count))
-
     tasks = {
-        "train": some(size.questions, held_out=False, draw=seed),
-        "eval": some(size.held_out, held_out=True, draw=seed),
+        "train": _some(world, size.questions, held_out=False, draw=seed),
+        "eval": _some(world, size.held_out, held_out=True, draw=seed),
     }
     files = {
         name: write_rows(folder / f"{name}.jsonl", (one.task() for one in of_them))
         for name, of_them in tasks.items()
     }
-    return world, files, some(size.demonstrations, held_out=False, draw=seed + 1)
+    return world, files, _some(world, size.demonstrations, held_out=False, draw=seed + 1)
 
 
-def _texts(world: World, rows: Sequence[Row]) -> Iterator[str]:
-    """All that the policy needs words for."""
+def _some(world: World, count: int, *, held_out: bool, draw: int) -> list[Question]:
+    return list(itertools.islice(world.questions(held_out=held_out, seed=draw), count))
+
+
+def _texts(world: World) -> Iterator[str]:
+    """All that the policy needs words for, whether it searches or not."""
     yield from VALUES.values()
     yield from (json.dumps(one.passage) for one in world.entities)
-    yield from (message["content"] for row in rows for message in row["messages"])
-    yield RULES
+    yield from (one.text for one in _some(world, 200, held_out=False, draw=0))
+    yield f"{RULES}\n\nQuestion: What is it? <think>The way is known.</think>"
 
 
 ARMS = [Arm("remember", remember), Arm("search", search)]

@@ -18,7 +18,7 @@ from agentevo.config.agents import CodeAgentSection, SingleTurnSection, ToolAgen
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
-from agentevo.models.tiny_tokenizer import byte_tokenizer
+from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
 from agentevo.tools.search import Search
 from agentevo.types import SamplingParams, Task
 
@@ -177,6 +177,19 @@ def test_the_table_is_of_all_results(tmp_path):
         (folder / "result.json").write_text(json.dumps({"results": results}))
     last = arms.table(tmp_path, search_r1.KINDS).splitlines()[-1]
     assert last == "| search, SFT | 75% | 0% | 38% | 25%, 50% |"
+
+
+def test_no_word_of_a_demonstration_falls_apart(world, tmp_path):
+    """Every arm's policy has the words of all arms."""
+    corpus = world.write_corpus(tmp_path / "corpus.jsonl")
+    tool = Search(corpus=str(corpus), top_k=TOP_K)
+    tokenizer = word_tokenizer(search_r1._texts(world), 2048)
+    for question in some(world, 100, held_out=True, seed=0):
+        row = search_r1.shown_search(question, tool)
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+        words = set(re.findall("[A-Z]?[a-z]+", re.sub(r"<\|\w+\|>", " ", text)))
+        assert {word for word in words if len(word) > 1} <= {one.strip(" <|>/") for one in pieces}
 
 
 @pytest.mark.slow
