@@ -82,6 +82,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.orchestration.run.open_components",
         "agentevo.audit.rebuilt_weights.open_components",
         "agentevo.doctor.diagnostics.open_components",
+        "agentevo.orchestration.reward_model.load_model",
         "agentevo.processes.serve._serve",
         "agentevo.processes.serve_model._serve",
         "agentevo.processes.gateway._serve",
