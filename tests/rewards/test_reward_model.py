@@ -96,14 +96,18 @@ def test_it_is_what_transformers_says_of_the_whole_conversation(ours):
     assert squashed == pytest.approx(torch.tensor(wanted[0]).sigmoid().item(), abs=1e-5)
 
 
-def test_attempts_that_wait_together_share_passes(ours, monkeypatch):
-    from agentevo.rewards import reward_model
+def test_what_an_attempt_gets_does_not_depend_on_those_beside_it(ours):
+    attempts = [attempt("Up Up " * (7 * i % 31), number=i) for i in range(16)]
+    alone = [scored(scorer(ours[0]), one)[0] for one in attempts]
+    assert scored(scorer(ours[0]), *attempts) == alone, "to the last bit"
 
-    sizes, compute = [], reward_model.outputs
+
+def test_attempts_that_wait_together_are_judged_together(ours, monkeypatch):
+    sizes, one = [], scorer(ours[0], batch=4)
+    compute = one._classifier.values
     monkeypatch.setattr(
-        reward_model, "outputs", lambda model, rows: sizes.append(len(rows)) or compute(model, rows)
+        one._classifier, "values", lambda them: sizes.append(len(them)) or compute(them)
     )
-    one = scorer(ours[0], batch=4)
     scored(one, *(attempt(REPLIES[i % 4], number=i) for i in range(9)))
     assert sum(sizes) == 9 and len(sizes) <= 4 and max(sizes) <= 4
 

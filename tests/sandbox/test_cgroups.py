@@ -109,3 +109,17 @@ def test_cpus_bounds_what_all_compute_together(kind):
         assert sandbox(lambda one: one.run(code)).value == "True"
     finally:
         sandbox.close()
+
+
+def test_sandboxes_that_start_together_find_one_place(tmp_path, monkeypatch):
+    (tmp_path / "cgroup.subtree_control").write_text("memory pids")
+    tried = []
+    monkeypatch.setattr(cgroups, "_own_folders", lambda: [tmp_path])
+    monkeypatch.setattr(cgroups, "_try", lambda folder: tried.append(folder) or time.sleep(0.1))
+    cgroups._found.cache_clear()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            places = list(threads.map(lambda _: cgroups.place(), range(4)))
+    finally:
+        cgroups._found.cache_clear()
+    assert {one.folder for one in places} == {tmp_path} and len(tried) == 1

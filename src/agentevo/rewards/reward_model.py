@@ -24,8 +24,6 @@ from agentevo.types import Message, Task, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LARGEST_CONTEXT = 10**6
-"""Tokenizers without a limit have one of 1e30."""
 MEAN, STD = "reward_mean", "reward_std"
 """Keys of a model's config.json: the rewards of the answers that it was tried on."""
 
@@ -43,7 +41,8 @@ class ModelRewardConfig(RewardConfig):
     solved_from: float = 0.0
     """From this value on an attempt counts as a success."""
     batch: int = Field(default=16, ge=1)
-    """Most conversations in one pass."""
+    """Most conversations in one pass. On a CPU each has a pass of its own, so that what an attempt
+    gets does not depend on what is judged beside it, to the last bit."""
     max_tokens: int | None = Field(default=None, ge=8)
     """Longest conversation, in tokens: of a longer one the end counts. Default: the model's
     context."""
@@ -126,7 +125,8 @@ class Classifier:
             model, tokenizer = self._loaded = self._loaded or self._load()
             longest = longest_conversation(model, tokenizer, self.config.max_tokens)
             rows = [conversation_ids(tokenizer, one, longest) for one in conversations]
-            size = self.config.batch if model.config.pad_token_id is not None else 1
+            alone = model.config.pad_token_id is None or model.device.type == "cpu"
+            size = 1 if alone else self.config.batch
             with torch.inference_mode():
                 parts = [
                     self._valued(outputs(model, rows[begin : begin + size]).float(), model.config)

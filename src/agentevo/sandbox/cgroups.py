@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ OWN_TASKS = 6
 _PERIOD_US = 100_000
 _LOOK_S = 0.005
 _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
+_finding = threading.Lock()
 _numbers = itertools.count(1)
 
 
@@ -122,9 +124,15 @@ def new_group(section: SandboxSection) -> Group | None:
     return group
 
 
-@cache
 def place() -> Place:
-    """Where groups can be made here: found by making one, and moving a process into it."""
+    """Where groups can be made here: found by making one, and moving a process into it. Any thread
+    may ask."""
+    with _finding:  # two that make the same one would each find that it can't be made
+        return _found()
+
+
+@cache
+def _found() -> Place:
     try:
         own = _own_folders()
     except OSError as error:
