@@ -172,6 +172,9 @@ def test_the_packaged_encoder(corpus):
     ("words", "problem"),
     [
         (["none.jsonl"], "can't be read"),
+        (["/dev/zero"], "is a device, pipe or socket"),
+        ([".", "--kind", "dense"], "is a folder"),
+        (["corpus.jsonl", "--kind", "dense", "--model", "~nobody/x"], "is no encoder"),
         (["corpus.jsonl", "--kind", "cosine"], "there are bm25"),
         (["corpus.jsonl", "--host", "0.0.0.0"], "give a key"),
         (["corpus.jsonl", "--kind", "dense", "--model", "none"], "none is no encoder"),

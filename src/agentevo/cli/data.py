@@ -3,6 +3,7 @@ of known data sets, and of an environment's solver."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -210,7 +211,11 @@ def _prepare_lesson(
 
     if tool not in LESSONS:
         raise ConfigError(f"data prepare lesson/{tool}: there are {', '.join(sorted(LESSONS))}")
-    held_out = max(1, round(count * eval_share))
+    held_out = min(max(1, round(count * eval_share)), count - 1)
+    if not os.path.isdir(folder) and any(map(os.path.exists, (folder, folder.parent))):
+        above = folder if os.path.exists(folder) else folder.parent
+        if not os.path.isdir(above):
+            raise ConfigError(f"{above} is a file: give a folder")
     write_lesson(tool, folder, count=count - held_out, held_out=held_out, shown=shown, seed=seed)
     to_stderr(
         f"{count - held_out} tasks, {held_out} held out, and {shown} demonstrations written to "

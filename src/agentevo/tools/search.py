@@ -8,7 +8,6 @@ retriever` is one (tool_servers/retriever.py).
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import httpx
 
@@ -42,7 +41,7 @@ class Search:
             raise ConfigError("the tool search: kind and model are for a `corpus`: leave them out")
         self._url, self._top_k, self._key = url, top_k, _key(api_key, url)
         self._index = (
-            None if corpus is None else corpus_index(str(Path(corpus).expanduser()), kind, model)
+            None if corpus is None else corpus_index(os.path.expanduser(corpus), kind, model)
         )
 
     def search(self, query: str) -> str:

@@ -27,8 +27,8 @@ from agentevo.types import Task, ToolCall
 HELD_OUT = 0.2
 AT_ONCE = 16
 GIVES_UP = "I do not know."
-_TRIES = 200
-"""Draws for one task: a lesson has no end of them, but not all differ."""
+_TRIES = 2000
+"""Draws in a row that give nothing new, after which there is nothing more."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def lesson_tasks(
     so many."""
     draw = random.Random(f"{lesson.tool}-{seed}-{held_out}")
     found: dict[str, dict[str, Any]] = {}
-    for _ in range(count * _TRIES):
-        if len(found) == count:
-            break
+    num_misses = 0
+    while len(found) < count and num_misses < _TRIES:
         row = lesson.draw(draw)
-        if is_held_out(row["query"]) == held_out:
-            found.setdefault(json.dumps(row), row)
+        num_misses += 1
+        if is_held_out(row["query"]) == held_out and json.dumps(row) not in found:
+            found[json.dumps(row)], num_misses = row, 0
     if len(found) < count:
         raise AgentEvoError(
             f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"
