@@ -7,10 +7,18 @@ import json
 import pytest
 
 from agentevo.cli.main import main
+from agentevo.config.tasks import TaskFields
 from agentevo.errors import AgentEvoError
+from agentevo.rollout.given_tasks import task_of
 from agentevo.tool_servers import PACKAGED
 from agentevo.tool_servers.lessons import LESSONS
-from agentevo.tool_servers.lessons.lesson import GIVES_UP, Call, demonstrations, lesson_tasks
+from agentevo.tool_servers.lessons.lesson import (
+    GIVES_UP,
+    Call,
+    demonstrations,
+    lesson_tasks,
+    task_of_row,
+)
 from agentevo.tool_servers.lessons.writing import write_lesson
 
 
@@ -37,6 +45,15 @@ def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path)
     assert all(row["messages"][-1]["content"] != GIVES_UP for row in shown)
     assert any(len(row["messages"]) > 5 for row in shown) or tool == "calculator"
     assert read(tmp_path / "train.jsonl") == train == lesson_tasks(LESSONS[tool], 150, 3)
+
+
+@pytest.mark.parametrize("tool", sorted(LESSONS))
+def test_a_file_of_tasks_keeps_what_the_tool_needs(tool):
+    """A key that says the answer of a task in files is no metadata there."""
+    for row in lesson_tasks(LESSONS[tool], 5, 0):
+        read_task, made = task_of(row, TaskFields(), "agentevo"), task_of_row(row)
+        assert read_task.metadata == made.metadata
+        assert (read_task.query, read_task.answer) == (made.query, made.answer)
 
 
 def test_answers_are_right():
@@ -74,4 +91,8 @@ def test_the_command_writes_it(tmp_path, capsys):
     assert sorted(one.name for one in (tmp_path / "facts").iterdir()) == names
     assert main(["data", "prepare", "lesson/nothing", str(tmp_path / "x")]) == 2
     assert "there are booking, calculator" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["data", "prepare", "lesson/search", str(tmp_path / "file" / "x")]) == 2
+    assert "is a file: give a folder" in capsys.readouterr().err
+    assert main(["data", "prepare", "lesson/calculator", str(tmp_path), "--count", "9999"]) == 1
     assert main([*words, "--agent", "x"]) == 2

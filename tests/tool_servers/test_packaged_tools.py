@@ -80,18 +80,18 @@ def database(**metadata):
 
 
 def test_a_database_is_read_and_changed_and_judged_by_its_rows():
-    world = database(solution="UPDATE goods SET price = 7 WHERE name = 'fig'")
+    world = database(solved_by="UPDATE goods SET price = 7 WHERE name = 'fig'")
     assert world.schema() == "CREATE TABLE goods (name TEXT, price INT)"
     query = "SELECT name, price FROM goods WHERE name LIKE 'P%'"
     assert world.query(query) == "name | price\npear | 7"
     assert world.outcome() == 0.0
-    world = database(solution="UPDATE goods SET price = 7 WHERE name = 'fig'")
+    world = database(solved_by="UPDATE goods SET price = 7 WHERE name = 'fig'")
     assert world.execute("DELETE FROM goods WHERE name = 'fig'") == "Done: 1 row changed."
     assert world.execute("INSERT INTO goods VALUES ('fig', 7)") == "Done: 1 row changed."
     assert world.query("SELECT 1 WHERE 0") == "No rows."
     assert world.outcome() == 1.0
     world.close()
-    world = database(solution="UPDATE goods SET price = 7 WHERE name = 'fig'")
+    world = database(solved_by="UPDATE goods SET price = 7 WHERE name = 'fig'")
     world.execute("UPDATE goods SET price = 7")
     world.execute("INSERT INTO goods VALUES ('plum', 7)")
     assert world.outcome() == 0.0, "what nobody asked for is no solution"
@@ -118,7 +118,7 @@ def test_a_database_is_read_and_changed_and_judged_by_its_rows():
     ],
 )
 def test_a_query_changes_nothing_and_takes_little(sql):
-    world = Database(task(setup=GOODS, solution="SELECT 1"), statement_timeout_s=0.2)
+    world = Database(task(setup=GOODS, solved_by="SELECT 1"), statement_timeout_s=0.2)
     if sql:
         with pytest.raises(ToolError):
             world.query(sql)
@@ -176,7 +176,7 @@ def test_a_file_is_copied_for_each_attempt(tmp_path):
     assert not (tmp_path / "none.db").exists()
 
 
-@pytest.mark.parametrize("metadata", [{"setup": "SELEKT"}, {"setup": 3}, {"solution": "x"}])
+@pytest.mark.parametrize("metadata", [{"setup": "SELEKT"}, {"setup": 3}, {"solved_by": "x"}])
 def test_a_task_whose_sql_does_not_run_fails_its_attempt(metadata):
     with pytest.raises(EnvironmentFailure, match="is no SQL that runs"):
         Database(task(**metadata))
@@ -239,11 +239,11 @@ def test_a_task_opens_no_other_file(tmp_path):
 
 
 def test_a_state_that_can_not_be_read_is_worth_nothing():
-    world = database(solution="UPDATE goods SET price = 3")
+    world = database(solved_by="UPDATE goods SET price = 3")
     world.execute("CREATE TABLE sqlites (a, b AS (abs(a)))")
     world.execute("UPDATE goods SET price = 3")
     assert world.outcome() == 0.0, "a table that nobody asked for"
-    world = database(solution="UPDATE goods SET price = 3")
+    world = database(solved_by="UPDATE goods SET price = 3")
     world.execute("INSERT INTO goods VALUES (CAST(x'ff' AS TEXT), 3)")
     assert world.outcome() == 0.0
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+import agentevo.tool_servers  # noqa: F401 (registers them)
 from agentevo.config.mcp import MCPServerSection
+from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.tools.toolbox import Toolbox
@@ -29,7 +31,7 @@ SERVE = ("-m", "agentevo", "mcp", "serve")
 def shop(number):
     """A database of its own for each number, and what its attempt is to do."""
     setup = f"CREATE TABLE t (x); INSERT INTO t VALUES ({number})"
-    return Task(id=f"t{number}", metadata={"setup": setup, "solution": "UPDATE t SET x = x + 1"})
+    return Task(id=f"t{number}", metadata={"setup": setup, "solved_by": "UPDATE t SET x = x + 1"})
 
 
 def stdio(*words):
@@ -111,6 +113,19 @@ def test_every_session_over_http_has_a_state_of_its_own(section):
     assert {worth for _, worth in done} == {1.0}
     (first,) = played(section, (shop(0), READ))
     assert first == (["x\n0"], 0.0)
+
+
+def test_a_policy_reads_the_same_of_a_tool_here_and_there(section):
+    async def schemas(entry):
+        box = Toolbox([entry], [].append)
+        try:
+            async with box.open(shop(1), 0) as tools:
+                return json.dumps(tools.schemas)
+        finally:
+            await box.close()
+
+    here = run_coroutine(schemas(FunctionToolSection(name="database")))
+    assert run_coroutine(schemas(section)) == here
 
 
 def test_a_task_that_headers_can_not_hold_is_told(section):

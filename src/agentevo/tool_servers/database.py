@@ -1,10 +1,10 @@
 """A SQLite database that every attempt has of its own, made from its task.
 
-    metadata: {"setup": "CREATE TABLE ...; INSERT ...", "solution": "UPDATE ..."}
+    metadata: {"setup": "CREATE TABLE ...; INSERT ...", "solved_by": "UPDATE ..."}
 
 `setup` is run before the attempt (after the option `file`, a database that is copied), and the
-attempt is worth 1 where it leaves the tables with the rows that `solution` would have left, in
-whatever order, else 0; a task without `solution` says nothing of its worth.
+attempt is worth 1 where it leaves the tables with the rows that `solved_by` would have left, in
+whatever order, else 0; a task without `solved_by` says nothing of its worth.
 
 The policy's SQL is one statement a call, within limits of time, rows, sizes and memory. It opens no
 other file: no ATTACH, no PRAGMA, no extension, no virtual table. Its transactions are its calls.
@@ -154,10 +154,10 @@ class Database:
         return connection
 
     def _solution(self) -> Tables | None:
-        if "solution" not in self._task.metadata:
+        if "solved_by" not in self._task.metadata:
             return None
         solved = self._made()
-        self._run_script(solved, "solution")
+        self._run_script(solved, "solved_by")
         tables = _tables(solved)
         solved.close()
         return tables

@@ -28,7 +28,7 @@ from agentevo.tools.mcp_offers import (
     prompt_text,
     resource_lines,
 )
-from agentevo.tools.tool import ToolResult, ToolSpec
+from agentevo.tools.tool import ToolResult, ToolSpec, ordered_schema
 
 MAX_TOOLS = 1000
 STDERR_BYTES = 4096
@@ -351,7 +351,7 @@ def object_schema(schema: Any) -> dict[str, Any]:
         or not isinstance(schema.get("required", []), list)
     ):
         return {"type": "object", "properties": {}}
-    return {**schema, "type": "object", "properties": properties}
+    return ordered_schema({**schema, "type": "object", "properties": properties})
 
 
 def _invalid_params() -> int:

@@ -24,7 +24,7 @@ import pydantic
 from pydantic import Field
 
 from agentevo.errors import ConfigError, ToolArgumentsError
-from agentevo.tools.tool import ToolSpec
+from agentevo.tools.tool import ToolSpec, ordered_schema
 
 MAX_PROBLEMS = 5
 """Wrong arguments that the policy is told of."""
@@ -101,7 +101,7 @@ def _plain(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, An
         properties[name] = {key: value for key, value in one.items() if key != "title"}
         if name in described:
             properties[name].setdefault("description", described[name])
-    return {**schema, "properties": properties}
+    return ordered_schema({**schema, "properties": properties})
 
 
 def _problem(wrong: Any, model: type[pydantic.BaseModel]) -> str:

@@ -23,6 +23,15 @@ import msgspec
 
 from agentevo.types import Task, ToolCall
 
+_SCHEMA_KEYS = ("type", "properties", "required", "additionalProperties")
+
+
+def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an object, its keys in an order that no way through MCP changes: a policy
+    reads the same tokens of a tool wherever it runs."""
+    first = {key: schema[key] for key in _SCHEMA_KEYS if key in schema}
+    return first | {key: one for key, one in schema.items() if key not in first}
+
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tool, as the policy is told of it."""

@@ -51,7 +51,7 @@ class Shop:
             price = prices[1]
             query = f"Give {name} the price of {other}."
         solution = f"UPDATE goods SET price = {price} WHERE name = '{name}'"
-        return {"query": query, "setup": setup, "solution": solution, "other": other}
+        return {"query": query, "setup": setup, "solved_by": solution, "other": other}
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
         """See Lesson.step."""
@@ -61,7 +61,7 @@ class Shop:
         if task["query"].startswith("Give") and not results:
             sql = f"SELECT price FROM goods WHERE name = '{task['other']}'"
             return Call("query", {"sql": sql})
-        return Call("execute", {"sql": task["solution"]})
+        return Call("execute", {"sql": task["solved_by"]})
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""
