@@ -184,8 +184,10 @@ def test_a_client_that_is_gone_leaves_nothing_running(secret):
             sandbox._connection.transport.abort()
             assert (await running).error.type == "SandboxDied"
             await until(lambda: not is_running(pid) and server.num_sessions == 0)
-            assert (await sandbox.run("1")).is_new, "the next call has another one"
+            again = await sandbox.run("import os; os.getpid()")
+            assert again.is_new, "the next call has another one"
             await sandbox.close()
+            await until(lambda: not is_running(int(again.value)))
             with pytest.raises(SandboxError, match="closed"):
                 await sandbox.run("1")
             await until(lambda: server.num_sessions == 0)
