@@ -1,13 +1,14 @@
 """Names that YAML may use, per kind, open to other packages through Python entry points.
 
 A package adds, say, an environment by listing it under the entry-point group
-`agentevo.environments`; it is imported only when its name is asked for.
+`agentevo.environments`; it is imported only when its name is asked for. So are those that ship with
+AgentEvo and are not needed by every run (`packaged`). A name that is registered goes before both.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -36,10 +37,11 @@ T = TypeVar("T")
 
 class Registry(Generic[T]):
     """Name to object, for one kind of thing (`kind` is a plural noun, as in the entry-point
-    group)."""
+    group). `packaged`: name -> MODULE:OBJECT of those that ship, in rooms above the registry's."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, packaged: Mapping[str, str] | None = None) -> None:
         self.kind = kind
+        self._packaged = packaged or {}
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -57,7 +59,10 @@ class Registry(Generic[T]):
         return add
 
     def _entry_points(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=f"agentevo.{self.kind}")}
+        group = f"agentevo.{self.kind}"
+        points = {point.name: point for point in entry_points(group=group)}
+        shipped = {name: EntryPoint(name, where, group) for name, where in self._packaged.items()}
+        return points | shipped
 
     def _load(self, point: EntryPoint) -> T:
         try:

@@ -88,12 +88,36 @@ def test_explain_lists_a_section_and_all_sections(agentevo):
         ("models", "tiny"),
         ("engines", "torch"),
         ("stores", "sqlite"),
+        ("tools", "calculator"),
+        ("tools", "search"),
     ],
 )
 def test_lists_say_what_each_name_is(agentevo, kind, name):
     code, out, _ = agentevo("list", kind)
     assert code == 0
     assert re.search(rf"^{name} +\S.*\S$", out, re.MULTILINE)
+
+
+def test_a_list_has_what_a_recipe_imports(agentevo, tmp_path):
+    (tmp_path / "shouts.py").write_text(
+        "import agentevo\n\n@agentevo.tool('listed_shout')\n"
+        "def shout(word: str) -> str:\n    'Says it loudly.'\n"
+    )
+    (tmp_path / "recipe.yaml").write_text("import: [./shouts.py]\n")
+    code, out, _ = agentevo("list", "tools", "--recipe", str(tmp_path / "recipe.yaml"))
+    assert code == 0 and re.search("^listed_shout +Says it loudly", out, re.MULTILINE)
+    assert agentevo("list", "tools", "--recipe", str(tmp_path / "none.yaml")).code == 2
+
+
+def test_the_entries_of_agent_tools_are_explained(agentevo):
+    code, out, _ = agentevo("config", "explain", "agent.tools")
+    assert code == 0 and "Section" not in out
+    assert "agent.tools.mcp\n      type: mcp. One MCP server" in out
+    out = agentevo("config", "explain", "agent.tools.session").out
+    assert out.startswith("agent.tools.session (with type: mcp, mcp_file)\n")
+    assert "\n\nagent.tools.session (with type: mcp_manager)\n" in out
+    code, _, err = agentevo("config", "explain", "agent.tools.mcp.comand")
+    assert code == 2 and "did you mean agent.tools.mcp.command?" in err
 
 
 def test_list_alone_says_what_can_be_listed(agentevo):

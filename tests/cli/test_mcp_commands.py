@@ -48,9 +48,38 @@ def test_prompts_and_resources_are_listed_and_read(agentevo):
     assert code == 2 and "no prompts" in err
 
 
+NEEDS_A_TASK = """
+import agentevo
+
+@agentevo.tool("account")
+class Account:
+    def __init__(self, task):
+        self.goal = float(task.answer)
+    def ask(self) -> float:
+        return self.goal
+"""
+
+
+@pytest.mark.slow
+def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
+    (tmp_path / "account.py").write_text(NEEDS_A_TASK)
+    source = Path(__file__).parents[2] / "src"
+    words = ["env", f"PYTHONPATH={source}", sys.executable, "-m", "agentevo", "mcp", "serve"]
+    server = [*words, "account", "--import", str(tmp_path / "account.py")]
+    code, _, err = agentevo("mcp", "inspect", *server)
+    assert code != 0 and "TypeError" in err and "no task was given" in err and "--task JSON" in err
+    told = ["--task", '{"answer": 90}', "--call", "ask"]
+    assert agentevo("mcp", "inspect", *told, *server) == (0, "90.0\n", "")
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
+        (["--task", "[1]", "x"], "--task: a task is an object"),
+        (["--task", "{", "x"], "--task: "),
+        (["--task", '{"anser": 1}', "x"], "a task has no 'anser': it has id"),
+        (["--task", '{"seed": "a"}', "x"], "--task: Expected `int`"),
+        (["--task", "{}", "http://127.0.0.1:9/mcpapi"], "no prompts, resources and tasks"),
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["no_such.json"], "no_such.json"),
         (["ftp://a/b"], "is no URL of a server"),

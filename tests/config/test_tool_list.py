@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from agentevo.config import load_config
-from agentevo.errors import ConfigError
+from agentevo.config import build_config, load_config
+from agentevo.config.tool_entries import KINDS
+from agentevo.config.tool_keys import explain_tools
+from agentevo.errors import ConfigError, UnknownNameError
 
 BASE = {"model": {"name": "tiny"}, "tasks": "tasks.jsonl", "rewards": ["numeric"]}
 
@@ -44,7 +47,48 @@ def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch
     [
         ({"type": "mpc", "name": "a"}, r"\[0\].type: got 'mpc'; did you mean mcp\?"),
         ({"type": "mcp", "name": "a", "comand": "x"}, r"\[0\].comand: unknown key; did you mean c"),
-        ({"name": "f", "timeout_s": "soon"}, r"\[0\].timeout_s: got 'soon'; "),
+        (
+            {"name": "f", "timeout_s": "soon"},
+            r"\[0\].timeout_s: got 'soon'; needs a number, above 0 \(default 60.0\)",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "args": "mcp serve booking"},
+            r"\[0\].args: .*; needs a list of texts, as in \[mcp, serve, booking\]",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "args": "-c 'import x'"},
+            r"\[0\].args: .*; needs a list of texts, in \[brackets\]",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "session": "sharde"},
+            r"\[0\].session: got 'sharde'; did you mean shared\? needs one of attempt, shared",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "env": {"A": True}},
+            r"\[0\].env.A: got true; needs a text: write it in quotes",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "args": ["b", ["c"]]},
+            r"\[0\].args\[1\]: got \['c'\]; needs a text",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "sandbox": {"netwrk": True}},
+            r"\[0\].sandbox.netwrk: unknown key; did you mean sandbox.network\?",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "sandbox": {"memory_mib": "much"}},
+            r"\[0\].sandbox.memory_mib: got 'much'; needs a whole number, at least 64",
+        ),
+        (
+            {"type": "mcp", "name": "a", "command": "x", "sandbox": 5},
+            r"\[0\].sandbox: got 5; needs a mapping with keys such as network",
+        ),
+        ({"name": "a", "command": "x"}, r"\[0\]: .* has no command: add type: mcp$"),
+        ({"name": "a", "url": "http://h/mcp"}, r"\[0\]: .* has no url: add type: mcp$"),
+        ({"url": "http://h:80/mcpapi"}, r"\[0\]: .* has no url: add type: mcp_manager$"),
+        ({"file": "mcp.json"}, r"\[0\]: .* has no file: add type: mcp_file$"),
+        ({"file": "tools.yaml"}, r"\[0\]: .* has no file: add type: verl_tools$"),
+        ({"servers": ["github"]}, r"\[0\]: .* has no servers: add type: mcp_file$"),
         ({"type": "mcp", "name": "a"}, r"\[0\]: a server has a `command` that starts it or"),
         (
             {"type": "mcp_manager", "url": "http://h:80"},
@@ -58,7 +102,65 @@ def test_paths_of_tools_are_those_beside_the_recipe(agent, tmp_path, monkeypatch
 def test_a_wrong_entry_is_named_with_its_place_and_key(entry, problem, tmp_path):
     with pytest.raises(ConfigError, match=r"agent\.tools" + problem) as caught:
         loaded(tmp_path, entry)
-    assert "FunctionToolSection" not in str(caught.value)
+    for words in ("Section", "Input should", "unable to parse", "valid tuple"):
+        assert words not in str(caught.value)
+
+
+@pytest.mark.parametrize("sandbox", [True, {"read_only": ["data", "/none/such"]}])
+def test_a_server_in_a_sandbox_has_no_folder_of_the_recipes(sandbox, tmp_path):
+    (tmp_path / "data").mkdir()
+    entry = {"type": "mcp", "name": "a", "command": "./serve", "sandbox": sandbox}
+    (read,) = loaded(tmp_path, entry).tools
+    assert read.cwd is None and read.command == str(tmp_path / "serve")
+    shown = () if sandbox is True else (tmp_path / "data", Path("/none/such"))
+    assert read.sandbox.read_only == shown
+    (again,) = loaded(tmp_path, read.model_dump(mode="json")).tools
+    assert again == read, "as a run's config.yaml has it"
+    (plain,) = loaded(tmp_path, {**entry, "sandbox": False}).tools
+    assert (plain.cwd, plain.sandbox) == (tmp_path, None)
+    with pytest.raises(ConfigError, match="leave out cwd"):
+        loaded(tmp_path, {**entry, "cwd": "data"})
+
+
+def test_an_agent_without_its_tools_is_told_how_to_write_some(tmp_path):
+    tree = {**BASE, "tasks": "tasks.jsonl", "agent": {"type": "tool_agent"}}
+    with pytest.raises(ConfigError, match=r"agent\.tools: missing; give a list of names") as caught:
+        build_config(tree, folder=tmp_path)
+    assert "{type: mcp, name: shop" in str(caught.value) and "Section" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "kinds", "words"),
+    [
+        ("agent.tools.timeout_s", list(KINDS), "number, above 0"),
+        ("agent.tools.servers", ["mcp_file"], "list of texts"),
+        ("agent.tools.mcp.command", [], "text, or null"),
+        ("agent.tools.mcp.sandbox.network", [], "true or false"),
+        ("agent.tools.type", [], f"one of {', '.join(KINDS)}"),
+    ],
+)
+def test_the_keys_of_an_entry_are_explained(key, kinds, words):
+    one = explain_tools(key)[0]
+    assert (one.key, list(one.option_of), one.type) == (key, kinds, words)
+
+
+def test_the_kinds_of_entries_are_explained_with_their_keys():
+    (all_kinds,) = explain_tools("agent.tools")
+    meanings = {one.key: one.meaning for one in all_kinds.keys}
+    for kind, model in KINDS.items():
+        about = meanings[f"agent.tools.{kind}"]
+        assert about.startswith(f"type: {kind}. ")
+        (section,) = explain_tools(f"agent.tools.{kind}")
+        for key in model.model_fields:
+            in_about = f"agent.tools.{key}" in meanings or key in about
+            assert in_about and explain_tools(f"agent.tools.{kind}.{key}")[0].meaning
+            assert key == "type" or f"agent.tools.{kind}.{key}" in [one.key for one in section.keys]
+    with pytest.raises(UnknownNameError, match=r"did you mean agent\.tools\.timeout_s\?"):
+        explain_tools("agent.tools.timeout")
+    with pytest.raises(UnknownNameError, match=r"did you mean agent\.tools\.mcp\.command\?"):
+        explain_tools("agent.tools.mcp.comand")
+    with pytest.raises(UnknownNameError, match="lists them"):
+        explain_tools("agent.tools.qqq")
 
 
 def test_other_agents_tools_are_their_own(tmp_path):

@@ -469,3 +469,9 @@ def test_tasks_without_anybody_to_judge_them_are_refused():
         Scoring([]).check([task(scorer="nemeric")], needed=False)
     with pytest.raises(ConfigError, match=r"'t': scorer: format needs options \(pattern\)"):
         Scoring([]).check([task(scorer="format")], needed=False)
+
+
+def test_a_refusal_of_a_class_of_rewards_stands_alone():
+    config = reward_config("reward_model")(name="reward_model", model="./none/such")
+    with pytest.raises(ConfigError, match=r"^reward_model\.model: \./none/such does not exist"):
+        make_reward(config)

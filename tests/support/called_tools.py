@@ -11,11 +11,15 @@ from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
 
+def _names():
+    """Those of the test's own."""
+    return sorted(tool_config.tools._items)
+
+
 def called(*calls, sections=None, told=None, **options):
     """(results, metrics, outcomes) of calls, each (name, arguments or text), made at once with the
     registered tools."""
-    names = tool_config.tools.names()
-    entries = sections or [FunctionToolSection(name=name, **options) for name in names]
+    entries = sections or [FunctionToolSection(name=name, **options) for name in _names()]
 
     async def work():
         box = Toolbox(entries, [].append if told is None else told.append)
@@ -35,7 +39,7 @@ def called(*calls, sections=None, told=None, **options):
 
 def schemas():
     async def work():
-        entries = [FunctionToolSection(name=name) for name in tool_config.tools.names()]
+        entries = [FunctionToolSection(name=name) for name in _names()]
         async with Toolbox(entries).open(Task(id="t"), seed=0) as tools:
             return {one["function"]["name"]: one["function"] for one in tools.schemas}
 

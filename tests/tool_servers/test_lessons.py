@@ -8,9 +8,9 @@ import pytest
 
 from agentevo.cli.main import main
 from agentevo.config.tasks import TaskFields
+from agentevo.config.tools import PACKAGED
 from agentevo.errors import AgentEvoError
 from agentevo.rollout.given_tasks import task_of
-from agentevo.tool_servers import PACKAGED
 from agentevo.tool_servers.lessons import LESSONS
 from agentevo.tool_servers.lessons.lesson import (
     GIVES_UP,

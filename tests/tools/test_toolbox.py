@@ -12,7 +12,7 @@ from called_tools import called, schemas
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.config.tools import FunctionToolSection, tool
+from agentevo.config.tools import PACKAGED, FunctionToolSection, tool
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.tools.shorten import shortened
@@ -342,6 +342,71 @@ def test_options_of_a_class_are_checked(options, problem):
 
     with pytest.raises(ConfigError, match=problem):
         Toolbox([FunctionToolSection(name="world", options=options)])
+
+
+class Door:
+    def __init__(self, task, fee: float = 0.0, ways: dict[str, list[int]] | None = None, **more):
+        self.given = (fee, ways, more)
+
+    def say(self) -> str:
+        return repr(self.given)
+
+
+def test_options_are_converted_by_the_hints_of_the_constructor():
+    tool("door")(Door)
+    options = {"fee": "2", "ways": {"a": ["1", 2]}, "other": "3"}
+    (result,), _, _ = called(("say", {}), options=options)
+    assert result.text == "(2.0, {'a': [1, 2]}, {'other': '3'})"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fee": "much"}, "the option fee: got 'much'; needs a number"),
+        ({"fee": None}, "the option fee: got null; needs a number"),
+        ({"ways": 5}, "the option ways: got 5; needs a mapping, or null"),
+        (
+            {"ways": {"a": [1, "x"]}},
+            r"the option ways\.a\[1\]: got 'x'; needs a whole number",
+        ),
+    ],
+)
+def test_options_that_the_constructors_hints_do_not_take_are_refused(options, problem):
+    tool("door")(Door)
+    with pytest.raises(ConfigError, match=f"^the tool 'door': Door: {problem}"):
+        Toolbox([FunctionToolSection(name="door", options=options)])
+
+
+def test_hints_that_say_nothing_to_pydantic_leave_an_option_as_it_is():
+    @tool("own")
+    class Own:
+        def __init__(self, later: Nowhere = 1, size: int = 1): ...  # noqa: F821
+
+        def say(self) -> None: ...
+
+    Toolbox([FunctionToolSection(name="own", options={"later": 2})])
+    with pytest.raises(ConfigError, match="the option size: got 'big'"):
+        Toolbox([FunctionToolSection(name="own", options={"later": 2, "size": "big"})])
+
+
+def test_the_tools_that_ship_are_known_by_name():
+    made = Toolbox([FunctionToolSection(name=name) for name in PACKAGED if name != "search"])
+    assert made is not None
+    (result,), _, _ = called(
+        ("calculator", {"expression": "6 * 7"}), sections=[FunctionToolSection(name="calculator")]
+    )
+    assert result.text == "42"
+    with pytest.raises(ConfigError, match=r"did you mean 'calculator'\?.*import=\[./my_file.py\]"):
+        Toolbox([FunctionToolSection(name="calculater")])
+
+
+def test_a_tool_of_ones_own_goes_before_one_that_ships():
+    @tool("files")
+    def files(word: str) -> str:
+        return word.upper()
+
+    (result,), _, _ = called(("files", {"word": "a"}))
+    assert result.text == "A"
 
 
 def test_what_can_be_no_tool_is_refused():

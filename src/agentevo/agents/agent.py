@@ -28,7 +28,7 @@ from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async, takes_policy
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
-from agentevo.errors import ConfigError, NoCallError, described, shown
+from agentevo.errors import AgentEvoError, ConfigError, NoCallError, described, shown
 from agentevo.rewards.returned import (
     LARGEST_METRIC,
     named_parts,
@@ -298,6 +298,8 @@ def make_player(section: AgentSection, *given: Any) -> Any:
         return registered(*(given or (section,)))
     except ConfigError:
         raise
+    except AgentEvoError as error:
+        raise ConfigError(f"agent.type: {section.type}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"agent.type: {section.type}: {registered.__name__} can't be made of its options: "

@@ -13,6 +13,7 @@ from agentevo.errors import ConfigError
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
     from agentevo.tool_servers.serving import ToolServer
+    from agentevo.types import Task
 
 mcp = typer.Typer(no_args_is_help=True, help="Servers of the Model Context Protocol.")
 
@@ -42,6 +43,12 @@ def inspect(
     resource: Annotated[
         str | None, typer.Option(metavar="URI", help="Print this resource.")
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Task that the server is told of, such as '{\"answer\": 90}'."
+        ),
+    ] = None,
 ) -> None:
     """List a server's tools as the policy gets them, its prompts and its resources, or call a tool,
     or print one of the others. Options come before SERVER. Exit code 1 if the call has failed."""
@@ -55,7 +62,12 @@ def inspect(
     if resource is not None:
         call, arguments = "read_resource", json.dumps({"uri": resource})
         section = _with(section, resources=True)
-    lines, is_error = run_coroutine(_asked(section, call, arguments, prompt is not None, schemas))
+    told = _task(task)
+    if task is not None and getattr(section, "url", None) is not None:
+        section = _with(section, send_task=True)
+    lines, is_error = run_coroutine(
+        _asked(section, told, call, arguments, prompt is not None, schemas)
+    )
     for line in lines:
         print(line)
     if is_error:
@@ -75,10 +87,31 @@ def _texts(arguments: str) -> dict[str, str]:
     return given
 
 
+def _task(given: str | None) -> Task:
+    """The task of the session. Raises ConfigError."""
+    import msgspec
+
+    from agentevo.parsing import ParseError, parse_json
+    from agentevo.types import Task
+
+    if given is None:
+        return Task(id="inspect")
+    try:
+        fields = parse_json(given)
+        if not isinstance(fields, dict):
+            raise ConfigError('--task: a task is an object, such as {"query": ..., "answer": 90}')
+        if unknown := [key for key in fields if key not in Task.__struct_fields__]:
+            known = ", ".join(Task.__struct_fields__)
+            raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {known}")
+        return msgspec.convert({"id": "inspect", **fields}, Task)
+    except (ParseError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--task: {error}") from error
+
+
 def _with(section: ToolSection, **changes: Any) -> ToolSection:
     """Raises ConfigError for a server that has no such things."""
     if not set(changes) <= set(type(section).model_fields):
-        raise ConfigError("a manager of servers has no prompts and no resources: give a server")
+        raise ConfigError("a manager has no prompts, resources and tasks: give one of its servers")
     return section.model_copy(update=changes)
 
 
@@ -139,7 +172,6 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
     from agentevo.cli.arguments import plain_options
     from agentevo.config.imports import KEY, import_all
     from agentevo.config.tools import FunctionToolSection, tools
-    from agentevo.tool_servers import search as search
     from agentevo.tool_servers.serving import ToolServer, own_task
 
     import_all({KEY: imports}, (), where="--import", folder=Path.cwd())
@@ -153,15 +185,20 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
 
 
 async def _asked(
-    section: ToolSection, call: str | None, arguments: str, wants_prompt: bool, schemas: bool
+    section: ToolSection,
+    task: Task,
+    call: str | None,
+    arguments: str,
+    wants_prompt: bool,
+    schemas: bool,
 ) -> tuple[list[str], bool]:
     """What is printed, and whether a call has failed."""
     from agentevo.tools.toolbox import Toolbox
-    from agentevo.types import Task, ToolCall
+    from agentevo.types import ToolCall
 
     toolbox = Toolbox([section])
     try:
-        async with toolbox.open(Task(id="inspect"), seed=0) as tools:
+        async with toolbox.open(task, seed=0) as tools:
             if wants_prompt:
                 return [tools.instructions], False
             if call is not None:

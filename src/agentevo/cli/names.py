@@ -31,8 +31,13 @@ def list_names(
             "transports, stores or sandboxes. Without it, the kinds.",
         ),
     ] = "",
+    recipe: Annotated[
+        str,
+        typer.Option(metavar="RECIPE", help="List also what this recipe imports of your own."),
+    ] = "",
 ) -> None:
     """List what a recipe may name."""
+    from agentevo.config.imports import import_for
     from agentevo.listings import KINDS, LISTS
     from agentevo.registry import nearest
 
@@ -43,6 +48,8 @@ def list_names(
         guess = nearest(kind, list(LISTS))
         hint = f"did you mean {guess!r}? " if guess else ""
         raise UnknownNameError(f"nothing is listed under {kind!r}: {hint}known: {', '.join(LISTS)}")
+    if recipe:
+        import_for(recipe)
     print_table(LISTS[kind]())
 
 
@@ -133,6 +140,7 @@ def explain(
     from agentevo.catalogue.describe import describe
     from agentevo.config.imports import import_for
     from agentevo.config.sweep import recipe_keys
+    from agentevo.config.tool_keys import PLACE, explain_tools
 
     if recipe:
         import_for(recipe)
@@ -147,14 +155,21 @@ def explain(
     ):
         print("\n\n".join(texts))
         return
-    print("\n\n".join(_explanation_text(explanation) for explanation in keys.explain(key)))
+    if f"{key}.".startswith(f"{PLACE}.") and (key == PLACE or key not in keys.names()):
+        explained = explain_tools(key)
+    else:
+        explained = keys.explain(key)
+    print("\n\n".join(_explanation_text(explanation) for explanation in explained))
 
 
 def _explanation_text(explanation: Explanation) -> str:
     from agentevo.config.keys import LISTS
+    from agentevo.config.tool_keys import PLACE
 
     heading, section = explanation.key, explanation.key.split(".")[0]
-    if explanation.option_of:
+    if explanation.option_of and heading.startswith(f"{PLACE}."):
+        heading += f" (with type: {', '.join(explanation.option_of)})"
+    elif explanation.option_of:
         chooser = "name" if section in LISTS else "type"
         heading += f" (with {section}.{chooser}={', '.join(explanation.option_of)})"
     lines = [heading, f"  {explanation.meaning}"]

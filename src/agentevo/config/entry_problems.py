@@ -1,22 +1,102 @@
-"""What is wrong with an entry of a list, such as `rewards` or `agent.tools`."""
+"""What is wrong with an entry of a list, such as `rewards` or `agent.tools`, in the words of its
+keys (field_words.py): pydantic's own texts do not reach a user."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
 import pydantic
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from agentevo.config.field_words import (
+    alternative_types,
+    as_yaml,
+    choices_of,
+    type_in_words,
+    with_article,
+)
 from agentevo.registry import nearest
+
+LISTS = (tuple, list, set, frozenset)
 
 
 def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetails) -> str:
     """One pydantic error of the entry at `place`, as `key: what is wrong; what is allowed`."""
-    key = ".".join(str(part) for part in error["loc"])
+    loc = error["loc"]
+    section, info, rest = _found(model, loc)
+    key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
-        guess = nearest(key, list(model.model_fields))
-        hint = f"; did you mean {guess}?" if guess else f"; it has {', '.join(model.model_fields)}"
+        known = list(section.model_fields)
+        guess = nearest(str(loc[-1]), known)
+        above = ".".join(str(part) for part in (*loc[:-1], ""))
+        hint = f"; did you mean {above}{guess}?" if guess else f"; it has {', '.join(known)}"
         return f"{place}.{key}: unknown key{hint}"
+    if error["type"] in ("value_error", "assertion_error"):
+        reason = str(error["ctx"]["error"])
+        return f"{place}.{key}: got {error['input']!r}; {reason}" if key else f"{place}: {reason}"
+    if info is None:
+        return f"{place}.{key}: {error['msg']}" if key else f"{place}: {error['msg']}"
     if error["type"] == "missing":
-        meaning = " ".join((model.model_fields[key].description or "").split())
-        return f"{place}.{key}: missing; {meaning}"
-    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    return f"{place}.{key}: got {error['input']!r}; {reason}" if key else f"{place}: {reason}"
+        return f"{place}.{key}: missing; {' '.join((info.description or '').split())}"
+    above = ".".join(str(part) for part in loc[: len(loc) - len(rest)])
+    return f"{place}.{above}{wrong_value(info, rest, error['input'])}"
+
+
+def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:
+    """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: where inside the
+    field's value it is, as pydantic says it."""
+    inside, wanted = "", info
+    for part in rest:
+        item = _item_type(wanted.annotation, part)
+        if item is None:
+            break  # which alternative of several pydantic speaks of
+        inside += f"[{part}]" if isinstance(part, int) else f".{part}"
+        wanted = FieldInfo.from_annotation(item)
+    words = with_article(type_in_words(wanted))
+    kinds = alternative_types(wanted.annotation)
+    guess = nearest(value, list(choices_of(wanted))) if isinstance(value, str) else None
+    hint = f" did you mean {guess}?" if guess else ""
+    advice = ""
+    if isinstance(value, str) and value.strip() and all(get_origin(one) in LISTS for one in kinds):
+        listed = f"[{', '.join(value.replace(',', ' ').split())}]"
+        is_plain = re.fullmatch(r"[\[\] ,\w./-]{1,80}", listed) is not None
+        advice = f", as in {listed}" if is_plain else ", in [brackets]"
+    elif str in kinds and isinstance(value, (bool, int, float)):
+        advice = ": write it in quotes"
+    elif not inside and not info.is_required():
+        advice = f" (default {as_yaml(info.get_default(call_default_factory=True))})"
+    return f"{inside}: got {as_yaml(value)};{hint} needs {words}{advice}"
+
+
+def _found(
+    model: type[pydantic.BaseModel], loc: tuple[int | str, ...]
+) -> tuple[type[pydantic.BaseModel], FieldInfo | None, tuple[int | str, ...]]:
+    """The innermost section on the way to a place, its field there, and what lies inside the
+    field's value."""
+    for depth, part in enumerate(loc):
+        info = model.model_fields.get(str(part))
+        inner = None if info is None else _section_of(info.annotation)
+        if info is None or inner is None or depth == len(loc) - 1:
+            return model, info, loc[depth + 1 :]
+        model = inner
+    return model, None, ()
+
+
+def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+    kinds = [kind for kind in alternative_types(annotation) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, pydantic.BaseModel)), None)
+
+
+def _item_type(annotation: Any, part: int | str) -> Any:
+    """The type of what a list holds, or a mapping under a name; None for anything else."""
+    for kind in alternative_types(annotation):
+        origin, arguments = get_origin(kind), get_args(kind)
+        if isinstance(part, int) and origin in LISTS and arguments:
+            is_like = origin is not tuple or Ellipsis in arguments
+            return arguments[0] if is_like else arguments[min(part, len(arguments) - 1)]
+        if isinstance(part, str) and origin in (dict, Mapping) and arguments:
+            return arguments[1]
+    return None

@@ -7,9 +7,11 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import pydantic
 from pydantic.fields import FieldInfo
 
 COUNTED = {
@@ -29,6 +31,15 @@ COUNTED = {
 """Nouns that are their own unit when they end a key's name, or stand in its docstring as `in
 tokens`."""
 SUFFIXES = {"s": "seconds", "gb": "GiB"}
+
+
+@dataclass(frozen=True)
+class InWords:
+    """Stands in `Annotated` and says what the type is called, where its own name is no word of a
+    recipe's."""
+
+    one: str
+    many: str
 
 
 def type_in_words(info: FieldInfo) -> str:
@@ -98,6 +109,8 @@ PLURALS = {
 
 
 def _alternatives(annotation: Any) -> str:
+    if (words := _said(annotation)) is not None:
+        return words.one
     return " or ".join(_name_of_type(kind) for kind in alternative_types(annotation))
 
 
@@ -109,6 +122,12 @@ def _or_null(annotation: Any) -> str:
     )
 
 
+def _said(annotation: Any) -> InWords | None:
+    """What an annotation says that it is called."""
+    extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((one for one in extras if isinstance(one, InWords)), None)
+
+
 def _name_of_type(kind: Any) -> str:
     if kind in SIMPLE_TYPES:
         return SIMPLE_TYPES[kind]
@@ -116,13 +135,17 @@ def _name_of_type(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
     if origin in (tuple, list, set, frozenset) and arguments:
+        if (words := _said(arguments[0])) is not None:
+            return f"list of {words.many}"
         item, limits = _alternatives(arguments[0]), _range_in_words(_annotated_limits(arguments[0]))
         number = "" if origin is not tuple or Ellipsis in arguments else f"{len(arguments)} "
         return f"list of {number}{PLURALS.get(item, item)}" + (
             f", each {', '.join(limits)}" if limits else ""
         )
-    if origin is dict or kind is dict:
-        return "mapping"
+    if origin in (dict, Mapping) or kind in (dict, Mapping):
+        return "mapping of names to texts" if arguments == (str, str) else "mapping"
+    if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+        return f"mapping with keys such as {next(iter(kind.model_fields), 'type')}"
     return typing.cast(str, getattr(kind, "__name__", str(kind)))
 
 
@@ -165,6 +188,21 @@ def unit_of(name: str, meaning: str, kinds: list[Any]) -> str:
         if word in COUNTED | {"seconds", "units", "bytes", "cells"}
     ]
     return stated[0] if stated else ""
+
+
+def choices_of(info: FieldInfo) -> tuple[str, ...]:
+    """The values that a field allows, where they can be listed."""
+    kinds = alternative_types(info.annotation)
+    if kinds == [bool]:
+        return ("true", "false")
+    return tuple(
+        str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
+    )
+
+
+def with_article(words: str) -> str:
+    """`a whole number, at least 1`; lists of choices and `true or false` take no article."""
+    return words if words.startswith(("one of", "true or false", "any value")) else f"a {words}"
 
 
 def on_one_line(text: str) -> str:

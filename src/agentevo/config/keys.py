@@ -16,7 +16,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -26,10 +26,12 @@ from agentevo.config import sources
 from agentevo.config.field_words import (
     alternative_types,
     as_yaml,
+    choices_of,
     item_types,
     on_one_line,
     type_in_words,
     unit_of,
+    with_article,
 )
 from agentevo.config.peer_keys import in_our_words
 from agentevo.errors import UnknownNameError
@@ -68,14 +70,17 @@ class Explanation:
 
 
 class ConfigKeys:
-    """Every dotted key below `root`, with explanations; built once per tree."""
+    """Every dotted key below `root`, with explanations; built once per tree. `prefix`: what stands
+    before each, such as `agent.tools.mcp.`."""
 
-    def __init__(self, root: type[pydantic.BaseModel], variants: Variants) -> None:
+    def __init__(
+        self, root: type[pydantic.BaseModel], variants: Variants, prefix: str = ""
+    ) -> None:
         self._variants = variants
         self._explanations: dict[str, list[Explanation]] = {}
         self._annotations: dict[str, list[Any]] = {}
         self._bounded: set[str] = set()
-        for explanation, annotation in _walk(root, variants, ""):
+        for explanation, annotation in _walk(root, variants, prefix):
             if "at most" in explanation.type or "below" in explanation.type:
                 self._bounded.add(explanation.key)
             same = self._explanations.setdefault(explanation.key, [])
@@ -181,7 +186,7 @@ class ConfigKeys:
         if kind == "missing":
             whole = known == len(parts)
             return (
-                f"{key}: missing; give {_with_article(self._explanation(key, chosen))}"
+                f"{key}: missing; give {with_article(self._explanation(key, chosen).type)}"
                 if whole
                 else self.wrong_value(key, value, chosen=chosen)
             )
@@ -210,7 +215,9 @@ class ConfigKeys:
         guess = nearest(value, list(explanation.choices)) if isinstance(value, str) else None
         hint = f" did you mean {guess}?" if guess else ""
         default = f" (default {explanation.default})" if explanation.default else ""
-        return f"{place}: got {as_yaml(value)};{hint} needs {_with_article(explanation)}{default}"
+        return (
+            f"{place}: got {as_yaml(value)};{hint} needs {with_article(explanation.type)}{default}"
+        )
 
     def kinds(self, key: str) -> list[Any]:
         """The types that a value of the key may have, those in a list or tuple for it; empty for an
@@ -305,16 +312,10 @@ def _walk_options(
 
 
 def _explain_field(key: str, info: FieldInfo) -> Explanation:
-    kinds = alternative_types(info.annotation)
-    choices = tuple(
-        str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)
-    )
-    if kinds == [bool]:
-        choices = ("true", "false")
     meaning = on_one_line(info.description or "")
     default = "" if info.is_required() else as_yaml(info.get_default(call_default_factory=True))
-    unit = unit_of(_leaf(key), meaning, kinds)
-    return Explanation(key, meaning, type_in_words(info), default, unit, choices)
+    unit = unit_of(_leaf(key), meaning, alternative_types(info.annotation))
+    return Explanation(key, meaning, type_in_words(info), default, unit, choices_of(info))
 
 
 def _section_model(annotation: Any) -> type[pydantic.BaseModel] | None:
@@ -360,14 +361,6 @@ def _leaf(key: str) -> str:
 
 def _parent(key: str) -> str:
     return key.rpartition(".")[0]
-
-
-def _with_article(explanation: Explanation) -> str:
-    """`a whole number, at least 1`; lists of choices and `true or false` take no article."""
-    words = explanation.type
-    if words.startswith(("one of", "true or false", "any value")):
-        return words
-    return f"a {words}"
 
 
 def _same_but_types(first: Explanation, second: Explanation) -> bool:

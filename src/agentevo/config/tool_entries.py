@@ -1,4 +1,4 @@
-"""An entry of `agent.tools`: which kinds there are."""
+"""An entry of `agent.tools`: which kinds there are, and how each may be written."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from agentevo.config.field_words import InWords
 from agentevo.config.mcp import MCPFileSection, MCPServerSection
-from agentevo.config.mcp_manager import MCPManagerSection
-from agentevo.config.tools import FunctionToolSection
+from agentevo.config.mcp_manager import PATH, MCPManagerSection
+from agentevo.config.tools import FunctionToolSection, ToolSection
 from agentevo.config.verl_tools import VerlToolsSection
+
+KINDS: Mapping[str, type[ToolSection]] = {
+    "function": FunctionToolSection,
+    "mcp": MCPServerSection,
+    "mcp_file": MCPFileSection,
+    "mcp_manager": MCPManagerSection,
+    "verl_tools": VerlToolsSection,
+}
+"""Type -> its section."""
 
 
 def with_type(given: Any) -> Any:
@@ -20,6 +30,22 @@ def with_type(given: Any) -> Any:
     if isinstance(given, Mapping) and "type" not in given:
         return {"type": "function", **given}
     return given
+
+
+def meant_type(entry: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Of an entry without a type that is no registered tool's: a key that says so, and the type
+    that is probably meant."""
+    if "type" in entry:
+        return None
+    if "command" in entry:
+        return "command", "mcp"
+    if "url" in entry:
+        is_manager = str(entry["url"]).rstrip("/").endswith(PATH)
+        return "url", "mcp_manager" if is_manager else "mcp"
+    if "file" in entry:
+        is_yaml = str(entry["file"]).endswith((".yaml", ".yml"))
+        return "file", "verl_tools" if is_yaml else "mcp_file"
+    return ("servers", "mcp_file") if "servers" in entry else None
 
 
 ToolEntry = Annotated[
@@ -32,5 +58,10 @@ ToolEntry = Annotated[
         Field(discriminator="type"),
     ],
     BeforeValidator(with_type),
+    InWords(
+        "name of a tool, or mapping with a type",
+        "names of tools (`agentevo list tools`), or of mappings with a type "
+        f"({', '.join(KINDS)}), such as [calculator, {{type: mcp, name: shop, command: ./shop}}]",
+    ),
 ]
 """An entry of `agent.tools`."""

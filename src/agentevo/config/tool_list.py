@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,14 @@ import pydantic
 
 from agentevo.config.agents import SECTIONS
 from agentevo.config.entry_problems import entry_problem
-from agentevo.config.mcp import MCPFileSection, MCPServerSection
-from agentevo.config.mcp_manager import MCPManagerSection
+from agentevo.config.mcp import MCPServerSection
 from agentevo.config.section import Section
 from agentevo.config.tasks import with_absolute_paths
-from agentevo.config.tool_entries import with_type
-from agentevo.config.tools import FunctionToolSection
-from agentevo.config.verl_tools import VerlToolsSection
+from agentevo.config.tool_entries import KINDS, meant_type, with_type
 from agentevo.registry import nearest
 
-_KINDS: dict[str, type[Section]] = {
-    "function": FunctionToolSection,
-    "mcp": MCPServerSection,
-    "mcp_file": MCPFileSection,
-    "mcp_manager": MCPManagerSection,
-    "verl_tools": VerlToolsSection,
-}
+SHOWN = ("read_only", "read_write")
+"""Keys of a sandbox with files and folders of the host."""
 
 
 def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -47,23 +40,42 @@ def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], 
 
 
 def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
+    meant = meant_type(entry) if isinstance(entry, Mapping) else None
+    if meant is not None:
+        key, kind = meant
+        return None, [
+            f"{place}: without a type it is a registered tool, which has no {key}: add type: {kind}"
+        ]
     options = with_type(entry)
     if isinstance(options, Section):
         return options, []
     if not isinstance(options, Mapping):
         return None, [f"{place}: got {entry!r}; needs the name of a tool, or a mapping with a type"]
     kind = options["type"]
-    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    model = KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
-        guess = nearest(kind, list(_KINDS)) if isinstance(kind, str) else None
+        guess = nearest(kind, list(KINDS)) if isinstance(kind, str) else None
         hint = f" did you mean {guess}?" if guess else ""
-        choices = ", ".join(_KINDS)
+        choices = ", ".join(KINDS)
         return None, [f"{place}.type: got {kind!r};{hint} choose one of {choices}"]
     options = with_absolute_paths(dict(options), ("cwd", "file"), folder)
     if model is MCPServerSection and options.get("command") and options.get("cwd") is None:
-        options["cwd"] = str(folder.resolve())
+        options = _beside(options, folder.resolve())
     try:
         model.model_validate(options)
     except pydantic.ValidationError as error:
         return None, [entry_problem(place, model, wrong) for wrong in error.errors()]
     return options, []
+
+
+def _beside(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A server that is started, with where it runs: in the recipe's folder; in a sandbox it has a
+    folder of its own, and the recipe's is where its program and the files for it are looked for."""
+    sandbox = options.get("sandbox")
+    if sandbox is None or sandbox is False:
+        return {**options, "cwd": str(folder)}
+    changed = {**options, "sandbox": with_absolute_paths(sandbox, SHOWN, folder)}
+    command = options["command"]
+    if isinstance(command, str) and os.path.dirname(command):
+        changed["command"] = str(folder / os.path.expanduser(command))
+    return changed

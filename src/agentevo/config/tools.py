@@ -63,7 +63,15 @@ class FunctionToolSection(ToolSection):
 
 Tool: TypeAlias = str | Mapping[str, Any] | Section | Callable[..., Any] | type
 """A tool by name, as an entry of `agent.tools`, or as a function or class."""
-tools: Registry[Any] = Registry("tools")
+PACKAGED: Mapping[str, str] = {
+    "booking": "agentevo.tool_servers.booking:BookingOffice",
+    "calculator": "agentevo.tool_servers.calculator:calculator",
+    "database": "agentevo.tool_servers.database:Database",
+    "files": "agentevo.tool_servers.files:Files",
+    "search": "agentevo.tools.search:Search",
+}
+"""The tools that ship with AgentEvo: known by name, imported when they are asked for."""
+tools: Registry[Any] = Registry("tools", PACKAGED)
 """Name -> function or class."""
 _cached: set[str] = set()
 """Names of those that were registered with cache=True."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import pydantic
 
-from agentevo.errors import ConfigError, described, shown
+from agentevo.errors import AgentEvoError, ConfigError, described, shown
 from agentevo.registry import Registry
 from agentevo.rewards.answers import find_answer, place_of
 from agentevo.rewards.baselines import Baselines
@@ -254,6 +254,10 @@ def make_reward(config: RewardConfig) -> Any:
     make: Any = item
     try:
         return make(config)
+    except ConfigError:
+        raise
+    except AgentEvoError as error:
+        raise ConfigError(f"rewards: {config.name}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"rewards: {config.name}: {item.__name__} can't be made of its options: "

@@ -48,6 +48,11 @@ MAX_RESULT = 2**20
 """Characters of a result; of a longer one head and tail are kept."""
 MAX_BODY = 4 * 2**20
 """Bytes of a request."""
+NO_TASK = (
+    "; no task was given, and these tools may need one: give it by `agentevo mcp inspect --task "
+    "JSON`, in the variable AGENTEVO_TASK of this server, or from a recipe (over HTTP with "
+    "send_task: true)"
+)
 
 
 class ToolServer:
@@ -165,13 +170,18 @@ class ToolServer:
                 # The SDK has no other way to hear of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
-            made = self._tools.session(task or self._task, seed)
+            told = task or self._task
+            opened.advice = (
+                "" if told.query or told.answer is not None or told.metadata else NO_TASK
+            )
+            made = self._tools.session(told, seed)
             opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
         assert opened.ready is not None
         try:
             return await asyncio.shield(opened.ready)
         except Exception as error:  # of a task that is none, or a user's constructor
-            why = str(error) if isinstance(error, AgentEvoError) else described(error)
+            ours = isinstance(error, AgentEvoError)
+            why = str(error) if ours else f"{described(error)}{opened.advice}"
             raise MCPError(INTERNAL_ERROR, f"{self._section.name}: {why}") from error
 
     async def _end(self, name: str) -> None:
@@ -187,6 +197,8 @@ class _Opened:
     def __init__(self) -> None:
         self.stack = AsyncExitStack()
         self.ready: asyncio.Future[ToolSession] | None = None
+        self.advice = ""
+        """What the end of a message says where the tools can't be made."""
 
 
 class _Door:

@@ -24,13 +24,14 @@ from typing import Any
 import pydantic
 
 from agentevo.config.agents import is_async
+from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import OwnThread, run_in_thread
-from agentevo.errors import ConfigError, ToolUnavailableError, described
+from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, described
 from agentevo.event_loop import in_thread
 from agentevo.rewards.returned import plain_number
-from agentevo.tools.signature import Signature
+from agentevo.tools.signature import Signature, checked_options
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Task
@@ -49,7 +50,10 @@ class FunctionTools:
         self._limit_s = section.timeout_s
         self._ending: set[OwnThread] = set()
         self._told = set[type]()
-        self._item = tools.get(section.name)
+        try:
+            self._item = tools.get(section.name)
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{error}{OF_YOUR_OWN}") from None
         self._options = dict(section.options)
         self._function: _Function | None = None
         if not inspect.isclass(self._item):
@@ -70,6 +74,7 @@ class FunctionTools:
             for name, method in public_methods(self._item).items()
         }
         self._takes = _constructor(section.name, self._item, self._options)
+        self._options = checked_options(section.name, self._item, self._options)
 
     @property
     def has_outcome(self) -> bool:

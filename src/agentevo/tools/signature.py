@@ -17,12 +17,15 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import docstring_parser
 import pydantic
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
+from agentevo.config.entry_problems import wrong_value
 from agentevo.errors import ConfigError, ToolArgumentsError
 from agentevo.tools.tool import ToolSpec, ordered_schema
 
@@ -65,6 +68,31 @@ class Signature:
             for name, field in type(checked).model_fields.items()
             if name in checked.model_fields_set
         }
+
+
+def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a class of tools by its constructor's type hints, converted as arguments of
+    calls are; one without a hint that pydantic knows stays as it is. Raises ConfigError."""
+    constructor = inspect.unwrap(item.__init__)  # type: ignore[misc]
+    hints = getattr(constructor, "__annotations__", {})
+    checked = dict(options)
+    for key in options.keys() & hints.keys():
+        alone = SimpleNamespace(__annotations__={key: hints[key]})
+        try:
+            hint = typing.get_type_hints(alone, constructor.__globals__, include_extras=True)[key]
+            adapter = pydantic.TypeAdapter[Any](hint)
+        except (AttributeError, TypeError, NameError, pydantic.errors.PydanticUserError):
+            continue  # a type that is imported for type checkers alone, or none of pydantic's
+        try:
+            checked[key] = adapter.validate_python(options[key])
+        except pydantic.ValidationError as error:
+            wrong = error.errors()[0]
+            info = FieldInfo.from_annotation(hint)
+            raise ConfigError(
+                f"the tool {name!r}: {item.__name__}: the option {key}"
+                f"{wrong_value(info, wrong['loc'], wrong['input'])}"
+            ) from None
+    return checked
 
 
 def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[pydantic.BaseModel]:

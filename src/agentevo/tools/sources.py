@@ -14,7 +14,6 @@ from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError, SandboxError
 from agentevo.sandbox.programs import sandboxed
-from agentevo.tools import search as search  # registers it
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.mcp_connection import Server
 from agentevo.tools.mcp_file import read_servers
