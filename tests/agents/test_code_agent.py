@@ -179,11 +179,14 @@ def test_files_are_kept_as_they_were_before_the_sandbox_was_lost(played):
 def test_what_does_not_fit_is_left_out(played):
     code = "for name in 'abc': open(name, 'wb').write(bytes(600 if name != 'b' else 100))"
     again = "import os; os.remove('a'); os.symlink('/etc/passwd', 'd'); open('c', 'w').write('!')"
-    played(block(code), "Done.", keep_files_kib=1)
+    outcome, _, _ = played(block(code), "Done.", keep_files_kib=1)
     assert {name: len(one) for name, one in played.kept.items()} == {"a": 600, "b": 100}
-    played(block(code), block(again), "Done.", keep_files_kib=1)
+    assert outcome.metrics["num_files_left_out"] == 1
+    outcome, _, _ = played(block(code), block(again), "Done.", keep_files_kib=1)
+    assert outcome.metrics["num_files_left_out"] == 0, "c fits now"
     assert {name: len(one) for name, one in played.kept.items()} == {"b": 100, "c": 1}
-    played(block(code), "Done.", keep_files_kib=0)
+    outcome, _, _ = played(block(code), "Done.", keep_files_kib=0)
+    assert outcome.metrics["num_files_left_out"] == 3
     assert played.kept == {}
 
 

@@ -38,10 +38,11 @@ ORDERS = (
 PRICES = ("CREATE TABLE prices (price REAL)", "INSERT INTO prices VALUES (0.1), (0.2)")
 
 
-def judged(files, state=STATE, **options):
+def judged(files, state=STATE, num_left_out=0, **options):
     scoring = Scoring([SqliteStateConfig(name="sqlite_state", **options)])
     metadata = {} if state is None else {"expected_state": state}
-    attempt = Trajectory(id="t#0", task_id="t", group_id="t", files=files)
+    metrics = {"num_files_left_out": float(num_left_out)}
+    attempt = Trajectory(id="t#0", task_id="t", group_id="t", files=files, metrics=metrics)
     task = Task(id="t", metadata=metadata)
     (found,) = run_coroutine(scoring.score([attempt], [True], {}, task=task))
     return found
@@ -55,6 +56,15 @@ def test_all_that_is_expected_has_to_be_so(database):
     assert judged(half, partial=True).reward == 0.5
     assert judged({"x.db": database(*PRICES)}, {**STATE, "file": "y.db"}).reward == 0.0
     assert judged({}).reward == 0.0, "an attempt that leaves no database"
+
+
+def test_a_database_that_may_have_been_left_out_is_a_failed_score(database):
+    whole = {"x.db": database(*ORDERS, *PRICES)}
+    assert judged(whole, num_left_out=1).reward == 1.0, "another file was"
+    wal = {"x.db": database("PRAGMA journal_mode=WAL", *ORDERS)}
+    for files in ({}, {"a.txt": b""}, wal):
+        found = judged(files, num_left_out=2)
+        assert found.status == "failed" and "agent.keep_files_kib" in found.error
 
 
 def test_the_order_of_rows_counts_where_it_is_asked_for(database):

@@ -56,6 +56,12 @@ class AttemptFiles:
         """Raises ConfigError for files of a task that have another form."""
         self._given, self._policy, self._limit = given_files(task), policy, limit
         self._are_there = False
+        self._left_out: set[str] = set()
+
+    @property
+    def num_left_out(self) -> int:
+        """How many files the code has left that are not kept as they are."""
+        return len(self._left_out)
 
     @property
     def announcement(self) -> str:
@@ -84,20 +90,24 @@ class AttemptFiles:
     async def keep(self, sandbox: Sandbox, changed: tuple[str, ...]) -> None:
         """Keeps those that have changed as they are now, in the order of their paths as far as the
         limit goes. A sandbox that can't give them costs the files alone."""
-        if not self._limit or not changed:
+        if not changed:
+            return
+        if not self._limit:
+            self._left_out.update(changed)
             return
         async with record_call("sandbox", "keep_files") as call:
             try:
                 left_out = await self._read(sandbox, changed)
                 call.note(files=len(self._policy.files), files_left_out=left_out)
             except SandboxError as error:
+                self._left_out.update(changed)
                 call.outcome("failed", str(error))
 
     async def _read(self, sandbox: Sandbox, changed: tuple[str, ...]) -> int:
         """Returns how many were left out."""
         sizes = await sandbox.files()
         kept = {path: one for path, one in self._policy.files.items() if path not in changed}
-        left_out, size = 0, sum(map(len, kept.values()))
+        left_out, size = set[str](), sum(map(len, kept.values()))
         for path in changed:
             if path not in sizes:
                 continue  # deleted
@@ -109,6 +119,7 @@ class AttemptFiles:
                     kept[path] = content
                     continue
                 size -= len(content)
-            left_out += 1
+            left_out.add(path)
         self._policy.keep_files(kept)
-        return left_out
+        self._left_out = self._left_out.difference(changed) | left_out
+        return len(left_out)

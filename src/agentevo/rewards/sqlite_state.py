@@ -2,7 +2,7 @@
 the task's row expects of it.
 
 The database is one of the files that the trajectory keeps (agent.keep_files_kib of the code agent,
-`Policy.keep_files`). It comes from the policy's code, so a sandbox opens it; what its queries give
+`Policy.keep_files`); where it may be one of those that were left out, the score fails. It comes from the policy's code, so a sandbox opens it; what its queries give
 is compared outside.
 """
 
@@ -26,6 +26,10 @@ SANDBOX: dict[str, JsonValue] = {"output_kib": 4096, "max_sandboxes": 8}
 ENDINGS = (".db", ".sqlite", ".sqlite3")
 MOST_ROWS = 10_000
 """Rows that one query may give."""
+LEFT_OUT = "num_files_left_out"
+"""The metric of attempts that says how many of their files were not kept."""
+WAL_MODE = 18, 2
+"""Where a database's header says that its newest rows may be in a -wal, and how."""
 BESIDE = ("-wal", "-journal")
 """What SQLite keeps beside a database that was not closed."""
 _FORM = (
@@ -101,6 +105,7 @@ class SqliteState:
         files = trajectory.files
         if file is None:
             file = next((path for path in files if path.endswith(ENDINGS)), None)
+        _check_kept(trajectory, file)
         if file is None or file not in files:
             return Score(0.0)
         spec = {
@@ -123,6 +128,20 @@ class SqliteState:
         right = sum(_is_so(rows, one) for rows, one in zip(told, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)
+
+
+def _check_kept(trajectory: Trajectory, file: str | None) -> None:
+    """Raises ValueError where files were left out, and the database, or the newest of its rows, may
+    be among them."""
+    num_left_out = int(trajectory.metrics.get(LEFT_OUT, 0))
+    content = trajectory.files.get(file or "")
+    place, mode = WAL_MODE
+    has_wal = content is not None and content[place : place + 1] == bytes([mode])
+    if num_left_out and (content is None or (has_wal and f"{file}-wal" not in trajectory.files)):
+        raise ValueError(
+            f"the database can't be judged: {num_left_out} of the attempt's files were not kept, "
+            "and it may be among them: raise agent.keep_files_kib"
+        )
 
 
 def _told(stdout: str, number: int) -> list[Any]:
