@@ -50,7 +50,10 @@ from agentevo.errors import AgentEvoError, ConfigError
             ["eval", "small.yaml", "evaluation.task=3"],
             "override: evaluation.task: unknown key; did you mean evaluation.tasks?",
         ),
-        (["eval", "nothing-like-it"], "no recipe is called 'nothing-like-it'"),
+        (["eval", "nothing-like-it"], "is called 'nothing-like-it': give a recipe (coins, "),
+        (["eval", "smollm2-135m-instuct"], "did you mean 'smollm2-135m-instruct'?"),
+        (["eval", "tiny"], "a model alone has no tasks: give --tasks FILE"),
+        (["score", "nothing-like-it"], "there is no such folder: give a folder that"),
         (["doctor", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
         (["config", "show", "small.yaml", "trainer.stps=1"], "override: trainer.stps: unknown key"),
         (

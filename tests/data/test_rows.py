@@ -32,6 +32,10 @@ def test_lines_with_their_numbers_and_broken_ones_between_good_ones(tmp_path):
         ("4", "not_utf8"),
         ("5", {"n": "é"}),
     ]
+    path.write_text('{"n": 1\n{"n": x}\n')
+    cut, wrong = (str(row.value) for row in read_rows(str(path)))
+    assert cut.startswith("the line breaks off after 7 characters") and "line 2" not in cut
+    assert wrong.startswith("Expecting value at character 7 of the line")
 
 
 def test_a_line_of_endless_brackets_is_a_bad_row(tmp_path):

@@ -15,6 +15,7 @@ import agentevo
 from agentevo.cli.main import main
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import agents
+from agentevo.errors import ConfigError
 from agentevo.evaluation.results import ResultsFolder
 
 TASKS = [
@@ -81,6 +82,19 @@ def test_a_server_is_asked_each_task_and_judged(folder, capsys):
     assert {(body["model"], body["temperature"]) for body in asked} == {("adder", 0.0)}
     assert [line["answer"] for line in lines_of()] == ["2", "5", "7"]
     assert "66.7%" in capsys.readouterr().out
+
+
+def test_what_is_measured_is_said_before_it_is_played(folder, capsys, monkeypatch):
+    async def stopped(*args, **options):
+        raise ConfigError("stopped")
+
+    monkeypatch.setattr("agentevo.evaluation.evaluate.play", stopped)
+    with RemoteServer(adds) as server:
+        words = (server.base_url, "--tasks", "tasks.jsonl", "rewards=[numeric]", "--limit", "1")
+        evaluated(*words, code=2)
+    told = capsys.readouterr()
+    assert told.out.startswith("1 task, 1 attempt each, greedy, at most 512 tokens a turn")
+    assert told.err.startswith("--tasks: 3 of 3 rows are used")
 
 
 def test_the_tool_agent_plays_with_its_calls(folder, add_tool):
@@ -199,7 +213,10 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
     [
         (["{url}#other"], "serves no 'other': it has 'adder'"),
         (["http://127.0.0.1:9/v1#m"], "can't be reached"),
-        (["nothing-like-it"], "no recipe is called 'nothing-like-it'"),
+        (
+            ["nothing-like-it"],
+            "could be measured is called 'nothing-like-it': give a recipe (coins, ",
+        ),
         (["{url}", "--tasks", "nowhere.jsonl"], "does not exist"),
         (["{url}", "-k", "0"], "give 1 to"),
         (["{url}", "-k", "2", "--temperature", "0"], "all the same"),

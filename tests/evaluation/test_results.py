@@ -56,9 +56,9 @@ def test_half_a_line_is_none_and_spoils_no_other(tmp_path):
 
 def test_another_evaluation_is_not_gone_on_with(tmp_path):
     folder = made(tmp_path)
-    folder.check_same(settings())
-    with pytest.raises(ConfigError, match="begun with another attempts"):
-        folder.check_same(settings(attempts=4))
+    folder.go_on(settings(), TASKS)
+    with pytest.raises(ConfigError, match="begun with attempts = 2, .* go on with attempts = 4"):
+        folder.go_on(settings(attempts=4), TASKS)
     with pytest.raises(ConfigError, match="has an evaluation already"):
         folder.check_new()
     (folder.path / "tasks.jsonl").write_text(json.dumps({"id": "c"}) + "\n")
@@ -72,6 +72,28 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         ResultsFolder(tmp_path).check_new()
     with pytest.raises(ConfigError, match="no folder of an evaluation"):
         ResultsFolder(tmp_path).settings()
+    with pytest.raises(ConfigError, match="there is no such folder: give"):
+        ResultsFolder(tmp_path / "nothing").settings()
+
+
+def test_a_process_that_is_killed_as_it_begins_leaves_what_can_be_gone_on_with(
+    tmp_path, monkeypatch
+):
+    class Killed(BaseException):
+        pass
+
+    def killed(*args):
+        raise Killed
+
+    folder = ResultsFolder(tmp_path)
+    (tmp_path / ".eval.json.tmp").write_text("{")
+    folder.check_new()
+    monkeypatch.setattr(ResultsFolder, "_write_tasks", killed)
+    with pytest.raises(Killed):
+        folder.begin(settings(), TASKS)
+    monkeypatch.undo()
+    folder.go_on(settings(), TASKS)
+    assert folder.tasks() == TASKS
 
 
 def test_a_file_is_no_folder_of_results(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from agentevo.agents.single_turn import SingleTurnAgent
 from agentevo.config import build_config
-from agentevo.config.agents import SingleTurnSection
+from agentevo.config.agents import CodeAgentSection, SingleTurnSection
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError
 from agentevo.data.messages import messages_of
@@ -135,6 +135,19 @@ def test_every_row_is_used_or_accounted_for_and_none_is_in_both_halves(tmp_path)
         read_tasks(TasksSection(train=str(train), allow_bad_rows=False))
     with pytest.raises(ConfigError, match=r"tasks\.train: no row is a task"):
         read_tasks(TasksSection(train=lines(tmp_path / "bad.jsonl", {"bad": 1})))
+
+
+def test_files_that_the_code_agent_could_not_be_given_are_a_bad_row(tmp_path):
+    cells = [{"a/b.txt": "1"}, {"../x": ""}, ["a"], {"large": "x" * (9 * 2**20)}]
+    path = lines(
+        tmp_path / "t.jsonl", *[{"query": f"{n}?", "files": c} for n, c in enumerate(cells)]
+    )
+    section = TasksSection(train=path)
+    given = read_tasks(section, CodeAgentSection())
+    assert [task.query for task in given.train] == ["0?"]
+    assert given.reports[0].counts() == {"unknown_form": 3}
+    assert "'../x' is none below a folder" in given.reports[0].bad[0].detail
+    assert len(read_tasks(section).train) == 4, "to others it is a column like any"
 
 
 def config_of(folder, train, **sections):

@@ -174,7 +174,11 @@ def test_convert_names_each_bad_row_with_its_line(tmp_path, capsys):
         (f"{source}:3", "duplicate_task"),
         (f"{source}:4", "unknown_form"),
     ]
-    assert "2 tasks written" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "2 tasks written" in told.out
+    lines(source, {"id": "a", "ask": "1?"})
+    assert main(["data", "convert", str(source), str(out)]) == 2
+    assert "rename the column that has it to query" in capsys.readouterr().err
 
 
 def test_verls_parquet_there_and_back(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,14 +129,18 @@ def score(
     """Score kept attempts again by other rewards, without playing."""
     from agentevo.evaluation.score import score as scored
 
-    _show(scored(folder, overrides or [], out, _note), as_json)
+    summary = scored(folder, overrides or [], out, _note)
+    if not as_json:
+        _show_heading(summary)
+    _show(summary, as_json)
 
 
 def _measure(what: Any, as_json: bool) -> None:
     from agentevo.evaluation.evaluate import check_attempts
     from agentevo.evaluation.evaluate import evaluate as measured
 
-    summary = measured(what, _note, _progress)
+    begin = {} if as_json else {"begin": _show_heading}
+    summary = measured(what, _note, _progress, **begin)
     _show(summary, as_json)
     check_attempts(summary)
 
@@ -147,16 +152,21 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
     if as_json:
         print(json.dumps(summary, indent=1, sort_keys=True))
-        return
-    tasks, attempts = summary["num_tasks"], summary["attempts"]
-    drawn = "greedy" if summary["temperature"] == 0 else f"temperature {summary['temperature']:g}"
-    rewards = ", ".join(one.get("label") or one["name"] for one in summary["rewards"])
+    else:
+        print(table(summary))
+
+
+def _show_heading(measured: Mapping[str, Any]) -> None:
+    tasks, attempts = measured["num_tasks"], measured["attempts"]
+    drawn = "greedy" if measured["temperature"] == 0 else f"temperature {measured['temperature']:g}"
+    rewards = ", ".join(one.get("label") or one["name"] for one in measured["rewards"])
     judged = f", judged by {rewards}" if rewards else ""
     print(
-        f"{tasks} tasks, {attempts} attempt{'s' if attempts > 1 else ''} each, {drawn}, at most "
-        f"{summary['sampling']['max_new_tokens']} tokens a turn; {summary['agent']['type']}{judged}"
+        f"{tasks} task{'s' * (tasks != 1)}, {attempts} attempt{'s' * (attempts != 1)} each, "
+        f"{drawn}, at most {measured['sampling']['max_new_tokens']} tokens a turn; "
+        f"{measured['agent']['type']}{judged}",
+        flush=True,
     )
-    print(table(summary))
 
 
 def _note(line: str) -> None:
@@ -208,7 +218,9 @@ def _evaluate_run(run_dir: Path, overrides: list[str], checkpoint: str) -> None:
 
 def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: str) -> None:
     from agentevo.config import load_config
+    from agentevo.evaluation.contestants import check_word
 
+    check_word(recipe)
     config = load_config(recipe, overrides)
     from agentevo.api.run import evaluate_model
     from agentevo.observability import LiveView

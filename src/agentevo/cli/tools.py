@@ -117,7 +117,7 @@ def _of(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]
             f"{recipe}: agent.type={config.agent.type} has no tools: give a recipe whose "
             "agent.tools lists some"
         )
-    tasks = read_tasks(config.tasks).train if config.tasks.train else []
+    tasks = read_tasks(config.tasks, config.agent).train if config.tasks.train else []
     return sections, tasks[0] if tasks else Task(id="test")
 
 

@@ -127,7 +127,17 @@ def _parsed_line(line: bytes) -> Any:
     try:
         return parse_json(text)
     except ParseError as error:
-        return RowError("not_json", f"{error}: write one JSON object a line")
+        return RowError("not_json", f"{_in_line(error, text)}: write one JSON object a line")
+
+
+def _in_line(error: ParseError, text: str) -> str:
+    """What is wrong, and where in the line: that of the file is told beside it."""
+    cause = error.__cause__
+    if not isinstance(cause, json.JSONDecodeError):
+        return str(error)
+    if cause.pos >= len(text.rstrip()):
+        return f"the line breaks off after {len(text.rstrip())} characters ({cause.msg})"
+    return f"{cause.msg} at character {cause.pos + 1} of the line"
 
 
 def _read_array(path: Path) -> Iterator[Row]:

@@ -56,7 +56,7 @@ async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[C
 def _first_task(config: RunConfig) -> Task:
     """What tools are opened for; doctor says elsewhere what is wrong with the tasks."""
     with suppress(AgentEvoError):
-        if config.tasks.train and (tasks := read_tasks(config.tasks).train):
+        if config.tasks.train and (tasks := read_tasks(config.tasks, config.agent).train):
             return tasks[0]
     return Task(id="doctor")
 

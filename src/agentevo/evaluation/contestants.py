@@ -23,11 +23,14 @@ from typing import Any
 from agentevo.config import RunConfig, build_config, load_config, sources
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.sections import ModelSection
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.models.resolve import HUB, HUB_NAME, resolve
+from agentevo.registry import nearest
 from agentevo.remote_models.served import check_served, served_models
 from agentevo.runs.folder import is_run_folder, run_config
 
+TINY = "tiny"
+"""The model that is made on the spot."""
 MAX_NEW_TOKENS = 512
 """Longest reply of a model that is given without a recipe, where nothing says otherwise."""
 
@@ -77,7 +80,7 @@ def find_contestants(
                     "agents.NAME.remote"
                 )
             check_served(one.remote, one.config.remote_models[one.remote])
-        elif one.checkpoint is None and one.config.model.name != "tiny":
+        elif one.checkpoint is None and one.config.model.name != TINY:
             resolve(one.config.model.name)
     return found
 
@@ -90,10 +93,12 @@ def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contes
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         return Contestant(word, load_config(word, overrides, needs_environment=not tasks))
     if not (_is_url(word) or is_model(word) or _names_remote_model(word, overrides)):
-        sources.find_recipe(word)  # says what there is
+        check_word(word)
     tree: dict[str, Any] = {"sampling": {"max_new_tokens": MAX_NEW_TOKENS}}
     if tasks:
         tree |= {"tasks": {"train": list(tasks)}}
+    elif not any(one.startswith(("environment", "tasks", "agent")) for one in overrides):
+        raise ConfigError(f"{word}: a model alone has no tasks: give --tasks FILE, or environment=")
     config = build_config(tree, overrides, where=word, needs_environment=not tasks)
     return _other(word, config)
 
@@ -187,7 +192,25 @@ def is_model(word: str) -> bool:
     is_hub = word.startswith(HUB) or (
         HUB_NAME.fullmatch(word) and not os.path.exists(folder.parent)
     )
-    return is_folder or word in known_models.names() or bool(is_hub)
+    return is_folder or word in (*known_models.names(), TINY) or bool(is_hub)
+
+
+def check_word(word: str) -> None:
+    """Raises ConfigError for what is no recipe either."""
+    from agentevo.models.known import known_models
+
+    try:
+        sources.find_recipe(word)
+    except UnknownNameError:
+        recipes, models = sources.recipe_names(), [*known_models.names(), TINY]
+        guess = nearest(word, [*recipes, *models])
+        raise UnknownNameError(
+            f"nothing that could be measured is called {word!r}: "
+            f"{f'did you mean {guess!r}? ' if guess else ''}give a recipe ({', '.join(recipes)}, "
+            "or the path of a .yaml file), the folder of a run or of a model, a known model "
+            f"({', '.join(models)}), one of the hub (ORG/NAME), a name of remote_models, or a "
+            "server as URL#MODEL"
+        ) from None
 
 
 def _names_remote_model(word: str, overrides: Sequence[str]) -> bool:

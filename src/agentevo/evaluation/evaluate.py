@@ -53,9 +53,11 @@ def evaluate(
     what: Evaluation,
     note: Callable[[str], None],
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+    begin: Callable[[Mapping[str, Any]], None] = lambda settings: None,
 ) -> dict[str, Any]:
-    """Plays, and gives the summary. Raises ConfigError before anything is created, and
-    AttemptsFailedError where every attempt of a model has failed, when all is written."""
+    """Plays, and gives the summary. `begin` hears what is measured, before it is played. Raises
+    ConfigError before anything is created, and AttemptsFailedError where every attempt of a model
+    has failed, when all is written."""
     if not 1 <= what.attempts <= MAX_ATTEMPTS:
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
@@ -78,11 +80,12 @@ def evaluate(
     with nullcontext() if folder is None else folder.locked():
         kept: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
-            folder.check_same(settings)
+            folder.go_on(settings, tasks)
             kept = _kept(folder, what.retry_failed)
         elif folder is not None:
             folder.check_new()
             folder.begin(settings, tasks)
+        begin(settings)
         by_model = {
             one.label: run_coroutine(
                 play(

@@ -65,7 +65,7 @@ def find_tasks(
     section = TasksSection(
         train=tuple(files), fields=config.tasks.fields, allow_bad_rows=config.tasks.allow_bad_rows
     )
-    read = read_tasks(section)
+    read = read_tasks(section, config.agent, train_key="--tasks")
     names = source_names(section.train)
     of_each = [name for name, size in zip(names, read.sizes, strict=True) for _ in range(size)]
     sources = {task.id: name for task, name in zip(read.train, of_each, strict=True)}

@@ -1,6 +1,7 @@
 """The folder of an evaluation, from which an interrupted one goes on.
 
-    eval.json           what is measured: tasks, models, attempts, sampling; written first
+    eval.json           what is measured: tasks, models, attempts, sampling; written first: where
+                        nothing else is there yet, `--resume` goes on as well
     tasks.jsonl         the tasks, a line each
     trajectories.jsonl  every attempt whole, with its messages and tokens
     results.jsonl       a line for each attempt, see AttemptLine
@@ -31,6 +32,8 @@ from agentevo.types import Status, Task, Trajectory
 T = TypeVar("T")
 SETTINGS, TASKS, RESULTS = "eval.json", "tasks.jsonl", "results.jsonl"
 TRAJECTORIES, SUMMARY, LOCK = "trajectories.jsonl", "summary.json", "eval.lock"
+_BEGUN = f".{SETTINGS}.tmp"
+"""What is left of a process that was killed as it wrote SETTINGS."""
 REMEDY = "make room there, or make it writable, and go on with --resume"
 _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns of turns
 
@@ -108,7 +111,7 @@ class ResultsFolder:
                 "another --out"
             )
         try:
-            found = [one.name for one in self.path.iterdir() if one.name != LOCK]
+            found = [one.name for one in self.path.iterdir() if one.name not in (LOCK, _BEGUN)]
         except FileNotFoundError:
             return
         except OSError as error:
@@ -122,30 +125,44 @@ class ResultsFolder:
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
         """Writes what is measured."""
         with must_write(self.path, REMEDY):
-            lines = b"".join(msgspec.json.encode(task) + b"\n" for task in tasks)
-            write_atomic(self.path / TASKS, lines)
             write_atomic(self.path / SETTINGS, _json(settings), durable=True)
+            self._write_tasks(tasks)
 
-    def check_same(self, settings: dict[str, Any]) -> None:
-        """Raises ConfigError where the folder's evaluation is another one."""
+    def go_on(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
+        """Writes what a process that was killed at its beginning has not. Raises ConfigError where
+        the folder's evaluation is another one."""
         before = self.settings()
         changed = [key for key in settings if settings[key] != before.get(key)]
         if changed:
             key = changed[0]
+            was, now = (str(one)[:100] for one in (before.get(key), settings[key]))
             raise ConfigError(
-                f"{self.path}: what is to be resumed was begun with another {key} "
-                f"({str(before.get(key))[:100]}, now {str(settings[key])[:100]}): give the same "
-                "words as then, or another --out"
+                f"{self.path}: the evaluation there was begun with {key} = {was}, and is now asked "
+                f"to go on with {key} = {now}: give the same words as then, or another --out"
             )
+        if not (self.path / TASKS).exists():
+            with must_write(self.path, REMEDY):
+                self._write_tasks(tasks)
+
+    def _write_tasks(self, tasks: Sequence[Task]) -> None:
+        lines = b"".join(msgspec.json.encode(task) + b"\n" for task in tasks)
+        write_atomic(self.path / TASKS, lines, durable=True)
 
     def settings(self) -> dict[str, Any]:
         """What is measured there. Raises ConfigError."""
+        remedy = "give a folder that `agentevo eval --out FOLDER` has made"
+        if not self.path.is_dir():
+            raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
         try:
             found = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.path} is no folder of an evaluation, it has no {SETTINGS}: {remedy}"
+            ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path} is no folder of an evaluation (its {SETTINGS} can't be read: "
-                f"{error}): give one that `agentevo eval --out FOLDER` has made"
+                f"{self.path / SETTINGS} can't be read ({described(error)}): restore it, or "
+                f"{remedy}"
             ) from error
         if not isinstance(found, dict):
             raise ConfigError(f"{self.path / SETTINGS} is damaged: restore it")
@@ -153,6 +170,10 @@ class ResultsFolder:
 
     def tasks(self) -> list[Task]:
         """The tasks. Raises ConfigError."""
+        if not (self.path / TASKS).exists():
+            raise ConfigError(
+                f"{self.path} has no {TASKS} yet: let its evaluation go on (--resume)"
+            )
         found = list(_lines(self.path / TASKS, Task))
         if task_digest(found) != self.settings().get("tasks_digest"):
             raise ConfigError(

@@ -11,11 +11,14 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from agentevo.agents.attempt_files import given_files
 from agentevo.config import RunConfig
+from agentevo.config.agents import AgentSection, CodeAgentSection
 from agentevo.config.tasks import TaskFields, TasksSection
 from agentevo.data import RowError, RowReport, check_source
 from agentevo.data.conversation import check_text
@@ -56,24 +59,25 @@ class GivenTasks:
         return hashlib.sha256(msgspec.json.encode([self.train, self.held_out])).hexdigest()
 
 
-def read_tasks(section: TasksSection) -> GivenTasks:
-    """Raises ConfigError for sources that can't be read, without a usable row, or with a bad one
-    where that is not allowed."""
-    for key, sources in (("tasks.train", section.train), ("tasks.eval", section.eval)):
+def read_tasks(
+    section: TasksSection, agent: AgentSection | None = None, *, train_key: str = "tasks.train"
+) -> GivenTasks:
+    """Tasks that the `agent` can begin with. `train_key`: what messages call those to train on.
+    Raises ConfigError for sources that can't be read, without a usable row, or with a bad one where
+    that is not allowed."""
+    for key, sources in ((train_key, section.train), ("tasks.eval", section.eval)):
         for source in sources:
             check_source(source, key)
-    taken: dict[str, str] = {}
-    reports = [RowReport("tasks.train"), RowReport("tasks.eval")]
-    by_source = [_read(source, section.fields, reports[0], taken) for source in section.train]
+    reports = [RowReport(train_key), RowReport("tasks.eval")]
+    read = partial(_read, section.fields, {}, isinstance(agent, CodeAgentSection))
+    by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
-    held_out = [
-        task for source in section.eval for task in _read(source, section.fields, reports[1], taken)
-    ]
+    held_out = [task for source in section.eval for task in read(reports[1], source)]
     reports = [report for report in reports if report.rows]
     lines = [line for report in reports for line in report.lines()]
     if not train or (section.eval and not held_out):
-        which = "train" if not train else "eval"
-        raise ConfigError("\n".join([f"tasks.{which}: no row is a task", *lines]))
+        which = train_key if not train else "tasks.eval"
+        raise ConfigError("\n".join([f"{which}: no row is a task", *lines]))
     if any(report.bad for report in reports) and not section.allow_bad_rows:
         raise ConfigError("\n".join(["tasks: tasks.allow_bad_rows is false", *lines]))
     empty = [s for s, tasks in zip(section.train, by_source, strict=True) if not tasks]
@@ -82,8 +86,10 @@ def read_tasks(section: TasksSection) -> GivenTasks:
     return GivenTasks(train, held_out, reports, tuple(map(len, by_source)))
 
 
-def _read(source: str, fields: TaskFields, report: RowReport, taken: dict[str, str]) -> list[Task]:
-    """`taken`: id -> where the task of that id was read."""
+def _read(
+    fields: TaskFields, taken: dict[str, str], has_files: bool, report: RowReport, source: str
+) -> list[Task]:
+    """`taken`: id -> where the task of that id was read. `has_files`: the agent gets a task's."""
     tasks = []
     for row in read_rows(source):
         report.rows += 1
@@ -93,6 +99,8 @@ def _read(source: str, fields: TaskFields, report: RowReport, taken: dict[str, s
                 raise RowError(
                     "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"
                 )
+            if has_files:
+                _check_files(task)
         except RowError as error:
             report.add(row.where, error)
             continue
@@ -101,9 +109,18 @@ def _read(source: str, fields: TaskFields, report: RowReport, taken: dict[str, s
     return tasks
 
 
-def task_of(row: Any, fields: TaskFields, form: str = "auto") -> Task:
+def _check_files(task: Task) -> None:
+    try:
+        given_files(task)
+    except ConfigError as error:
+        raise RowError("unknown_form", str(error)) from error
+
+
+def task_of(
+    row: Any, fields: TaskFields, form: str = "auto", remedy: str = "set tasks.fields.{}"
+) -> Task:
     """One row as a task. `form`: whose columns these are (data/task_forms.py), where `fields` does
-    not name them. Raises RowError."""
+    not name them. `remedy`: for a row without a field. Raises RowError."""
     if isinstance(row, RowError):
         raise row
     if not isinstance(row, dict):
@@ -116,10 +133,10 @@ def task_of(row: Any, fields: TaskFields, form: str = "auto") -> Task:
             )
     is_named = fields.query is not None or fields.answer is not None
     columns, query_keys, answer_keys = PlainRow(dict(row)) if is_named else plain_row(row, form)
-    query = _take(columns, fields.query, query_keys, "query", needed=True)
-    answer = _take(columns, fields.answer, answer_keys, "answer")
-    name = _take(columns, fields.id, ID_KEYS, "id")
-    scorer = _take(columns, fields.scorer, SCORER_KEYS, "scorer")
+    query = _take(columns, fields.query, query_keys, "query", remedy, needed=True)
+    answer = _take(columns, fields.answer, answer_keys, "answer", remedy)
+    name = _take(columns, fields.id, ID_KEYS, "id", remedy)
+    scorer = _take(columns, fields.scorer, SCORER_KEYS, "scorer", remedy)
     metadata = columns
     if isinstance(query, list):
         metadata = {**columns, QUERY_MESSAGES: query}
@@ -172,7 +189,13 @@ def content_id(row: Any) -> str:
 
 
 def _take(
-    row: dict[str, Any], key: str | None, names: tuple[str, ...], what: str, *, needed: bool = False
+    row: dict[str, Any],
+    key: str | None,
+    names: tuple[str, ...],
+    what: str,
+    remedy: str,
+    *,
+    needed: bool = False,
 ) -> Any:
     """Takes a value out of the row: that of the named key, or of the first of `names` that the row
     has, a null being none if there is another. `what` is the field that it becomes."""
@@ -183,8 +206,8 @@ def _take(
         missing = key if key is not None else f"one of {', '.join(names)}"
         raise RowError(
             "unknown_form",
-            f"no {what}: it has no key {missing}, only {', '.join(map(str, row)) or 'none'}: set "
-            f"tasks.fields.{what}",
+            f"no {what}: it has no key {missing}, only {', '.join(map(str, row)) or 'none'}: "
+            f"{remedy.format(what)}",
         )
     return None
 

@@ -23,6 +23,8 @@ from agentevo.store.export import whole_file
 from agentevo.types import Task
 
 TRAIN, HELD_OUT = "train.jsonl", "eval.jsonl"
+RENAME = "rename the column that has it to {}"
+"""What is to be done with a row that has no such field."""
 GSM8K_SCORER = "numeric"
 """The reward of GSM8K's rows."""
 
@@ -34,7 +36,7 @@ def converted(source: str, read_form: str, form: str, report: RowReport) -> list
     for row in read_rows(source):
         report.rows += 1
         try:
-            task = task_of(row.value, TaskFields(), read_form)
+            task = task_of(row.value, TaskFields(), read_form, RENAME)
             if task.id in taken:
                 raise RowError(
                     "duplicate_task", f"{task.id!r} is the task of {taken[task.id]} already"

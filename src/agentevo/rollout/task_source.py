@@ -38,7 +38,7 @@ class TaskSource:
         self.read: GivenTasks | None = None
         """What the recipe's files or its agent gave, with the account of bad rows."""
         if given is None and config.tasks.given:
-            self.read = read_tasks(config.tasks)
+            self.read = read_tasks(config.tasks, config.agent)
         elif given is None and brings_tasks(config.agent.type):
             self.read = tasks_of_agent(config.agent)
         self._pool, self._held_out = self._split(given)
