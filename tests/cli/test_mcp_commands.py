@@ -88,3 +88,16 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
 def test_what_is_no_server_is_refused(words, problem, agentevo):
     code, _, err = agentevo("mcp", "inspect", *words)
     assert code == 2 and problem in err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["search", "corpus=no.jsonl", "--http"], "the corpus no.jsonl can't be read"),
+        (["files", "root=/nonexistent"], "'/nonexistent' is no folder"),
+        (["database", "file=no.db"], "give a database of SQLite"),
+    ],
+)
+def test_tools_that_could_not_be_made_are_not_served(words, problem, agentevo):
+    code, out, err = agentevo("mcp", "serve", *words)
+    assert (code, out) == (2, "") and problem in err and "serving" not in err

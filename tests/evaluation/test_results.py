@@ -57,7 +57,7 @@ def test_half_a_line_is_none_and_spoils_no_other(tmp_path):
 def test_another_evaluation_is_not_gone_on_with(tmp_path):
     folder = made(tmp_path)
     folder.go_on(settings(), TASKS)
-    with pytest.raises(ConfigError, match="begun with attempts = 2, .* go on with attempts = 4"):
+    with pytest.raises(ConfigError, match=r"begun with attempts = 2, .* go on with attempts = 4"):
         folder.go_on(settings(attempts=4), TASKS)
     with pytest.raises(ConfigError, match="has an evaluation already"):
         folder.check_new()

@@ -161,6 +161,14 @@ def test_many_rows_are_cut_and_bytes_are_named():
     assert world.query("SELECT name FROM goods").endswith("pear\n(only the first 1 rows are shown)")
 
 
+def test_a_schema_says_how_many_tables_it_leaves_out():
+    many = ";".join(f"CREATE TABLE t{number} (x)" for number in range(60))
+    lines = Database(task(setup=many)).schema().splitlines()
+    assert lines[-1] == "(the first 50 of 60: query sqlite_schema for the others)"
+    assert len(lines) == 51 and lines[49] == "CREATE TABLE t49 (x)"
+    assert len(Database(task(setup=many), max_rows=60).schema().splitlines()) == 60
+
+
 def test_a_file_is_copied_for_each_attempt(tmp_path):
     import sqlite3
 
@@ -171,7 +179,7 @@ def test_a_file_is_copied_for_each_attempt(tmp_path):
     first, second = (Database(task(), file=str(path)) for _ in range(2))
     first.execute("DELETE FROM goods")
     assert second.query("SELECT count(*) AS n FROM goods") == "n\n2"
-    with pytest.raises(EnvironmentFailure, match="can't be read"):
+    with pytest.raises(ConfigError, match="can't be read"):
         Database(task(), file=str(tmp_path / "none.db"))
     assert not (tmp_path / "none.db").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pydantic
 import pytest
 from mcp_manager import Manager
@@ -168,6 +169,15 @@ def test_a_node_that_is_gone_is_replaced_and_the_policy_is_told():
         assert manager.released == ["node1", "node2"]
         with pytest.raises(ToolUnavailableError, match="maximum container limit"):
             played([], **options, creator="greedy")
+
+
+def test_a_node_may_be_told_by_two_cookies(monkeypatch):
+    paths = [("set-cookie", f"node_id=n{path[1:]}; Path={path}") for path in ("/1", "/2")]
+    answers = httpx.MockTransport(lambda request: httpx.Response(200, headers=paths, json={}))
+    api = manager_api.ManagerAPI("m", None)
+    monkeypatch.setattr(api, "_client", lambda: httpx.AsyncClient(transport=answers))
+    made = asyncio.run(api.create("http://h", "i", None, 5.0))
+    assert made == ("n2", "http://h/container/n2/mcpapi")
 
 
 def test_a_node_that_is_made_for_nobody_any_more_is_released():

@@ -159,10 +159,11 @@ def serve(
         raise ConfigError("--host, --port and --api-key are for --http: add it, or leave them out")
     key = read_key(api_key, host) if http else None
     server = _tool_server(name, options or [], imports or [], timeout_s)
+    run_coroutine(server.check())
     if not http:
         run_coroutine(server.serve_stdio())
         return
-    listen(server.app(host, key), host, port, what=f"the tools {name}", path="/mcp")
+    listen(server.app(host, key), host, port, what=f"the tools {name}", path="/mcp", key=key)
 
 
 def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: float) -> ToolServer:

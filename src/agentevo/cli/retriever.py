@@ -44,4 +44,4 @@ def retriever(
     path_word(corpus)
     index = corpus_index(corpus, kind, model)
     app = Retriever(index, top_k=top_k, key=key)
-    listen(app, host, port, what=f"{corpus} ({kind})", path="/retrieve")
+    listen(app, host, port, what=f"{corpus} ({kind})", path="/retrieve", key=key)

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -69,6 +69,10 @@ class _Server(uvicorn.Server):
         self._listener, self._tls, self._limits = listener, tls, limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            self.should_exit = True
+            return
         admission = Admission(
             self._listener, self.config, self.server_state, self._tls, self._limits
         )
@@ -88,10 +92,13 @@ async def serving(
     close: Callable[[], Awaitable[None]],
     tls: ssl.SSLContext | None = None,
     limits: Limits | None = None,
+    lifespan: Literal["on", "off"] = "off",
+    max_header_bytes: int = MAX_HEADER_BYTES,
     **settings: Any,
 ) -> AsyncIterator[None]:
-    """Serves on the socket while the block runs, then awaits `close` and ends. `settings` are
-    uvicorn's. Raises EngineError if the server ends by itself."""
+    """Serves on the socket while the block runs, then awaits `close` and ends. `lifespan`: whether
+    the application is told of its start and end. `settings` are uvicorn's. Raises EngineError if
+    the server does not start."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -100,8 +107,8 @@ async def serving(
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            lifespan="off",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            lifespan=lifespan,
+            h11_max_incomplete_event_size=max_header_bytes,
             timeout_graceful_shutdown=GRACE_S,
             **settings,
         ),

@@ -2,8 +2,8 @@
 the task's row expects of it.
 
 The database is one of the files that the trajectory keeps (agent.keep_files_kib of the code agent,
-`Policy.keep_files`); where it may be one of those that were left out, the score fails. It comes from the policy's code, so a sandbox opens it; what its queries give
-is compared outside.
+`Policy.keep_files`); where it may be one of those that were left out, the score fails. It comes
+from the policy's code, so a sandbox opens it; what its queries give is compared outside.
 """
 
 from __future__ import annotations

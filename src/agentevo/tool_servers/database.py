@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config.tools import tool
-from agentevo.errors import EnvironmentFailure, ToolError
+from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.types import Task
 
 MAX_VALUE = 100_000
@@ -82,7 +82,8 @@ class Database:
         max_rows: int = 50,
         statement_timeout_s: float = 5.0,
     ) -> None:
-        """Raises EnvironmentFailure for a task whose SQL does not run."""
+        """Raises ConfigError for a `file` that is no database, EnvironmentFailure for a task whose
+        SQL does not run."""
         self._task, self._file = task, file
         self._max_rows, self._timeout_s = max_rows, statement_timeout_s
         self._connection, self._solved = self._made(), self._solution()
@@ -96,8 +97,15 @@ class Database:
 
     def schema(self) -> str:
         """Shows the tables, as the statements that made them."""
-        rows = self._run("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL", False)[1]
-        return "\n".join(str(sql) for (sql,) in rows) or "There are no tables."
+        listed = "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"
+        rows = self._run(f"{listed} LIMIT {self._max_rows}", False)[1]
+        ((number,),) = self._run(f"SELECT count(*) FROM ({listed})", False)[1]
+        lines = [str(sql) for (sql,) in rows]
+        if number > len(lines):
+            lines.append(
+                f"(the first {len(lines)} of {number}: query sqlite_schema for the others)"
+            )
+        return "\n".join(lines) or "There are no tables."
 
     def query(self, sql: str) -> str:
         """Reads the database.
@@ -149,7 +157,10 @@ class Database:
                     source.backup(connection)
                 source.close()
             except sqlite3.Error as error:
-                raise EnvironmentFailure(f"the database {path} can't be read: {error}") from error
+                raise ConfigError(
+                    f"the tool database: file: {path} can't be read ({error}): give a database of "
+                    "SQLite"
+                ) from error
         self._run_script(connection, "setup")
         return connection
 

@@ -1,26 +1,39 @@
-"""Serving an application over HTTP until the process is asked to stop."""
+"""Serving an application over HTTP until the process is asked to stop.
+
+Connections are admitted as the engine's are (inference/admission.py): whoever has not shown the
+key, or, without one, has not sent the headers of a request, is cut off after a few seconds. The
+body of a request has BODY_S, and a connection between two requests IDLE_S; how many there may be is
+bounded. Not bounded: how slowly an answer is taken.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from agentevo.console import to_stderr
 from agentevo.credentials import REFERENCE
-from agentevo.errors import ConfigError, EngineError
+from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.address import is_this_machine
-from agentevo.inference.http_server import open_socket, url_of
+from agentevo.inference.admission import Connection, Limits
+from agentevo.inference.http_server import open_socket, serving, url_of
 from agentevo.signals import LOOK_S, asked_to_stop
 
 MAX_HEADER_BYTES = 64 * 2**10
-MAX_CONNECTIONS = 2048
-GRACE_S = 2
-"""How long answers that are on their way get when the server ends, in seconds."""
+MAX_CONNECTIONS = 1024
+"""Of those that have shown the key, and of all others."""
+IDLE_S = 120.0
+"""How long a connection is kept that asks nothing more."""
+BODY_S = 30.0
+"""How long the body of a request may take to come."""
+BODY_BYTES = 8 * 2**20
+"""What is read of a body at once: the applications refuse longer ones."""
 
 
 def read_key(reference: str | None, host: str) -> str | None:
@@ -43,43 +56,93 @@ def read_key(reference: str | None, host: str) -> str | None:
     return key
 
 
-def listen(app: Any, host: str, port: int, *, what: str, path: str) -> None:
-    """Serves until the process is asked to stop, and says at which URL. Raises ConfigError where it
-    can't listen."""
+def listen(app: Any, host: str, port: int, *, what: str, path: str, key: str | None = None) -> None:
+    """Serves until the process is asked to stop, and says at which URL. `key`: what `app` has its
+    clients show. Raises ConfigError where it can't listen."""
     with open_socket(host, port) as listener, asked_to_stop() as stop:
         to_stderr(f"serving {what} at {url_of(listener)}{path}")
-        run_coroutine(serve_until(app, listener, stop))
+        run_coroutine(serve_until(app, listener, stop, key))
 
 
-async def serve_until(app: Any, listener: socket.socket, stop: Callable[[], bool]) -> None:
-    """Serves until `stop` says so. Raises EngineError if the server ends by itself."""
-    import uvicorn
+async def serve_until(
+    app: Any, listener: socket.socket, stop: Callable[[], bool], key: str | None = None
+) -> None:
+    """Serves until `stop` says so. Raises EngineError if the server does not start."""
 
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # they are the caller's
+    async def nothing_to_close() -> None: ...
 
-    server = Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    try:
+    settings: dict[str, Any] = {
+        "ws": "none",
+        "interface": "asgi3",
+        "timeout_keep_alive": int(IDLE_S),
+    }
+    async with serving(
+        _Guarded(app, key),
+        listener,
+        close=nothing_to_close,
+        limits=Limits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S),
+        lifespan="on",
+        max_header_bytes=MAX_HEADER_BYTES,
+        **settings,
+    ):
         while not stop():
-            if serving.done():
-                raise EngineError("the server has ended by itself") from serving.exception()
             await asyncio.sleep(LOOK_S)
-    finally:
-        server.should_exit = True
-        await asyncio.wait([serving])
+
+
+class _Guarded:
+    """The application behind the admission of connections; see the module."""
+
+    def __init__(self, app: Any, key: str | None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or not self._shows_key(scope):
+            await self._app(scope, receive, send)  # which refuses whoever has no key
+            return
+        connection: Connection = scope["state"]["connection"]
+        if not connection.admit():
+            await _refuse(send, 503, "too many connections: try again")
+            return
+        try:
+            try:
+                async with asyncio.timeout(BODY_S):
+                    come = await _read(receive)
+            except TimeoutError:
+                await _refuse(send, 408, f"the body has not come within {BODY_S:g} s")
+                return
+
+            async def received() -> Any:
+                return come.pop(0) if come else await receive()
+
+            await self._app(scope, received, send)
+        finally:
+            connection.leave()
+
+    def _shows_key(self, scope: Any) -> bool:
+        if self._key is None:
+            return True
+        shown = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(shown, f"Bearer {self._key}".encode())
+
+
+async def _read(receive: Any) -> list[Any]:
+    """The messages of a request's body, all of them unless it is longer than BODY_BYTES."""
+    messages, size = [], 0
+    while True:
+        message = await receive()
+        messages.append(message)
+        size += len(message.get("body", b""))
+        if not message.get("more_body") or size > BODY_BYTES:
+            return messages
+
+
+async def _refuse(send: Any, status: int, why: str) -> None:
+    body = json.dumps({"error": {"message": why}}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -66,6 +66,17 @@ class ToolServer:
         self._open: dict[str, _Opened] = {}
         self._told = set[str]()
 
+    async def check(self) -> None:
+        """Raises ConfigError for options that no session could begin with. What a task lacks is
+        told to whoever asks with it."""
+        try:
+            async with self._tools.session(self._task, self._seed):
+                pass
+        except ConfigError as error:
+            raise ConfigError(f"mcp serve {self._section.name}: {error}") from error
+        except Exception:  # noqa: BLE001 (it may be the task's, or take long)
+            return
+
     async def serve_stdio(self) -> None:
         """Until stdin ends."""
         from mcp.server.stdio import stdio_server

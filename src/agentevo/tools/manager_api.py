@@ -143,7 +143,9 @@ class ManagerAPI:
             raise ToolUnavailableError(
                 f"{self._name}: no node of {image} was made within {within_s:g} s"
             ) from None
-        node = response.cookies.get("node_id")
+        # There may be several, of other paths, where a proxy stands before the manager.
+        nodes = [one.value for one in response.cookies.jar if one.name == "node_id"]
+        node = nodes[-1] if nodes else None
         if response.status_code >= 400 or not node:
             raise ToolUnavailableError(
                 self._words(f"no node of {image} was made: {_said(response.status_code, body)}")

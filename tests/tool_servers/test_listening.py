@@ -1,0 +1,132 @@
+"""What serves tools over HTTP: whoever is slow, or only holds connections open, is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import pytest
+
+from agentevo.event_loop import run_coroutine
+from agentevo.inference import admission
+from agentevo.inference.http_server import open_socket
+from agentevo.tool_servers import listening
+
+REQUEST = b"POST /x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer %s\r\nContent-Length: 4\r\n\r\n"
+
+
+class Echo:
+    """Answers with the body, and hears of its start and end."""
+
+    def __init__(self):
+        self.heard = []
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "lifespan":
+            for event in ("startup", "shutdown"):
+                self.heard.append((await receive())["type"])
+                await send({"type": f"lifespan.{event}.complete"})
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+
+def served(ask, key=None):
+    """What `ask(port)` gives while the application is served."""
+    app, is_over = Echo(), asyncio.Event()
+
+    async def work():
+        listener = open_socket("127.0.0.1", 0)
+        serving = asyncio.ensure_future(listening.serve_until(app, listener, is_over.is_set, key))
+        try:
+            async with asyncio.timeout(60):
+                return await ask(listener.getsockname()[1])
+        finally:
+            is_over.set()
+            await serving
+
+    found = run_coroutine(work())
+    assert app.heard == ["lifespan.startup", "lifespan.shutdown"]
+    return found
+
+
+async def sent(port, *parts):
+    """All that comes back until the connection ends, and how long that took."""
+    begun = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    told = b""
+    try:
+        while part := await reader.read(2**16):
+            told += part
+    except ConnectionError:
+        pass
+    writer.close()
+    return told, time.monotonic() - begun
+
+
+def test_slow_headers_slow_bodies_and_silence_are_cut_off(monkeypatch):
+    monkeypatch.setattr(admission, "ADMISSION_S", 1.0)
+    monkeypatch.setattr(listening, "BODY_S", 1.0)
+    monkeypatch.setattr(listening, "IDLE_S", 1.0)
+    whole = REQUEST % b"sesame"
+
+    async def ask(port):
+        return await asyncio.gather(
+            sent(port),
+            sent(port, whole[:30]),
+            sent(port, whole, b"ab"),
+            sent(port, whole, b"abcd"),
+            sent(port, REQUEST % b"other", b"abcd"),
+        )
+
+    silent, headers, body, good, stranger = served(ask, key="sesame")
+    assert (silent[0], headers[0]) == (b"", b"")
+    assert b" 408 " in body[0] and b"has not come within 1 s" in body[0]
+    assert b" 200 " in good[0] and b"abcd" in good[0], "and kept for IDLE_S"
+    assert b" 200 " in stranger[0], "the application itself refuses a wrong key"
+
+
+def test_connections_are_bounded(monkeypatch):
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
+
+    async def ask(port):
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in held[:3]:
+            writer.write((REQUEST % b"")[:-2])
+        ends = [asyncio.ensure_future(reader.read(1)) for reader, _ in held]
+        num_ended = 0
+        for one in asyncio.as_completed(ends):
+            with suppress(ConnectionError):
+                await one
+            num_ended += 1
+            if num_ended == 17:
+                break
+        told, _ = await sent(
+            port, (REQUEST % b"").replace(b"Host", b"Connection: close\r\nHost"), b"abcd"
+        )
+        for one in ends:
+            one.cancel()
+        for _, writer in held:
+            writer.close()
+        return told
+
+    told = served(ask)
+    assert b" 200 " in told
+
+
+@pytest.mark.parametrize("size", [0, 3 * 2**20])
+def test_bodies_arrive_whole(size):
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size
+
+    async def ask(port):
+        return await sent(port, head, b"x" * size)
+
+    assert served(ask)[0].count(b"x") == size
