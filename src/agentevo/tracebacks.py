@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import agentevo
-from agentevo.errors import AgentEvoError, storable
+from agentevo.errors import AgentEvoError, ToolUnavailableError, storable
 
 MAX_FRAMES = 20
 MAX_CAUSES = 4
@@ -23,25 +23,35 @@ _INSTALLED = (
 def traceback_of(error: BaseException | None) -> str:
     """Where in a user's code it was raised, then what it came of; places in AgentEvo are left out,
     and of installed packages all but that which raised. Empty where that says no more than the
-    error's first line."""
+    error's first line, and for a server that is away, which is no code's fault."""
     if error is None:
         return ""
     parts: list[str] = []
+    is_infrastructure = isinstance(error, ToolUnavailableError)
     try:
         while error is not None and len(parts) < MAX_CAUSES:
+            is_infrastructure &= not _own_frames(error)
             parts.append(_one_traceback(error, is_cause=bool(parts)))
             error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     except Exception:  # noqa: BLE001 (a user's exception may break whatever looks at it)
+        return ""
+    if is_infrastructure:
         return ""
     if not parts[0] and not any("\n" in part for part in parts):
         return ""
     return "\n\nIt came of:\n\n".join(filter(None, parts))
 
 
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Those of a user's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [one for one in frames if not one.filename.startswith((_OURS, *_INSTALLED))]
+
+
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
+    own = _own_frames(error)
     if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
         own.append(theirs[-1])
     is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause

@@ -57,6 +57,7 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_turns(8, 4, 10, 10), "good", ""),
         (v.judge_turns(8, 5, 10, 10), "warning", "environment.max_actions"),
         (v.judge_turns(8, 8, 1, 1), "good", ""),
+        (v.judge_turns(8, 8, 4, None), "warning", "raise agent.max_turns"),
         (v.judge_format(10, 5, 0, "answer"), "good", ""),
         (v.judge_format(10, 6, 0, "answer"), "warning", "agent.system_prompt"),
         (v.judge_kv_cache(32, 100, 65536, 1e5, 256), "good", ""),

@@ -102,12 +102,10 @@ def test_connections_are_bounded(monkeypatch):
         for _, writer in held[:3]:
             writer.write((REQUEST % b"")[:-2])
         ends = [asyncio.ensure_future(reader.read(1)) for reader, _ in held]
-        num_ended = 0
-        for one in asyncio.as_completed(ends):
+        for number, one in enumerate(asyncio.as_completed(ends), start=1):
             with suppress(ConnectionError):
                 await one
-            num_ended += 1
-            if num_ended == 17:
+            if number == 17:
                 break
         told, _ = await sent(
             port, (REQUEST % b"").replace(b"Host", b"Connection: close\r\nHost"), b"abcd"

@@ -95,3 +95,18 @@ def plain_options(settings: list[str], example: str = "size=3") -> dict[str, Any
         except ParseError as error:
             raise ConfigError(f"{key}: {error}") from error
     return values
+
+
+def check_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call of a tool, as `--arguments` gives them. Raises ConfigError for what
+    is no JSON object."""
+    from agentevo.parsing import ParseError, parse_json
+
+    example = """write an object of JSON, such as '{"amount": 5}'"""
+    try:
+        given = parse_json(text)
+    except ParseError as error:
+        raise ConfigError(f"--arguments: {error}: {example}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"--arguments: this is no object: {example}")
+    return given

@@ -217,9 +217,10 @@ def _prepare_lesson(
         if not os.path.isdir(above):
             raise ConfigError(f"{above} is a file: give a folder")
     write_lesson(tool, folder, count=count - held_out, held_out=held_out, shown=shown, seed=seed)
+    trained = count - held_out
     to_stderr(
-        f"{count - held_out} tasks, {held_out} held out, and {shown} demonstrations written to "
-        f"{folder}"
+        f"{trained} task{'s' * (trained != 1)}, {held_out} held out, and {shown} demonstrations "
+        f"written to {folder}"
     )
 
 

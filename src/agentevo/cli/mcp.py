@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentevo.cli.arguments import Port
+from agentevo.cli.arguments import Port, check_arguments
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def inspect(
 
     if sum(one is not None for one in (call, prompt, resource)) > 1:
         raise ConfigError("--call, --prompt and --resource: give one of them")
+    check_arguments(arguments)
     section = _section(server)
     if prompt is not None:
         section = _with(section, prompt=prompt, prompt_arguments=_texts(arguments))
@@ -76,13 +77,8 @@ def inspect(
 
 def _texts(arguments: str) -> dict[str, str]:
     """Arguments of a prompt. Raises ConfigError."""
-    from agentevo.parsing import ParseError, parse_json
-
-    try:
-        given = parse_json(arguments)
-    except ParseError as error:
-        raise ConfigError(f"--arguments: {error}") from error
-    if not isinstance(given, dict) or not all(isinstance(one, str) for one in given.values()):
+    given = check_arguments(arguments)
+    if not all(isinstance(one, str) for one in given.values()):
         raise ConfigError("--arguments: those of a prompt are an object of texts")
     return given
 
@@ -228,6 +224,7 @@ def _section(words: list[str]) -> ToolSection:
 
     from agentevo.config.mcp import MCPFileSection, MCPServerSection
     from agentevo.config.mcp_manager import PATH, MCPManagerSection
+    from agentevo.tools.mcp_connection import UNNAMED
 
     first = words[0]
     try:
@@ -235,10 +232,10 @@ def _section(words: list[str]) -> ToolSection:
             return MCPManagerSection(url=first)
         if "://" in first:
             is_sse = first.rstrip("/").endswith("/sse")
-            return MCPServerSection(name="server", url=first, transport="sse" if is_sse else "http")
+            return MCPServerSection(name=UNNAMED, url=first, transport="sse" if is_sse else "http")
         if len(words) == 1 and first.endswith(".json"):
             return MCPFileSection(file=Path(first))
-        return MCPServerSection(name="server", command=first, args=tuple(words[1:]))
+        return MCPServerSection(name=UNNAMED, command=first, args=tuple(words[1:]))
     except pydantic.ValidationError as error:
         raise ConfigError(f"{first}: {error.errors()[0]['msg']}") from error
 

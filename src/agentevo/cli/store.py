@@ -90,7 +90,7 @@ def store_retry(target: StoreOf, wait: Wait = None) -> None:
     """Queue tasks again that were set aside (poison, failed), once what was wrong with them is
     mended."""
     count = _with_store(target, lambda store: store.queue_again(), wait)
-    print(f"{count:,} tasks queued again")
+    print(f"{count:,} task{'s' * (count != 1)} queued again")
 
 
 @stores.command("export")
@@ -109,7 +109,7 @@ def store_export(
     from agentevo.store import export_store
 
     count = _with_store(target, lambda store: export_store(store, out), wait)
-    print(f"{count:,} rows written to {out}")
+    print(f"{count:,} row{'s' * (count != 1)} written to {out}")
 
 
 @stores.command("import")

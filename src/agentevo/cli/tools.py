@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentevo.cli.arguments import Overrides
+from agentevo.cli.arguments import Overrides, check_arguments
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def try_tools(
 
     if arguments is not None and call is None:
         raise ConfigError("--arguments are those of one tool: name it by --call")
+    if arguments is not None:
+        check_arguments(arguments)
     sections, task = _of_file(recipe) if recipe.endswith(".json") else _of(recipe, overrides or [])
     num_broken = run_coroutine(_tested(sections, task, call, arguments, dry_run))
     if num_broken:
@@ -71,7 +73,7 @@ async def _tested(
         made = await _made(sections, task, call)
         if dry_run:
             for planned in made:
-                print(f"{planned.name}({planned.arguments})")
+                print(f"{planned.name}({planned.arguments}){_note(planned.name, sections)}")
             return 0
     else:
         made = [] if call is None else [ToolCall(call, str(arguments))]
@@ -82,6 +84,16 @@ async def _tested(
         print(f"{one.status:<9}{one.name}({one.arguments})  {one.seconds:.2f} s", flush=True)
         print("".join(f"    {line}\n" for line in text.splitlines()), end="")
     return num_broken
+
+
+def _note(name: str, sections: Sequence[ToolSection]) -> str:
+    """What is to be said of a tool that other recipes hide: a file has no key for it."""
+    from agentevo.config.mcp import MCPFileSection
+
+    is_file = any(isinstance(one, MCPFileSection) for one in sections)
+    if not is_file or name.rpartition("__")[2] != "outcome":
+        return ""
+    return "  (a recipe's entry of type mcp hides it from the policy, by `outcome: outcome`)"
 
 
 async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -> list[ToolCall]:

@@ -185,11 +185,15 @@ def judge_context(longest: int, worst_case: int, context_length: int) -> Check:
     return Check("context", "wrong" if longest >= context_length else "warning", finding, advice)
 
 
-def judge_turns(num_attempts: int, num_truncated: int, max_turns: int, max_actions: int) -> Check:
-    """`num_truncated`: attempts ended by a limit and not by the environment."""
+def judge_turns(
+    num_attempts: int, num_truncated: int, max_turns: int, max_actions: int | None
+) -> Check:
+    """`num_truncated`: attempts ended by a limit and not by the environment. `max_actions`: None
+    where no environment is acted in."""
+    more = "" if max_actions is None else f", at most {max_actions} actions"
     finding = (
         f"{num_truncated} of {num_attempts} attempts ended by a limit "
-        f"(agent.max_turns={max_turns}, at most {max_actions} actions)"
+        f"(agent.max_turns={max_turns}{more})"
     )
     if (
         num_truncated <= num_attempts / 2 or max_turns == 1
@@ -197,7 +201,7 @@ def judge_turns(num_attempts: int, num_truncated: int, max_turns: int, max_actio
         return Check("turns", "good", finding)
     advice = (
         "an untrained policy often runs into limits; if an optimal player needs more, raise "
-        "agent.max_turns or environment.max_actions"
+        f"agent.max_turns{' or environment.max_actions' if more else ''}"
     )
     return Check("turns", "warning", finding, advice)
 
@@ -208,8 +212,8 @@ def judge_format(
     """Turns that broke `agent.format`, and actions that the environment did not understand or
     allow."""
     finding = (
-        f"{num_format_errors:.0f} of {num_turns} turns break the format {answer_format!r}, "
-        f"{num_invalid_actions:.0f} actions are invalid"
+        f"{num_format_errors:.0f} of {num_turns} turn{'s' * (num_turns != 1)} break the format "
+        f"{answer_format!r}, {num_invalid_actions:.0f} actions are invalid"
     )
     share = num_format_errors / max(num_turns, 1)
     if share <= 0.5:

@@ -166,7 +166,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
             len(group),
             sum(trajectory.truncated for trajectory in group),
             config.agent.max_turns,
-            config.max_actions,
+            None if config.environment is None else config.max_actions,
         ),
     ]
     if isinstance(config.agent, EnvironmentAgentSection):

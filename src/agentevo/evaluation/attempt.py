@@ -118,8 +118,9 @@ class LiveAttempt:
             worth = f"reward {trajectory.reward:g}{f' ({parts})' if parts else ''}, {success}"
         ended = ", ended by a limit" if trajectory.truncated else ""
         who = f"{trajectory.agent}: " if trajectory.agent else ""
+        turns = len(trajectory.turns)
         self._line(
-            f"{who}{worth}{ended}; {len(trajectory.turns)} turns, {tokens:g} tokens, "
+            f"{who}{worth}{ended}; {turns} turn{'s' * (turns != 1)}, {tokens:g} tokens, "
             f"{duration(trajectory.duration_s)}"
         )
 

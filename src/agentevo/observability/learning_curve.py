@@ -220,7 +220,7 @@ def _annotate_before_after(
         )
     number = (summary.get("eval") or {}).get("n")
     if len(measured) > 1:
-        tasks = f" on {number} tasks" if number else ""
+        tasks = f" on {number} task{'s' * (number != 1)}" if number else ""
         text = f"held-out success {measured[0][1]:.0%} → {measured[-1][1]:.0%}{tasks}"
         if not_comparable([points[0][1]], [points[-1][1]]):
             text += " (not comparable)"

@@ -255,7 +255,7 @@ class LiveView:
         evaluations = read_evaluations(results)
         self._change(evaluations=tuple(evaluations))
         for result in evaluations:
-            number = "" if result.n is None else f", {result.n:.0f} tasks"
+            number = "" if result.n is None else f", {result.n:.0f} task{'s' * (result.n != 1)}"
             title = f"held-out evaluation at step {step}: {result.environment}{number}"
             if self._console is None:
                 rows = [("", "success", "reward"), *evaluation_rows(result)]

@@ -63,15 +63,16 @@ class Progress(msgspec.Struct):
         if self.step and not self.updates:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
             found.append(
-                f"This run has trained on no token in {self.step} steps, so its weights are those "
-                "that it began with" + (f" (dropped attempts: {why})." if why else ".")
+                f"This run has trained on no token in {self.step} step{'s' * (self.step != 1)}, "
+                "so its weights are those that it began with"
+                + (f" (dropped attempts: {why})." if why else ".")
             )
         if self.groups and self.groups == self.equal_groups:
             found.append(
-                f"In every one of {self.groups} groups all attempts had the same reward: there was "
-                "nothing to tell better ones by. `agentevo doctor` says what may help; a scorer "
-                "that always says the same, and a task that is too hard or too easy, look like "
-                "this."
+                f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
+                "the same reward: there was nothing to tell better ones by. `agentevo doctor` says "
+                "what may help; a scorer that always says the same, and a task that is too hard or "
+                "too easy, look like this."
             )
         if words := not_comparable(read_evaluations(self.before), read_evaluations(self.after)):
             found.append(words)

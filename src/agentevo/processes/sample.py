@@ -156,9 +156,11 @@ async def _sample(
         with closing(sampler):
             await _serve(service, engine, store, config.trainer.steps, stop, ends=ends)
         written = service.stats()["sampler/groups_written"]
+        steps = config.trainer.steps
+        made = f": the run has made its {steps} step{'s' * (steps != 1)}"
         note(
-            f"{name}: stopped after {written:g} groups"
-            + ("" if stop() else f": the run has made its {config.trainer.steps} steps")
+            f"{name}: stopped after {written:g} group{'s' * (written != 1)}"
+            + ("" if stop() else made)
         )
 
 

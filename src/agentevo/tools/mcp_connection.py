@@ -31,6 +31,8 @@ from agentevo.tools.mcp_offers import (
 from agentevo.tools.tool import ToolResult, ToolSpec, ordered_schema
 
 MAX_TOOLS = 1000
+UNNAMED = "server"
+"""What a server is called that nobody has named."""
 STDERR_BYTES = 4096
 STDERR_LINES = 5
 STDERR_S = 0.5
@@ -66,6 +68,12 @@ class Server:
     shown: str = ""
     """Where it is, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
+
+    @property
+    def title(self) -> str:
+        """What messages call it: its own name, unless nobody has given one, and where it is."""
+        named = "" if self.name == UNNAMED else f" {self.name!r}"
+        return f"the MCP server{named} ({self.shown})"
 
 
 def check_package() -> None:
@@ -187,7 +195,8 @@ class Connection:
         except BaseException as error:  # noqa: BLE001 (groups of whatever the SDK's tasks raise)
             if not ready.done():
                 await self._stderr.settle()
-                ready.set_exception(ToolUnavailableError(self._words(_first(error))))
+                problem = f"{_first(error)}{self._remedy(error)}"
+                ready.set_exception(ToolUnavailableError(self._words(problem)))
         finally:
             self._client = None
             if not ready.done():
@@ -270,12 +279,27 @@ class Connection:
         await self._stderr.settle()
         return ToolUnavailableError(self._words(f"it is gone ({_first(error)})"), was_sent=True)
 
+    def _remedy(self, error: BaseException) -> str:
+        """What is to be done where nothing answers at a URL, or something else does."""
+        from mcp import MCPError
+        from mcp_types import METHOD_NOT_FOUND
+
+        error = _innermost(error)
+        if self._server.url is None:
+            return ""
+        if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
+            return ": nothing listens there: start the server, or correct the URL"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status == 404 or (isinstance(error, MCPError) and error.code == METHOD_NOT_FOUND):
+            return ": there is no server at this path of the URL: most are at /mcp, or at /sse"
+        return ""
+
     def _words(self, problem: str) -> str:
         said = self._stderr.text
         more = f"; it said: {said}" if said else ""
         return without_secrets(
             self._server.secrets,
-            f"the MCP server {self._server.name!r} ({self._server.shown}): {problem}{more}",
+            f"{self._server.title}: {problem}{more}",
         )
 
 
@@ -360,10 +384,16 @@ def _invalid_params() -> int:
     return int(INVALID_PARAMS)
 
 
-def _first(error: BaseException) -> str:
-    """The innermost reason: the SDK's tasks raise groups."""
+def _innermost(error: BaseException) -> BaseException:
+    """The SDK's tasks raise groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _first(error: BaseException) -> str:
+    """The innermost reason."""
+    error = _innermost(error)
     if isinstance(error, ToolUnavailableError):
         return str(error)
     return described(error)

@@ -112,7 +112,7 @@ class _Session:
         outcome = self._section.outcome
         if outcome is not None and all(one.name != outcome for one in specs):
             raise EnvironmentFailure(
-                f"the MCP server {self._server.name!r} has no tool {outcome!r}, which `outcome` "
+                f"{self._server.title} has no tool {outcome!r}, which `outcome` "
                 f"names: it has {', '.join(one.name for one in specs) or 'none'}"
             )
         return [one for one in specs if one.name != outcome]
@@ -148,7 +148,7 @@ class _Session:
         """See ToolSession.call."""
         connection = self._connection
         if connection is None or not connection.is_open:
-            raise ToolUnavailableError(f"the MCP server {self._server.name!r} is not connected")
+            raise ToolUnavailableError(f"{self._server.title} is not connected")
         result = await _loop.run(lambda: connection.call(name, arguments))
         if self._tell_restart:
             self._tell_restart = False
@@ -170,7 +170,7 @@ class _Session:
         await self.prepare()
         if self._was_lost:
             raise EnvironmentFailure(
-                f"the MCP server {self._server.name!r} went away in the attempt: what it would say "
+                f"{self._server.title} went away in the attempt: what it would say "
                 "of the state is not what the calls left"
             )
         result = await self.call(name, {})
