@@ -83,6 +83,7 @@ def test_tools_that_need_a_task_are_given_one(agentevo, tmp_path):
         (["no-such-program"], "there is no program 'no-such-program'"),
         (["no_such.json"], "no_such.json"),
         (["ftp://a/b"], "is no URL of a server"),
+        (["--call", "add", "--arguments", "{number: 3}", *SERVER], "write an object of JSON"),
     ],
 )
 def test_what_is_no_server_is_refused(words, problem, agentevo):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from mcp_manager import Manager
@@ -57,3 +59,24 @@ def test_what_can_not_be_called_is_refused(recipe, capsys, tmp_path):
     assert main(["tools", "test", "coins"]) == 2
     assert "agent.type=environment has no tools" in capsys.readouterr().err
     assert main(["tools", "test", str(tmp_path / "no.json")]) == 2
+
+
+def test_a_server_that_is_away_and_wrong_arguments_are_told_with_what_to_do(recipe, capsys):
+    path = recipe({"type": "mcp", "name": "shop", "url": "http://127.0.0.1:9/mcp"})
+    assert main(["tools", "test", path]) == 1
+    told = capsys.readouterr().err
+    assert "http://127.0.0.1:9/mcp" in told and "start the server, or correct the URL" in told
+    for given in ("{amount: 5}", "[5]"):
+        assert main(["tools", "test", path, "--call", "pay", "--arguments", given]) == 2
+        assert "write an object of JSON" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_file_tells_of_what_a_recipe_would_hide(tmp_path, capsys):
+    pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
+    served = {"command": sys.executable, "args": ["-m", "agentevo", "mcp", "serve", "booking"]}
+    file = tmp_path / "mcp_config.json"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    file.write_text(json.dumps({"mcpServers": {"hotel": {**served, "env": environment}}}))
+    assert main(["tools", "test", str(file), "--dry-run"]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("outcome(")]
+    assert "by `outcome: outcome`" in line

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentevo.agents.agent import FunctionAgent
-from agentevo.errors import CommandFailedError, StoreError, described
+from agentevo.errors import CommandFailedError, StoreError, ToolUnavailableError, described
 from agentevo.rollout.failures import (
     MAX_KINDS,
     NO_REWARD,
@@ -120,6 +120,23 @@ def test_what_the_error_says_itself_has_no_traceback():
 def raised_on_purpose(message: str) -> BaseException:
     """What AgentEvo raises, and no code of a user's."""
     return CommandFailedError(message)
+
+
+def test_a_server_that_is_away_has_no_traceback():
+    def away():
+        try:
+            json.loads("")
+        except ValueError as error:
+            raise ToolUnavailableError("nobody answers") from error
+
+    with pytest.raises(ToolUnavailableError) as raised:
+        away()
+    error = raised.value
+    assert "away" in traceback_of(error), "a tool's own code raised it"
+    error.__cause__.__traceback__ = error.__cause__.__traceback__.tb_next
+    error.__traceback__ = None
+    assert error.__cause__.__traceback__ is not None
+    assert traceback_of(error) == "", "what is left are Python's own places"
 
 
 def test_causes_that_go_round_end():

@@ -139,6 +139,12 @@ def test_a_task_that_can_not_be_played_fails_its_attempt(section):
         played(section, (Task(id="t", metadata={"setup": "nonsense"}), READ))
 
 
+def test_a_path_without_a_server_is_told(section, served):
+    without = section.model_copy(update={"url": served.removesuffix("/mcp"), "send_task": False})
+    with pytest.raises(ToolUnavailableError, match="most are at /mcp, or at /sse"):
+        played(without, (shop(0), READ))
+
+
 def test_strangers_and_nonsense_are_refused(served):
     hello = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
     accepts = {"accept": "application/json, text/event-stream"}
