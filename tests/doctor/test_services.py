@@ -49,6 +49,14 @@ def test_servers_that_answer_are_good_and_names_of_several_are_told(checks):
     assert found["remote model helper"].status == "good"
 
 
+def test_a_server_that_should_be_there_is_not_waited_for_as_a_run_does(checks, monkeypatch):
+    monkeypatch.setattr("agentevo.doctor.services.ANSWER_S", 3.0)
+    entry = {"type": "mcp_manager", "url": "http://127.0.0.1:9/mcpapi", "start_timeout_s": 600}
+    (found,) = checks(entry).values()
+    assert found.status == "wrong" and "no tools listed within 3 s" in found.finding
+    assert found.finding.count("the MCP manager") == 1 and "start it" in found.finding
+
+
 def test_what_is_missing_is_wrong_and_nothing_is_played(checks, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with RemoteServer(served("qwen-14b")) as server, RemoteServer(fails(401)) as closed:

@@ -26,6 +26,8 @@ SHOWN = 8
 """Names of a list that a finding shows."""
 OPENING_S = 600.0
 """Longest time for one entry, whatever limits of its own it has."""
+ANSWER_S = 30.0
+"""Longest time for a server that is not started for the attempt, and should be there already."""
 
 
 def check_services(config: RunConfig) -> list[Check]:
@@ -44,13 +46,24 @@ def is_refused(services: list[Check]) -> bool:
 
 async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
     task = _first_task(config)
-    opened = await asyncio.gather(*(_opened(section, task) for section in sections))
-    models = [_model(name, section) for name, section in config.remote_models.items()]
+    asked = [_model(name, section) for name, section in config.remote_models.items()]
+    opened, models = await asyncio.gather(
+        asyncio.gather(*(_opened(_soon(section), task) for section in sections)),
+        asyncio.gather(*asked),
+    )
     return [
         *(check for check, _ in opened),
         *_collisions([names for _, names in opened]),
-        *await asyncio.gather(*models),
+        *models,
     ]
+
+
+def _soon(section: ToolSection) -> ToolSection:
+    """The entry with at most ANSWER_S for a server at a URL, unless a node is made for it there."""
+    limit_s = getattr(section, "start_timeout_s", None)
+    if limit_s is None or not getattr(section, "url", None) or getattr(section, "image", None):
+        return section
+    return section.model_copy(update={"start_timeout_s": min(limit_s, ANSWER_S)})
 
 
 def _first_task(config: RunConfig) -> Task:

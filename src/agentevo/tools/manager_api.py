@@ -68,7 +68,7 @@ class ManagerAPI:
                     try:
                         return await self._tools(node, servers)
                     except ToolUnavailableError as error:
-                        problem = str(error)
+                        problem = str(error).removeprefix(f"{self._name}: ")
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
         except TimeoutError:
@@ -223,7 +223,11 @@ class ManagerAPI:
                             was_sent=True,
                         )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise ToolUnavailableError(self._words(f"{described(error)}: {url}")) from error
+            raise ToolUnavailableError(
+                self._words(
+                    f"{described(error)}: nothing listens at {url}: start it, or correct the URL"
+                )
+            ) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise ToolUnavailableError(
                 self._words(f"it broke off: {described(error)}"), was_sent=True
