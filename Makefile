@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-frameworks | test-vllm | soak | bench | lint | venv
+# make quickstart | test | test-all | test-examples | test-vllm | soak | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-frameworks test-vllm soak bench lint venv
+.PHONY: quickstart test test-all test-examples test-vllm soak bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -28,11 +28,11 @@ test: $(VENV)/.dev
 
 # As CI runs it: whole runs, killed processes, measured memory.
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "not frameworks"
+	$(PYTEST) -m "not examples"
 
-# Examples with the real packages of other frameworks. Fifteen environments (build/frameworks) take minutes, so CI does without.
-test-frameworks: $(VENV)/.dev
-	$(PYTEST) -m frameworks
+# The examples, for a step each. Those of other frameworks have fifteen environments (build/frameworks), which take minutes, so CI does without.
+test-examples: $(VENV)/.dev
+	$(PYTEST) -m examples
 
 # What vLLM makes of our checkpoints. Installing it takes minutes and 4 GB (build/vllm), so CI does without.
 test-vllm: $(VENV)/.dev build/vllm/.installed

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -91,11 +92,12 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.tool_servers.listening.listen",
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.processes.sweep._run_members",
-        "agentevo.cli.trajectories.time.sleep",
         "agentevo.models.resolve.cached",
         "huggingface_hub.snapshot_download",
     ):
         monkeypatch.setattr(place, stop)
+    clock = SimpleNamespace(time=time.time, strftime=time.strftime, sleep=stop)
+    monkeypatch.setattr("agentevo.cli.trajectories.time", clock)  # other threads sleep as ever
     monkeypatch.setattr("agentevo.runs.store_opening.OPENING_S", 0.2)
     monkeypatch.setattr("agentevo.runs.folder.WAIT_S", 0.2)
 

@@ -123,7 +123,7 @@ def _prepared(example) -> str:
         pytest.skip(f"its packages can't be installed here: {error}")
 
 
-@pytest.mark.frameworks
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("example", table.EXAMPLES, ids=EXAMPLES)
@@ -154,7 +154,7 @@ def test_an_example_trains_with_its_real_package(example, tmp_path):
     assert any(parser_named("hermes").parse(text).tool_calls for text in said)
 
 
-@pytest.mark.frameworks
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_langchains_model_and_agent_with_the_real_package():

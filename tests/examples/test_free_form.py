@@ -53,6 +53,7 @@ def test_the_worse_reply_goes_astray_once():
         assert sum(place in reply for place in PLACES) <= 4
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ def test_no_word_of_a_demonstration_falls_apart(world, tmp_path):
         assert {word for word in words if len(word) > 1} <= {one.strip(" <|>/") for one in pieces}
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "frameworks"
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 
 
+@pytest.mark.examples
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_tool_that_ships_is_trained_with_through_mcp(tmp_path):

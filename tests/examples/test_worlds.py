@@ -18,7 +18,7 @@ import table  # noqa: E402
 
 sys.path.remove(str(FOLDER))
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.examples, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def python_of(group: str) -> str:
