@@ -89,6 +89,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.processes.gateway._serve",
         "agentevo.loop.server.run_coroutine",
         "agentevo.processes.sample._sample",
+        "agentevo.processes.sandbox_server.run_coroutine",
         "agentevo.tool_servers.listening.listen",
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.processes.sweep._run_members",
