@@ -251,7 +251,8 @@ class NamedReward:
             error = working.exception()
             if error is None:
                 return working.result()
-            if isinstance(error, (Interrupt, InfrastructureFailure)):
+            is_engines = self.asks_policy and isinstance(error, InfrastructureFailure)
+            if is_engines or isinstance(error, Interrupt):
                 raise error
             what = described(error)
         failure = ScorerFailure(f"the reward {self.config.title!r} failed: {what}")
