@@ -196,9 +196,9 @@ def test_a_sandbox_dies_with_the_run(kind: str, number: signal.Signals) -> None:
     assert not sleeps(mark)
     folders = Path(tempfile.gettempdir())
     if kind == "landlock" and number == signal.SIGKILL:
-        assert list(folders.glob(f"agentevo-sandbox-{host.pid}-*"))
+        assert list(folders.glob(f"agentevo-sandbox-*-{host.pid}-*"))
     asyncio.run(opened_once(kind))
-    assert not list(folders.glob(f"agentevo-sandbox-{host.pid}-*"))
+    assert not list(folders.glob(f"agentevo-sandbox-*-{host.pid}-*"))
 
 
 def sleeps(mark: str) -> bool:
