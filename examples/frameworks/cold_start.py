@@ -11,7 +11,7 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,27 +203,55 @@ def make_policy(
     return fine_tuned(folder, rows)
 
 
-def fine_tuned(folder: Path, rows: Sequence[dict[str, Any]], **sft: Any) -> Path:
-    """A run folder of a tiny policy that has read these conversations. `sft`: over the options
-    below."""
-    base, chats = folder / "base", folder / "demonstrations.jsonl"
+def fine_tuned(
+    folder: Path,
+    rows: Sequence[dict[str, Any]],
+    *,
+    reading: Sequence[dict[str, Any]] = (),
+    **sft: Any,
+) -> Path:
+    """A run folder of a tiny policy that has read these conversations, and before them those of
+    `reading`, from which it learns to say what it reads. `sft`: over the options of `imitated`,
+    for `rows`."""
     folder.mkdir(parents=True, exist_ok=True)
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shape = TinyModel(hidden_size=64, num_layers=2, num_heads=4, context_length=CONTEXT)
-    model, tokenizer = make_tiny(shape, _texts(rows), seed=0)
+    model, tokenizer = make_tiny(shape, _texts([*rows, *reading]), seed=0)
     tokenizer.chat_template = CHAT_TEMPLATE
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
+    if reading:
+        _prepare_to_repeat(model, tokenizer.get_vocab())
+    policy = folder / "base"
+    model.save_pretrained(policy)
+    tokenizer.save_pretrained(policy)
+    if reading:
+        slower = {"batch_conversations": 16, "learning_rate": 4e-3, "min_lr_ratio": 0.1}
+        policy = imitated(policy, folder / "reading", reading, **slower)
+    return imitated(policy, folder / "cold_start", rows, **sft)
+
+
+def imitated(policy: Path, folder: Path, rows: Sequence[dict[str, Any]], **sft: Any) -> Path:
+    """The folder of a run that taught a policy these conversations, which stand beside it."""
+    chats = folder.with_suffix(".jsonl")
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = agentevo.sft(
         {
-            "model": {"name": str(base)},
+            "model": {"name": str(policy)},
             "data": {"train": str(chats), "eval_share": 0},
             "sft": {"batch_conversations": 8, "learning_rate": 3e-3, **sft},
-            "run": {"dir": str(folder / "cold_start"), "overwrite": True},
+            "run": {"dir": str(folder), "overwrite": True},
             "tracking": {"report": False, "tensorboard": False},
         }
     )
     return run.dir
+
+
+def _prepare_to_repeat(model: Any, vocabulary: Mapping[str, int]) -> None:
+    """What the policy says of a word begins as what it reads of it, and a word behind a blank as
+    the word and the blank."""
+    read = model.model.embed_tokens.weight.data
+    for word, place in vocabulary.items():
+        if word[0] == " " and word[1:] in vocabulary:
+            read[place] = read[vocabulary[word[1:]]] + read[vocabulary[" "]]
+    model.lm_head.weight.data.copy_(read)
 
 
 def _texts(rows: Sequence[dict[str, Any]]) -> set[str]:

@@ -61,7 +61,7 @@ def options(out: Path, *, steps: int, conversations: int = 1536) -> argparse.Arg
     return parser
 
 
-def reinforced(given: argparse.Namespace, *trained: Any, **sections: Any) -> dict[str, float]:
+def reinforced(given: argparse.Namespace, *trained: Any, **sections: Any) -> dict[str, Any]:
     """Trains with GRPO what `agentevo.train` takes, prints success before and after, and leaves
     both in result.json. `sections` are over those below."""
     run = agentevo.train(
@@ -83,7 +83,7 @@ def reinforced(given: argparse.Namespace, *trained: Any, **sections: Any) -> dic
         },
     )
     result = {name: run.summary["eval"][name] for name in ("before", "after")}
-    result["steps"] = given.steps
+    result |= {"sampled": run.summary["eval"]["sampled"], "steps": given.steps}
     (given.out / "result.json").write_text(json.dumps(result))
     name = given.out.name
     print(f"{name}: {result['before']:.0%} -> {result['after']:.0%} of the held-out tasks")

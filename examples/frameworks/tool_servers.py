@@ -1,5 +1,6 @@
-"""A tool that ships, as an MCP server over HTTP: a tiny policy reads demonstrations that give up at
-half of their steps, and then learns from what each attempt leaves behind.
+"""A tool that ships, as an MCP server over HTTP: a tiny policy reads tasks that are solved, without
+the tool's schema, and demonstrations that give up at most of their steps. Then it learns from what
+each attempt leaves behind.
 
     python tool_servers.py booking      # calculator, database, files or search as well
 """
@@ -7,20 +8,28 @@ half of their steps, and then learns from what each attempt leaves behind.
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from agentevo.tool_servers.lessons import LESSONS
+from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
 from agentevo.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_lesson
 from cold_start import fine_tuned
 from learn import options, reinforced
 
-QUITS, EPOCHS = 0.5, 2
-STEPS = 8
+QUITS, EPOCHS = 0.6, 2
+STEPS, SAMPLES = 8, 1
+OWN: dict[str, dict[str, Any]] = {
+    "booking": {"conversations": 1024, "learning_rate": 5e-4},
+    "search": {"solved": 12288},
+}
+"""What a tool has in place of the defaults: names of many words are learnt later."""
 
 
 @contextmanager
@@ -39,9 +48,21 @@ def served(tool: str, *words: str) -> Iterator[str]:
             process.terminate()
 
 
+def solved(tool: str, count: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """So many conversations that solve tasks to their end, some of them more than once, without the
+    tool's schema: its length is most of a conversation's."""
+    tasks = lesson_tasks(LESSONS[tool], min(count, 1500), seed=1)
+    shown = list(demonstrations(LESSONS[tool], tasks, seed=0, options=settings))
+    draw = random.Random(0)
+    return [{"messages": draw.choice(shown)["messages"]} for _ in range(count)]
+
+
 def main() -> None:
-    parser = options(Path("runs/tool_servers"), steps=STEPS, conversations=2048)
+    parser = options(Path("runs/tool_servers"), steps=STEPS, conversations=512)
     parser.add_argument("tool", choices=sorted(LESSONS))
+    help_text = "conversations that solve tasks to their end, which are read first"
+    parser.add_argument("--solved", type=int, default=4096, help=help_text)
+    parser.set_defaults(**OWN.get(parser.parse_args().tool, {}))
     given = parser.parse_args()
     lesson = LESSONS[given.tool]
     given.out = given.out / given.tool
@@ -55,7 +76,8 @@ def main() -> None:
         quits=QUITS,
     )
     rows = [json.loads(line) for line in (given.out / SHOWN).read_text().splitlines()]
-    policy = fine_tuned(given.out, rows, epochs=EPOCHS)
+    read = solved(given.tool, given.solved, settings)
+    policy = fine_tuned(given.out, rows, reading=read, epochs=EPOCHS, min_lr_ratio=0.1)
     with served(given.tool, *(f"{key}={value}" for key, value in settings.items())) as url:
         entry = {"type": "mcp", "name": given.tool, "url": url, "send_task": True}
         judged = {"rewards": list(lesson.rewards)} if lesson.rewards else {}
@@ -65,6 +87,8 @@ def main() -> None:
             tools=[entry if judged else {**entry, "outcome": "outcome"}],
             agent={"system_prompt": lesson.instructions, "max_turns": 4},
             tasks={"train": str(given.out / TRAIN), "eval": str(given.out / HELD_OUT)},
+            evaluation={"tasks": given.held_out, "samples": SAMPLES, "every": 0},
+            sampling={"max_new_tokens": 128},
             **judged,
         )
 

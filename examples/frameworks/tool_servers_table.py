@@ -35,8 +35,9 @@ def table(out: Path, page: str) -> str:
     """Of all results that there are; a tool without one keeps its line of the page."""
     stand = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:1] == "|"}
     lines = [
-        "| in `examples/frameworks` | before | after | gain, points | steps | CPU minutes |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| in `examples/frameworks` | before | after | gain, points | sampled: before | after "
+        "| gain, points | steps | CPU minutes |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for tool in sorted(LESSONS):
         path, name = out / tool / "result.json", f"`python tool_servers.py {tool}`"
@@ -44,12 +45,16 @@ def table(out: Path, page: str) -> str:
             lines += [stand[name]] if name in stand else []
             continue
         result = json.loads(path.read_text())
-        before, after = 100 * result["before"], 100 * result["after"]
+        shown = [_gain(result), _gain(result["sampled"])]
         lines.append(
-            f"| {name} | {before:.0f}% | {after:.0f}% | {after - before:+.0f} | {result['steps']} "
-            f"| {result['minutes']:.1f} |"
+            f"| {name} | {' | '.join(shown)} | {result['steps']} | {result['minutes']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def _gain(shares: dict[str, float]) -> str:
+    before, after = 100 * shares["before"], 100 * shares["after"]
+    return f"{before:.0f}% | {after:.0f}% | {after - before:+.0f}"
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 @pytest.mark.timeout(1800)
 def test_a_tool_that_ships_is_trained_with_through_mcp(tmp_path):
     words = ["database", "--out", tmp_path, "--steps", "1"]
-    words += ["--conversations", "48", "--held-out", "4"]
+    words += ["--conversations", "48", "--held-out", "4", "--solved", "24"]
     done = subprocess.run(
         [sys.executable, FOLDER / "tool_servers.py", *map(str, words)],
         cwd=FOLDER,
@@ -35,8 +35,9 @@ def test_a_tool_that_ships_is_trained_with_through_mcp(tmp_path):
     assert all(set(one.reward_parts) == {"database"} for one in attempts if one.reward_parts)
     held_out = (tmp_path / "database" / "eval.jsonl").read_text().splitlines()
     told = {json.loads(line)["query"] for line in held_out}
-    shown = (tmp_path / "database" / "demonstrations.jsonl").read_text()
-    assert not any(query in shown for query in told)
+    for name in ("demonstrations", "reading", "cold_start"):
+        shown = (tmp_path / "database" / f"{name}.jsonl").read_text()
+        assert shown and not any(query in shown for query in told)
 
 
 def test_the_table_keeps_what_was_not_trained(tmp_path, monkeypatch):
@@ -44,8 +45,10 @@ def test_the_table_keeps_what_was_not_trained(tmp_path, monkeypatch):
     import tool_servers_table as tables
 
     (tmp_path / "files").mkdir()
-    result = {"before": 0.125, "after": 0.75, "steps": 8, "minutes": 1.25}
+    sampled = {"before": 0.25, "after": 0.5}
+    result = {"before": 0.125, "after": 0.75, "sampled": sampled, "steps": 8, "minutes": 1.25}
     (tmp_path / "files" / "result.json").write_text(json.dumps(result))
     stands = "| `python tool_servers.py search` | kept |"
     lines = tables.table(tmp_path, stands).splitlines()
-    assert lines[2:] == ["| `python tool_servers.py files` | 12% | 75% | +62 | 8 | 1.2 |", stands]
+    made = "| `python tool_servers.py files` | 12% | 75% | +62 | 25% | 50% | +25 | 8 | 1.2 |"
+    assert lines[2:] == [made, stands]
