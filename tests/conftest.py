@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -48,7 +49,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as under nohup, and in 
 
 pytest_plugins = ["run_fixtures", "server_fixtures"]
 
-hypothesis.settings.register_profile("any-machine", deadline=None)
+# The same examples every time, so that nobody's change is refused for what another one left; a
+# search for new ones is AGENTEVO_RANDOM=1.
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, derandomize="AGENTEVO_RANDOM" not in os.environ
+)
 hypothesis.settings.load_profile("any-machine")
 
 VOCABULARY = 97

@@ -94,7 +94,7 @@ def test_what_is_no_server_is_refused(words, problem, agentevo):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["search", "corpus=no.jsonl", "--http"], "the corpus no.jsonl can't be read"),
+        (["search", "corpus=no.jsonl", "--http"], "the corpus no.jsonl: can't be read"),
         (["files", "root=/nonexistent"], "'/nonexistent' is no folder"),
         (["database", "file=no.db"], "give a database of SQLite"),
     ],

@@ -339,3 +339,9 @@ def test_no_bytes_break_the_door(door):
 @pytest.mark.slow
 def test_no_bytes_break_the_door_however_long_one_tries(door):
     fuzz_bytes(door, 3000)
+
+
+def test_a_stream_of_several_prompts_begins_when_all_can_be_asked(door):
+    body = DOORS["/v1/completions"] | {"prompt": ["right", ""], "stream": True}
+    status, kind, content = ask(door, "/v1/completions", json.dumps(body).encode())
+    assert status == 400 and kind.startswith("application/json") and b"is empty" in content

@@ -159,6 +159,8 @@ class Session:
                     return await self._answered(
                         request, request.prompt, conversation, delivery, hear
                     )
+                for prompt in prompts:  # nothing is streamed before all can be asked
+                    await conversation.check(prompt)
                 works = [
                     self._answered(
                         request, prompt, conversation, delivery, _numbered(hear, place * request.n)

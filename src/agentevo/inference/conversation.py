@@ -212,6 +212,10 @@ class Conversation:
         added = await self._encoded(found, list(messages[found.known :]))
         return len(self._recorded_of(found)) + len(added)
 
+    async def check(self, prompt: str | Sequence[int | Message]) -> None:
+        """Raises what `complete` raises of a text or of token ids, and does nothing else."""
+        await self._join(prompt, ToolSchemas())
+
     def recognise(self, turn: int, message: Message) -> None:
         """From now on `message` in the place of what turn `turn` said is that turn as well: for a
         caller that passes answers on in another form, with tool calls and reasoning read out of
@@ -297,9 +301,7 @@ class Conversation:
         self._closed = True
         await self._engine.release(self._name)
 
-    async def _join(
-        self, prompt: Sequence[Message] | Sequence[int] | str, tools: ToolSchemas
-    ) -> _Prompt:
+    async def _join(self, prompt: str | Sequence[int | Message], tools: ToolSchemas) -> _Prompt:
         if isinstance(prompt, str):
             return await self._join_text(prompt)
         if prompt and isinstance(prompt[0], int):
@@ -447,10 +449,7 @@ class Conversation:
             self._pending[version] -= 1
 
     async def _all_completed(
-        self,
-        ids: list[int],
-        requests: Sequence[SamplingParams],
-        listen: CompletionListener | None,
+        self, ids: list[int], requests: Sequence[SamplingParams], listen: CompletionListener | None
     ) -> list[Completion]:
         """One completion per request; the first failure ends the others."""
         completions = [
