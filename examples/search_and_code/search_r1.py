@@ -50,7 +50,7 @@ def shown_search(question: Question, search: Search) -> Row:
             {"role": "assistant", "content": f"{learnt}<search> {entity.name} </search>"},
             {"role": "user", "content": f"<information>{found}</information>"},
         ]
-        learnt = f"<think>The {wanted} is {entity.facts[wanted]}.</think>"
+        learnt = f"<think> {wanted} {entity.facts[wanted]} </think>"
     messages.append({"role": "assistant", "content": f"{learnt}{_answer(question)}"})
     return {"messages": messages}
 

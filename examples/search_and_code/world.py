@@ -1,8 +1,8 @@
 """An invented world: 2,000 people and towns that no model has heard of, what a passage says of
 each, and questions over one and two of them.
 
-    What is the friend of FeFuGuSa?                 one passage says it
-    What is the craft of the friend of FeFuGuSa?    one says who that is, another what he does
+    What is the friend of FeSa?                 one passage says it
+    What is the craft of the friend of FeSa?    one says who that is, another what he does
 
 Each syllable of a name is a token, and the name is one word for the search.
 
@@ -38,7 +38,7 @@ RELATIONS = {
     "person": {"teacher": "person", "friend": "person", "home": "town"},
     "town": {"rival": "town", "mayor": "person"},
 }
-_PLACES, _SYLLABLES = 4, 7
+_PLACES, _SYLLABLES = 2, 45
 """A name has so many syllables, each one of so many."""
 
 
@@ -61,8 +61,8 @@ class Entity:
     def passage(self) -> dict[str, str]:
         """A line of the corpus. The text names the entity again, so that it is found before those
         that mention it."""
-        said = " ".join(f"The {name} is {value}." for name, value in self.facts.items())
-        return {"title": self.name, "text": f"Of {self.name}: {said}"}
+        said = ", ".join(f"{name} {value}" for name, value in self.facts.items())
+        return {"title": self.name, "text": f"Of {self.name}: {said}."}
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ class World:
 
 
 def _names(draw: random.Random, count: int) -> list[str]:
-    """Different names of four syllables. Each syllable is in many names: a held-out name is new,
+    """Different names of two syllables. Each syllable is in many names: a held-out name is new,
     and its syllables are not."""
-    syllables = [first + second for first in "bdfgklmnprstvz" for second in "aeiou"]
+    syllables = [first + second for first in "bcdfghjklmnprstvwz" for second in "aeiou"]
     chosen = draw.sample(syllables, _PLACES * _SYLLABLES)
     of_place = [chosen[place::_PLACES] for place in range(_PLACES)]
     names = ["".join(map(str.capitalize, parts)) for parts in itertools.product(*of_place)]
@@ -174,13 +174,13 @@ def reading(world: World, seed: int) -> Iterator[dict[str, Any]]:
     kinds = [key for kind in ATTRIBUTES for key in (*ATTRIBUTES[kind], *RELATIONS[kind])]
     while True:
         facts = [
-            f"The {key} is {draw.choice(VALUES[key].split() if key in VALUES else names)}."
+            f"{key} {draw.choice(VALUES[key].split() if key in VALUES else names)}"
             for key in draw.sample(kinds, 5)
         ]
         again = draw.sample(facts, len(facts))
         yield {
             "messages": [
-                {"role": "user", "content": " ".join(facts)},
-                {"role": "assistant", "content": " ".join(again)},
+                {"role": "user", "content": f"Of {draw.choice(names)}: {', '.join(facts)}."},
+                {"role": "assistant", "content": f" {', '.join(again)}."},
             ]
         }
