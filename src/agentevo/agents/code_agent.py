@@ -84,7 +84,6 @@ class _Progress:
     earned: float = 0.0
     """What results of tools paid in the turn that runs."""
     total_earned: float = 0.0
-    num_cuts: int = 0
     num_blocks: int = 0
     num_failed: int = 0
 
@@ -129,7 +128,8 @@ class CodeAgent:
             )
             asked = with_system(asked, tools.instructions)
             interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
-            end = await self._play(asked, policy, interpreter, progress)
+            history = History(asked, self._section.context)
+            end = await self._play(history, policy, interpreter, progress)
             said = await said_by(tools)
         return outcome_with_tools(
             tools,
@@ -141,7 +141,7 @@ class CodeAgent:
             },
             turn_rewards=progress.turn_rewards,
             metrics={
-                "num_context_cuts": float(progress.num_cuts),
+                "num_context_cuts": float(history.num_cuts),
                 "num_code_blocks": float(progress.num_blocks),
                 "num_failed_code_blocks": float(progress.num_failed),
                 LEFT_OUT: float(files.num_left_out),
@@ -151,11 +151,10 @@ class CodeAgent:
         )
 
     async def _play(
-        self, messages: list[Message], policy: Policy, python: _Interpreter, progress: _Progress
+        self, history: History, policy: Policy, python: _Interpreter, progress: _Progress
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
         section, num_tokens = self._section, 0
-        history = History(messages, section.context)
         for turns_left in reversed(range(section.max_turns)):
             try:
                 reply = await history.answered(policy.generate, policy)
@@ -163,7 +162,6 @@ class CodeAgent:
                 if not progress.turn_rewards:
                     raise
                 return "context"
-            progress.num_cuts = history.num_cuts
             progress.turn_rewards[reply.turn] = 0.0
             num_tokens += policy.num_tokens(reply.turn)[1]
             text = reply.answer
@@ -187,7 +185,6 @@ class CodeAgent:
             if turns_left:
                 history.add(reply.message, [Message("user", observation)])
                 await history.look(reply.turn, policy)
-                progress.num_cuts = history.num_cuts
         return "turns"
 
     def _is_final(self, text: str) -> bool:

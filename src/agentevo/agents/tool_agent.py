@@ -56,7 +56,6 @@ class _Progress:
     """Turns with a wrong call."""
     num_calls: int = 0
     num_malformed: int = 0
-    num_cuts: int = 0
     num_repeats: int = 0
     last_calls: tuple[tuple[str, str], ...] = ()
 
@@ -89,7 +88,10 @@ class ToolAgent:
             reader = None if self._browse is None else self._browse.reader(policy)
             tools.condense = None if reader is None else reader.condense
             progress = _Progress()
-            end = await self._play(task, policy, tools, progress)
+            form = _FORMATS[self._section.format](policy, tools.schemas)
+            opening = form.opening(with_system(self._asked(task), tools.instructions))
+            history = History(opening, self._section.context)
+            end = await self._play(form, history, policy, tools, progress)
             said = await said_by(tools)
         return outcome_with_tools(
             tools,
@@ -102,7 +104,7 @@ class ToolAgent:
             turn_rewards=progress.turn_rewards,
             metrics={
                 "num_malformed_calls": float(progress.num_malformed),
-                "num_context_cuts": float(progress.num_cuts),
+                "num_context_cuts": float(history.num_cuts),
                 **({} if reader is None else reader.metrics),
             },
             end=end,
@@ -110,15 +112,15 @@ class ToolAgent:
         )
 
     async def _play(
-        self, task: Task, policy: Policy, tools: AttemptTools, progress: _Progress
+        self,
+        form: ToolFormat,
+        history: History,
+        policy: Policy,
+        tools: AttemptTools,
+        progress: _Progress,
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
-        section = self._section
-        form = _FORMATS[section.format](policy, tools.schemas)
-        history = History(
-            form.opening(with_system(self._asked(task), tools.instructions)), section.context
-        )
-        num_tokens = 0
+        section, num_tokens = self._section, 0
         for turns_left in reversed(range(section.max_turns)):
             try:
                 said = await history.answered(form.ask, policy)
@@ -126,7 +128,6 @@ class ToolAgent:
                 if not progress.turn_rewards:
                     raise
                 return "context"
-            progress.num_cuts = history.num_cuts
             progress.turn_rewards[said.reply.turn] = 0.0
             num_tokens += said.num_tokens
             if not said.calls and not said.malformed and self._is_final(said.reply):
@@ -140,7 +141,6 @@ class ToolAgent:
             if turns_left:
                 history.add(said.message, answers)
                 await history.look(said.reply.turn, policy, form.tools)
-                progress.num_cuts = history.num_cuts
         return "turns"
 
     def _asked(self, task: Task) -> list[Message]:

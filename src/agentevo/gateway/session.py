@@ -159,8 +159,9 @@ class Session:
                     return await self._answered(
                         request, request.prompt, conversation, delivery, hear
                     )
-                for prompt in prompts:  # nothing is streamed before all can be asked
-                    await conversation.check(prompt)
+                if hear is not None:  # nothing is streamed before all can be asked
+                    for prompt in prompts:
+                        await conversation.check(prompt)
                 works = [
                     self._answered(
                         request, prompt, conversation, delivery, _numbered(hear, place * request.n)
