@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from agentevo.evaluation.evaluate import Evaluation, evaluate
 from agentevo.tool_servers.lessons import LESSONS
 from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
 from agentevo.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_lesson
@@ -27,7 +28,8 @@ QUITS, EPOCHS = 0.6, 2
 STEPS, SAMPLES = 8, 1
 OWN: dict[str, dict[str, Any]] = {
     "booking": {"conversations": 1024, "learning_rate": 5e-4},
-    "search": {"solved": 12288},
+    "files": {"solved": 8192, "steps": 10},
+    "search": {"solved": 8192, "solved_tasks": 600},
 }
 """What a tool has in place of the defaults: names of many words are learnt later."""
 
@@ -48,13 +50,24 @@ def served(tool: str, *words: str) -> Iterator[str]:
             process.terminate()
 
 
-def solved(tool: str, count: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def solved(
+    tool: str, count: int, num_tasks: int, settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """So many conversations that solve tasks to their end, some of them more than once, without the
     tool's schema: its length is most of a conversation's."""
-    tasks = lesson_tasks(LESSONS[tool], min(count, 1500), seed=1)
+    tasks = lesson_tasks(LESSONS[tool], min(count, num_tasks), seed=1)
     shown = list(demonstrations(LESSONS[tool], tasks, seed=0, options=settings))
     draw = random.Random(0)
     return [{"messages": draw.choice(shown)["messages"]} for _ in range(count)]
+
+
+def earlier(folder: Path) -> dict[str, float]:
+    """Greedy success on the held-out tasks of the policy with random weights, and after reading
+    alone, before any demonstration gave up."""
+    stages = {"untrained": folder / "base", "read": folder / "reading"}
+    asked = Evaluation(target=str(folder / "run"), against=[str(one) for one in stages.values()])
+    models = {one["model"]: one for one in evaluate(asked, print)["models"]}
+    return {stage: models[str(policy)]["pass_at"]["1"]["value"] for stage, policy in stages.items()}
 
 
 def main() -> None:
@@ -62,6 +75,8 @@ def main() -> None:
     parser.add_argument("tool", choices=sorted(LESSONS))
     help_text = "conversations that solve tasks to their end, which are read first"
     parser.add_argument("--solved", type=int, default=4096, help=help_text)
+    help_text = "different tasks that they are of, at most"
+    parser.add_argument("--solved-tasks", type=int, default=1500, help=help_text)
     parser.set_defaults(**OWN.get(parser.parse_args().tool, {}))
     given = parser.parse_args()
     lesson = LESSONS[given.tool]
@@ -76,12 +91,12 @@ def main() -> None:
         quits=QUITS,
     )
     rows = [json.loads(line) for line in (given.out / SHOWN).read_text().splitlines()]
-    read = solved(given.tool, given.solved, settings)
+    read = solved(given.tool, given.solved, given.solved_tasks, settings)
     policy = fine_tuned(given.out, rows, reading=read, epochs=EPOCHS, min_lr_ratio=0.1)
     with served(given.tool, *(f"{key}={value}" for key, value in settings.items())) as url:
         entry = {"type": "mcp", "name": given.tool, "url": url, "send_task": True}
         judged = {"rewards": list(lesson.rewards)} if lesson.rewards else {}
-        reinforced(
+        result = reinforced(
             given,
             model=str(policy),
             tools=[entry if judged else {**entry, "outcome": "outcome"}],
@@ -91,6 +106,7 @@ def main() -> None:
             sampling={"max_new_tokens": 128},
             **judged,
         )
+        (given.out / "result.json").write_text(json.dumps(result | earlier(given.out)))
 
 
 if __name__ == "__main__":

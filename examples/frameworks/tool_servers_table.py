@@ -35,9 +35,9 @@ def table(out: Path, page: str) -> str:
     """Of all results that there are; a tool without one keeps its line of the page."""
     stand = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:1] == "|"}
     lines = [
-        "| in `examples/frameworks` | before | after | gain, points | sampled: before | after "
-        "| gain, points | steps | CPU minutes |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| in `examples/frameworks` | untrained | reading | cold start | RL | gain, points "
+        "| sampled: cold start | RL | gain, points | steps | CPU minutes |",
+        f"|{' --- |' * 11}",
     ]
     for tool in sorted(LESSONS):
         path, name = out / tool / "result.json", f"`python tool_servers.py {tool}`"
@@ -45,7 +45,8 @@ def table(out: Path, page: str) -> str:
             lines += [stand[name]] if name in stand else []
             continue
         result = json.loads(path.read_text())
-        shown = [_gain(result), _gain(result["sampled"])]
+        stages = [f"{result[stage]:.0%}" for stage in ("untrained", "read")]
+        shown = [*stages, _gain(result), _gain(result["sampled"])]
         lines.append(
             f"| {name} | {' | '.join(shown)} | {result['steps']} | {result['minutes']:.1f} |"
         )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from stages import Shares, Size
@@ -44,7 +44,8 @@ def main(
     world: int,
     size: Size = DEFAULT,
 ) -> int:
-    """The command line of a comparison; its exit code. `size`: its defaults."""
+    """The command line of a comparison; its exit code. `size`: its defaults, and by its class which
+    options there are."""
     names = [arm.name for arm in arms]
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs") / file.stem)
@@ -53,12 +54,12 @@ def main(
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--world", type=int, default=world, help="things that questions are about")
-    for one in dataclasses.fields(Size):
+    for one in dataclasses.fields(size):
         parser.add_argument(
             _option(one.name), type=type(one.default), default=getattr(size, one.name)
         )
     given = parser.parse_args()
-    size = Size(**{one.name: getattr(given, one.name) for one in dataclasses.fields(Size)})
+    size = type(size)(**{one.name: getattr(given, one.name) for one in dataclasses.fields(size)})
     if given.one is not None:
         arm = next(one for one in arms if one.name == given.one)
         _play(arm, given.out, given.seeds[0], size, given.world)
@@ -127,14 +128,21 @@ def made_with() -> dict[str, Any]:
 
 
 def table(out: Path, kinds: Sequence[str]) -> str:
-    """Of all results under the folder: the mean over the seeds, and each seed's share of all."""
+    """Of all results under the folder: the mean over the seeds and their standard deviation, and
+    each seed's share of all."""
     lines: dict[str, list[Shares]] = {}
     for path in sorted(out.glob("*/result.json")):
         for title, shares in json.loads(path.read_text())["results"].items():
             lines.setdefault(title, []).append(shares)
     rows = [f"| | {' | '.join(kinds)} | all, each seed |", "|---|" + "---|" * (len(kinds) + 1)]
     for title, of_seeds in lines.items():
-        means = [f"{mean(one[kind] for one in of_seeds):.0%}" for kind in kinds]
+        over_seeds = [_mean_and_spread([one[kind] for one in of_seeds]) for kind in kinds]
         each = ", ".join(f"{one['all']:.0%}" for one in of_seeds)
-        rows.append(f"| {title} | {' | '.join(means)} | {each} |")
+        rows.append(f"| {title} | {' | '.join(over_seeds)} | {each} |")
     return "\n".join(rows)
+
+
+def _mean_and_spread(shares: Sequence[float]) -> str:
+    """Of the seeds; one seed has no spread."""
+    spread = f" ± {100 * stdev(shares):.0f}" if len(shares) > 1 else ""
+    return f"{mean(shares):.0%}{spread}"

@@ -5,8 +5,9 @@ training.
     python examples/search_and_code/code_or_calls.py
     python examples/search_and_code/code_or_calls.py --only   # the table of earlier results
 
-Everybody begins with random weights, is shown how the same questions are answered, and goes on by
-GRPO on further ones. The held-out questions have files that no question before had.
+Everybody begins with random weights, learns to read from the same texts, is shown how the same
+questions are answered, and goes on by GRPO on further ones. The held-out questions have files
+that no question before had.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from agentevo.config.agents import CodeAgentSection
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task
 from arms import Arm, Results, main
-from files import COLOURS, ITEMS, KINDS, STEMS, WORDS, Question, questions
-from stages import Row, Size, make_policy, reinforce, taught, write_rows
+from files import COLOURS, ITEMS, KINDS, STEMS, WORDS, Question, questions, reading
+from stages import Row, Size, imitate, make_policy, reinforce, taught, write_rows
 
+SIZE = Size(reading=6400, steps=10, learning_rate=3e-4, held_out=150)
 COMMON = {"tools": ["folder"], "final": "answer_tag", "max_turns": 4}
 CALLS = {"type": "tool_agent", **COMMON}
 CODE = {"type": "code_agent", **COMMON}
+REPLY = 256
+"""Tokens of a reply: five calls, or the code of a question about a table, and room to err."""
 
 
 def calls_for(question: Question) -> Iterator[tuple[list[tuple[str, dict[str, Any]]], list[str]]]:
@@ -131,8 +135,10 @@ def _learn(
     }
     words = [" ".join([*COLOURS, *ITEMS, *WORDS, *STEMS]), *map(json.dumps, rows)]
     base = make_policy(folder / "base", size, words, seed)
-    policy = taught(base, rows, folder / "sft", size, seed)
-    before, after = reinforce(agent, policy, tasks, folder / "rl", size, seed)
+    texts = list(itertools.islice(reading(seed), size.reading))
+    reader = imitate(base, texts, folder / "reader", seed, batch=16, learning_rate=4e-3)
+    policy = taught(reader, rows, folder / "sft", size, seed)
+    before, after = reinforce(agent, policy, tasks, folder / "rl", size, seed, max_new_tokens=REPLY)
     return {f"{name}, SFT": before, f"{name}, SFT and RL": after}
 
 
@@ -143,4 +149,4 @@ def _questions(purpose: str, seed: int, count: int) -> list[Question]:
 ARMS = [Arm("calls", calls), Arm("code", code)]
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, Path(__file__), ARMS, (*KINDS, "all"), 0))
+    sys.exit(main(__doc__, Path(__file__), ARMS, (*KINDS, "all"), 0, SIZE))

@@ -134,6 +134,33 @@ def questions(seed: str) -> Iterator[Question]:
             yield _finding(draw) if kind == "find" else _of_a_table(kind, draw)
 
 
+def reading(seed: int) -> Iterator[dict[str, Any]]:
+    """Conversations without end, from which a policy learns to read before it is shown anything: a
+    number, a file or a word, or some with a name each, and the same again in another order."""
+    draw = random.Random(f"reading {seed}")
+    words = [*COLOURS, *ITEMS, *WORDS, *STEMS]
+    while True:
+        count = draw.choice((1, 1, 3, 5))
+        said = [
+            draw.choice((str(draw.randint(1, 250)), _file(draw), draw.choice(WORDS)))
+            for _ in range(count)
+        ]
+        if count > 1:
+            names = draw.sample(words, count)
+            said = [f"{name} {one}" for name, one in zip(names, said, strict=True)]
+        again = draw.sample(said, count)
+        yield {
+            "messages": [
+                {"role": "user", "content": f"{', '.join(said)}."},
+                {"role": "assistant", "content": f" {', '.join(again)}."},
+            ]
+        }
+
+
+def _file(draw: random.Random) -> str:
+    return f"{draw.choice(STEMS)}.{draw.choice(('csv', 'txt'))}"
+
+
 def _of_a_table(kind: str, draw: random.Random) -> Question:
     colours = draw.sample(COLOURS, 3)
     rows = [

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ from stages import Row, Size, imitate, make_policy, reinforce, taught, write_row
 from world import SIZE, TOP_K, VALUES, Question, World, reading
 
 KINDS = ("1hop", "2hop", "all")
+
+
+@dataclass(frozen=True)
+class SearchSize(Size):
+    """Besides how much, how good the demonstrations are."""
+
+    learning_rate: float = 5e-4
+    hasty: float = 0.75
+    """Share of the searching demonstrations that answer after the first search, whatever was
+    asked. Those of one-hop questions are right all the same."""
 
 
 def searching(corpus: Path) -> dict[str, Any]:
@@ -39,33 +51,35 @@ def searching(corpus: Path) -> dict[str, Any]:
     }
 
 
-def shown_search(question: Question, search: Search) -> Row:
+def shown_search(question: Question, search: Search, *, hasty: bool = False) -> Row:
     """A demonstration: the entities of the path are looked for, one after the other, and what was
-    learnt of each is said again."""
+    learnt of each is said again. A hasty one answers with what the first search has taught."""
     messages = [{"role": "user", "content": f"{RULES}\n\nQuestion: {question.text}"}]
     learnt = ""
-    for entity, wanted in zip(question.path, question.wanted_of_each, strict=True):
+    path = tuple(zip(question.path, question.wanted_of_each, strict=True))
+    for entity, wanted in path[:1] if hasty else path:
         found = search.search(entity.name)
         messages += [
             {"role": "assistant", "content": f"{learnt}<search> {entity.name} </search>"},
             {"role": "user", "content": f"<information>{found}</information>"},
         ]
-        learnt = f"<think> {wanted} {entity.facts[wanted]} </think>"
-    messages.append({"role": "assistant", "content": f"{learnt}{_answer(question)}"})
+        answer = entity.facts[wanted]
+        learnt = f"<think> {wanted} {answer} </think>"
+    messages.append({"role": "assistant", "content": f"{learnt}{_answer(answer)}"})
     return {"messages": messages}
 
 
 def shown_answer(question: Question) -> Row:
     """A demonstration without searches."""
-    answered = {"role": "assistant", "content": _answer(question)}
+    answered = {"role": "assistant", "content": _answer(question.answer)}
     return {"messages": [{"role": "user", "content": question.text}, answered]}
 
 
-def _answer(question: Question) -> str:
-    return f"<answer> {question.answer} </answer>"
+def _answer(answer: str) -> str:
+    return f"<answer> {answer} </answer>"
 
 
-def remember(folder: Path, seed: int, size: Size, world_size: int) -> Results:
+def remember(folder: Path, seed: int, size: SearchSize, world_size: int) -> Results:
     """Without search."""
     world, tasks, shown = _questions(folder, seed, size, world_size)
     rows = [shown_answer(one) for one in shown]
@@ -75,12 +89,13 @@ def remember(folder: Path, seed: int, size: Size, world_size: int) -> Results:
     return {"no search, SFT": before, "no search, SFT and RL": after}
 
 
-def search(folder: Path, seed: int, size: Size, world_size: int) -> Results:
+def search(folder: Path, seed: int, size: SearchSize, world_size: int) -> Results:
     """With it; what was found is trained or not."""
     world, tasks, shown = _questions(folder, seed, size, world_size)
     corpus = world.write_corpus(folder / "corpus.jsonl")
     tool = Search(corpus=str(corpus), top_k=TOP_K)
-    rows = [shown_search(one, tool) for one in shown]
+    draw = random.Random(f"hasty {seed}")
+    rows = [shown_search(one, tool, hasty=draw.random() < size.hasty) for one in shown]
     policy = taught(_reader(folder, seed, size, world), rows, folder / "sft", size, seed)
     results = {}
     for title, unmasked in (("RL", False), ("RL, found text trained", True)):
@@ -134,7 +149,7 @@ def _texts(world: World) -> Iterator[str]:
     yield f"{RULES}\n\nQuestion: What is it? <think>The way is known.</think>"
 
 
-ARMS = [Arm("remember", remember), Arm("search", search)]
+ARMS = [Arm("search", search), Arm("remember", remember)]
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, Path(__file__), ARMS, KINDS, SIZE))
+    sys.exit(main(__doc__, Path(__file__), ARMS, KINDS, SIZE, SearchSize()))

@@ -120,6 +120,7 @@ def reinforce(
     seed: int,
     rewards: Sequence[Mapping[str, Any]] = RULE,
     sections: Mapping[str, Any] = MappingProxyType({}),
+    max_new_tokens: int = 64,
     **algorithm: Any,
 ) -> tuple[Shares, Shares]:
     """RL, by GRPO unless `algorithm`, keys of that section, says otherwise, on the questions of a
@@ -132,7 +133,7 @@ def reinforce(
         agent=options,
         rewards=list(rewards),
         model=str(policy),
-        sampling={"max_new_tokens": 64},
+        sampling={"max_new_tokens": max_new_tokens},
         algorithm={"name": "grpo", **algorithm},
         trainer={
             "steps": size.steps,
@@ -151,10 +152,13 @@ def reinforce(
 
 
 def _shares(attempts: Iterable[Any]) -> Shares:
-    """By the kind of question, with which its id begins, and of all."""
+    """By the kind of question, with which its id begins, and of all. An attempt that broke says
+    nothing of the policy."""
     asked: Counter[str] = Counter()
     right: Counter[str] = Counter()
     for one in attempts:
+        if one.status != "completed":
+            continue
         for kind in (one.task_id.split(":")[0], "all"):
             asked[kind] += 1
             right[kind] += one.success

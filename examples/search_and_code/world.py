@@ -1,8 +1,8 @@
 """An invented world: 2,000 people and towns that no model has heard of, what a passage says of
 each, and questions over one and two of them.
 
-    What is the friend of FeSa?                 one passage says it
-    What is the craft of the friend of FeSa?    one says who that is, another what he does
+    What is the home of FeSa?                 one passage says it
+    What is the fruit of the home of FeSa?    one says where that is, another what grows there
 
 Each syllable of a name is a token, and the name is one word for the search.
 
@@ -34,10 +34,9 @@ VALUES = {
     "stone": "granite marble slate chalk flint basalt quartz gneiss",
 }
 ATTRIBUTES = {"person": ("craft", "animal"), "town": ("fruit", "stone")}
-RELATIONS = {
-    "person": {"teacher": "person", "friend": "person", "home": "town"},
-    "town": {"rival": "town", "mayor": "person"},
-}
+RELATIONS = {"person": {"home": "town"}, "town": {"mayor": "person"}}
+"""One of each, so that a passage says one name besides its own: to choose among several by the word
+before them is what policies of this size do not learn in a minute."""
 _PLACES, _SYLLABLES = 2, 45
 """A name has so many syllables, each one of so many."""
 
@@ -171,12 +170,13 @@ def reading(world: World, seed: int) -> Iterator[dict[str, Any]]:
     drawn at random, and the same facts in another order."""
     draw = random.Random(f"reading {seed}")
     names = [one.name for one in world.entities if not one.held_out]
-    kinds = [key for kind in ATTRIBUTES for key in (*ATTRIBUTES[kind], *RELATIONS[kind])]
+    kinds = [(*ATTRIBUTES[kind], *RELATIONS[kind]) for kind in ATTRIBUTES]
     while True:
         facts = [
             f"{key} {draw.choice(VALUES[key].split() if key in VALUES else names)}"
-            for key in draw.sample(kinds, 5)
+            for key in draw.choice(kinds)
         ]
+        draw.shuffle(facts)
         again = draw.sample(facts, len(facts))
         yield {
             "messages": [

@@ -28,7 +28,7 @@ def test_a_tool_that_ships_is_trained_with_through_mcp(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "database" / "result.json").read_text())
-    assert result.keys() >= {"before", "after", "steps"}
+    assert result.keys() >= {"untrained", "read", "before", "after", "steps"}
     run = agentevo.load_run(tmp_path / "database" / "run")
     attempts = run.trajectories(split="train")
     assert len(attempts) == 64 and {one.status for one in attempts} == {"completed"}
@@ -46,9 +46,11 @@ def test_the_table_keeps_what_was_not_trained(tmp_path, monkeypatch):
 
     (tmp_path / "files").mkdir()
     sampled = {"before": 0.25, "after": 0.5}
-    result = {"before": 0.125, "after": 0.75, "sampled": sampled, "steps": 8, "minutes": 1.25}
+    result = {"untrained": 0.0, "read": 0.5, "before": 0.125, "after": 0.75, "sampled": sampled}
+    result |= {"steps": 8, "minutes": 1.25}
     (tmp_path / "files" / "result.json").write_text(json.dumps(result))
     stands = "| `python tool_servers.py search` | kept |"
     lines = tables.table(tmp_path, stands).splitlines()
-    made = "| `python tool_servers.py files` | 12% | 75% | +62 | 25% | 50% | +25 | 8 | 1.2 |"
+    name, shares = "`python tool_servers.py files`", "0% | 50% | 12% | 75% | +62 | 25% | 50% | +25"
+    made = f"| {name} | {shares} | 8 | 1.2 |"
     assert lines[2:] == [made, stands]

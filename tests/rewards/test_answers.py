@@ -222,6 +222,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_a_hostile_text_takes_no_longer_than_another(piece):
     """A second at most; what is quadratic or worse takes minutes to years."""

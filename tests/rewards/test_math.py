@@ -61,6 +61,7 @@ def test_a_right_answer_that_is_no_mathematics_is_no_wrong_answer():
     assert "no mathematics" in answer["problem"]
 
 
+@pytest.mark.slow
 def test_a_reply_is_scored_in_a_process_of_its_own_from_any_thread():
     math = scorer()
     values = []
@@ -82,6 +83,7 @@ def test_a_reply_is_scored_in_a_process_of_its_own_from_any_thread():
     assert values == [(1.0, 0.0, 0.0)] * 3
 
 
+@pytest.mark.slow
 def test_what_keeps_sympy_busy_is_a_failed_score_and_the_next_one_is_fine(monkeypatch):
     """In the place of hostile LaTeX, whose time depends on sympy's version, a process that never
     answers."""
@@ -124,6 +126,7 @@ def test_a_process_that_has_ended_between_two_comparisons_is_replaced(monkeypatc
         begun[-1].wait(60)
 
 
+@pytest.mark.slow
 def test_a_process_without_a_request_waits_as_long_as_it_takes():
     program = (
         "import signal, sys; from agentevo.rewards import math_worker\n"

@@ -74,6 +74,7 @@ def test_the_order_of_rows_counts_where_it_is_asked_for(database):
     assert judged(file, {"queries": [{**query, "ordered": True}]}).reward == 0.0
 
 
+@pytest.mark.slow
 def test_what_is_no_database_or_a_hostile_one_is_wrong_and_nothing_else(database):
     endless = database(
         "CREATE VIEW orders AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) "

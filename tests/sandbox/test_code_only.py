@@ -102,13 +102,13 @@ def test_an_episode_of_openenv_is_an_interpreter():
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
-        ("die", "SandboxDied"),
+        ("die", "ServerLost"),
         ("hang", "Timeout"),
         ("no JSON", "ProtocolViolation"),
         ("[1]", "ProtocolViolation"),
-        ('{"type": "error", "data": {"code": "X", "message": "it broke"}}', "SandboxDied"),
-        ('{"type": "observation", "data": {"observation": 3}}', "SandboxDied"),
-        ('"' + "a" * (2**24 + 1) + '"', "SandboxDied"),
+        ('{"type": "error", "data": {"code": "X", "message": "it broke"}}', "ServerLost"),
+        ('{"type": "observation", "data": {"observation": 3}}', "ServerLost"),
+        ('"' + "a" * (2**24 + 1) + '"', "ServerLost"),
     ],
 )
 def test_an_openenv_server_that_fails_costs_the_call_and_the_variables(said, kind):

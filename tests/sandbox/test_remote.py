@@ -210,6 +210,7 @@ def test_a_call_that_is_cancelled_ends_its_sandbox(secret):
     run(work)
 
 
+@pytest.mark.slow
 def test_a_client_that_hears_nothing_any_more_is_found_out(secret):
     async def work():
         async with served(secret, ping_s=0.2, silent_s=0.5) as (server, section):

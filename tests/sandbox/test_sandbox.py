@@ -41,6 +41,7 @@ def test_stdout_and_stderr_come_apart_and_only_with_their_own_call(opened: OpenS
     assert ran(opened, "1").stdout == ""
 
 
+@pytest.mark.slow
 def test_an_error_shows_the_users_lines_only(opened: OpenSandbox) -> None:
     error = ran(opened, "def half(n):\n    return 1 / n\nhalf(0)").error
     assert error is not None
@@ -90,6 +91,7 @@ def test_code_that_takes_too_long_is_interrupted_and_keeps_its_variables(
     assert ran(opened, "kept").value == "8"
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_can_not_be_interrupted_is_replaced_and_the_files_stay(
     opened: OpenSandbox,
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_program_runs_alone_with_its_own_exit_code(opened: OpenSandbox) -> Non
     assert (after.value, after.is_new) == ("False", True)
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_all_that_it_started(opened: OpenSandbox) -> None:
     code = b"import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
     code += (

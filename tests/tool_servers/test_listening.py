@@ -16,11 +16,15 @@ from agentevo.tool_servers import listening
 REQUEST = b"POST /x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer %s\r\nContent-Length: 4\r\n\r\n"
 
 
+LARGE = 2**20
+"""So many times four bytes, eight times, are more than the machine keeps for who does not read."""
+
+
 class Echo:
     """Answers with the body, and hears of its start and end."""
 
     def __init__(self):
-        self.heard = []
+        self.heard, self.answered = [], asyncio.Event()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -33,12 +37,16 @@ class Echo:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+        pieces = [body * LARGE] * 8 if body == b"much" else [body]
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        self.answered.set()
 
 
-def served(ask, key=None):
+def served(ask, key=None, app=None):
     """What `ask(port)` gives while the application is served."""
-    app, is_over = Echo(), asyncio.Event()
+    app, is_over = app or Echo(), asyncio.Event()
 
     async def work():
         listener = open_socket("127.0.0.1", 0)
@@ -128,3 +136,30 @@ def test_bodies_arrive_whole(size):
         return await sent(port, head, b"x" * size)
 
     assert served(ask)[0].count(b"x") == size
+
+
+def test_who_does_not_take_an_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(listening, "TAKEN_S", 1.0)
+    app = Echo()
+
+    async def ask(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(REQUEST % b"" + b"much")
+        await app.answered.wait()
+        got = 0
+        with suppress(ConnectionError):
+            while part := await reader.read(2**20):
+                got += len(part)
+        writer.close()
+        return got
+
+    assert served(ask, app=app) < 32 * LARGE
+
+
+def test_who_takes_a_large_answer_gets_all_of_it():
+    head = (REQUEST % b"").replace(b"Host", b"Connection: close\r\nHost")
+
+    async def ask(port):
+        return len((await sent(port, head, b"much"))[0])
+
+    assert served(ask) >= 32 * LARGE

@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 
 import pytest
@@ -244,6 +245,29 @@ def test_a_task_opens_no_other_file(tmp_path):
     with pytest.raises(EnvironmentFailure, match="attached"):
         Database(task(setup=f"ATTACH '{path}' AS x; CREATE TABLE x.t (a)"))
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "PRAGMA hard_heap_limit=1000",
+        "PRAGMA main.SOFT_HEAP_LIMIT = 1000",
+        "SELECT 1 FROM pragma_soft_heap_limit(1000)",
+        "PRAGMA temp_store_directory='/tmp'",
+        "PRAGMA max_page_count=1000000000",
+        "PRAGMA page_size=65536",
+        "PRAGMA writable_schema=1",
+        "SELECT fts3_tokenizer('x')",
+    ],
+)
+def test_a_task_sets_no_limit_of_the_process_or_of_what_a_database_takes(sql):
+    asked = "PRAGMA hard_heap_limit"
+    before = sqlite3.connect(":memory:").execute(asked).fetchone()
+    with pytest.raises(EnvironmentFailure, match=r"is not allowed in|no such|too many arg"):
+        Database(task(setup=f"CREATE TABLE t (x); {sql};"))
+    assert sqlite3.connect(":memory:").execute(asked).fetchone() == before
+    dump = "PRAGMA foreign_keys=OFF; BEGIN TRANSACTION; CREATE TABLE t (x); COMMIT;"
+    assert "CREATE TABLE t" in Database(task(setup=dump)).schema()
 
 
 def test_a_state_that_can_not_be_read_is_worth_nothing():

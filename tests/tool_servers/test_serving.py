@@ -66,6 +66,7 @@ def played(section, *attempts):
 READ, STEP = ("query", {"sql": "SELECT x FROM t"}), ("execute", {"sql": "UPDATE t SET x = x + 1"})
 
 
+@pytest.mark.slow
 def test_a_process_has_the_task_of_its_attempt():
     section = stdio("database").model_copy(update={"outcome": "outcome"})
     calls = (READ, STEP, ("query", {"sql": "x"}), ("execute", {}))
@@ -190,6 +191,7 @@ class Adder:
 """
 
 
+@pytest.mark.slow
 def test_tools_of_a_user_are_served(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     words = ("adder", "start=3", "--import", str(tmp_path / "own.py"))

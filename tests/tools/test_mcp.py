@@ -98,6 +98,7 @@ def add(number):
     return ("add", {"number": number})
 
 
+@pytest.mark.slow
 def test_every_attempt_has_a_server_of_its_own_which_knows_the_task():
     sections = [section(outcome="worth", exclude=("gr*",))]
     first, second = played([add(2), add(3)], [add(1)], sections=sections)
@@ -111,6 +112,7 @@ def test_every_attempt_has_a_server_of_its_own_which_knows_the_task():
     assert not servers()
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_first_and_resources_are_tools():
     given = {"prompt": "rules", "prompt_arguments": {"tone": "low"}, "resources": True}
 
@@ -135,6 +137,7 @@ def test_a_prompt_is_read_first_and_resources_are_tools():
     assert {"list_resources", "read_resource"} <= {one["function"]["name"] for one in schemas}
 
 
+@pytest.mark.slow
 def test_attempts_may_share_a_server():
     first, second = played([add(2)], [add(3)], sections=[section(session="shared")])
     assert (first[0], second[0]) == (["2"], ["5"])
@@ -191,6 +194,7 @@ def test_arguments_that_no_message_can_hold_leave_the_server_alone():
     assert metrics["num_wrong_arguments"] == 2
 
 
+@pytest.mark.slow
 def test_an_opening_that_is_cancelled_leaves_nothing_behind():
     """The first of two attempts that share a server is broken off while it starts."""
 
@@ -216,6 +220,7 @@ def test_an_opening_that_is_cancelled_leaves_nothing_behind():
     assert not servers()
 
 
+@pytest.mark.slow
 def test_a_server_that_never_says_hello_is_ended_at_once_and_for_all_who_wait():
     async def work():
         silent = section(session="shared", start_timeout_s=1.0)
@@ -239,6 +244,7 @@ def test_a_server_that_never_says_hello_is_ended_at_once_and_for_all_who_wait():
     assert not servers()
 
 
+@pytest.mark.slow
 def test_a_first_try_that_failed_is_no_restart(tmp_path):
     """A server that starts at the second try held nothing that could be lost."""
     script = (
@@ -320,6 +326,14 @@ def test_a_server_at_a_url(url):
 
 
 @pytest.mark.slow
+def test_a_call_at_a_url_has_its_own_limit_and_not_that_of_the_sdk(url, monkeypatch):
+    monkeypatch.setattr("mcp.shared._httpx_utils.MCP_DEFAULT_SSE_READ_TIMEOUT", 0.2)
+    sections = [MCPServerSection(name="far", timeout_s=60, **url)]
+    (((text,), *_),) = played([("wait", {"seconds": 2})], sections=sections)
+    assert not text.startswith("Error: ")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -355,6 +369,7 @@ def write(tmp_path, tree):
     return path
 
 
+@pytest.mark.slow
 def test_a_file_as_claude_and_cursor_write_it(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THIS_PROCESS", SERVER)
     server = {"command": sys.executable, "args": ["${OF_THIS_PROCESS}"]}

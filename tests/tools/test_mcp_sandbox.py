@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import psutil
 import pytest
 
 from agentevo.config.mcp import MCPServerSection
+from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.sandbox.bubblewrap import Bubblewrap
+from agentevo.sandbox.programs import sandboxed
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
@@ -58,6 +62,7 @@ def port():
         yield listener.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_it_reaches_nothing_of_the_host(needs_bubblewrap, port, tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "s")
     secret = tmp_path / "secret.txt"
@@ -98,6 +103,20 @@ def test_it_has_what_it_was_given(needs_bubblewrap, port, tmp_path):
     assert texts[:2] == ["connected", "written"] and texts[2].startswith("Error: ")
     assert (shared / "new.txt").read_text() == "written"
     assert not (tmp_path / "other.txt").exists()
+
+
+def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
+    needs_bubblewrap, tmp_path
+):
+    real, linked = tmp_path / "real", tmp_path / "linked"
+    venv.create(real, symlinks=True)
+    script = real / "bin" / "hello"
+    script.write_text(f"#!{real}/bin/python\nprint('hello')\n")
+    script.chmod(0o755)
+    linked.symlink_to(real)
+    words = sandboxed(str(linked / "bin" / "hello"), (), ProgramSandboxSection(), None)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "hello\n", done.stderr
 
 
 def test_what_can_not_be_is_refused_before_anything_starts(needs_bubblewrap, monkeypatch):

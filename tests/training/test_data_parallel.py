@@ -14,6 +14,8 @@ import torch
 from agentevo.errors import TrainingError
 from agentevo.training import parallel
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).with_name("data_parallel_runs.py")
 specification = importlib.util.spec_from_file_location("data_parallel_runs", PROGRAM)
 assert specification is not None and specification.loader is not None

@@ -179,6 +179,7 @@ def test_output_layers_tied_to_the_embeddings_and_not(random_model):
         ) == is_tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "qwen3-moe"])
 def test_updates_of_adapters(name, random_model, samples_of, slow_loss, gradient):
     """And the reference that is the base under them."""

@@ -160,6 +160,7 @@ def test_a_reference_that_follows_keeps_no_second_base(kind, random_model, sampl
     assert len(own) == len(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "role", "trunk"),
     [("ppo", "critic", "own"), ("ppo", "critic", "shared"), ("prime", "process_reward", "own")],
@@ -195,6 +196,7 @@ def test_models_beside_the_policy_train_adapters_of_their_own(preset, role, trun
     assert len(heads) == (2 if role == "critic" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -32,6 +32,8 @@ from agentevo.training.kernels.output_layer import token_logprobs, token_logprob
 from agentevo.training.trainer import Trainer
 from agentevo.types import Constraint, SamplingParams, Trajectory, Turn
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 PROMPT = list(range(40, 60))
 STILL = TrainerSection(max_grad_norm=1e9, warmup_steps=0, learning_rate=1e-9)

@@ -101,7 +101,7 @@ class AgentDockSandbox(CodeOnlySandbox):
                 "correct the url, which ends with /mcpapi"
             ) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise ServerLost("SandboxDied", f"the answer broke off ({described(error)})") from error
+            raise ServerLost("ServerLost", f"the answer broke off ({described(error)})") from error
 
 
 def _outcome(content: Any) -> tuple[str, str, Failure | None]:

@@ -91,7 +91,7 @@ class OpenEnvSandbox(CodeOnlySandbox):
             if kind == "error" or not isinstance(seen, dict):
                 self._end()
                 said = storable(str(data.get("message") or data), 500)
-                raise ServerLost("SandboxDied", f"{SERVER} has failed: {said}")
+                raise ServerLost("ServerLost", f"{SERVER} has failed: {said}")
             if data.get("done") is True:
                 self._end()  # the next call has another episode
         texts = [seen.get(name) for name in ("stdout", "stderr")]
@@ -154,7 +154,7 @@ class OpenEnvSandbox(CodeOnlySandbox):
         except TimeoutError:
             raise ServerLost("Timeout", f"{SERVER} gave no answer in {limit_s:g} s") from None
         except (ConnectionClosed, OSError) as error:
-            raise ServerLost("SandboxDied", f"the connection ended ({error})") from error
+            raise ServerLost("ServerLost", f"the connection to {SERVER} ended ({error})") from error
         except (ParseError, UnicodeDecodeError) as error:
             raise ServerLost("ProtocolViolation", f"no JSON was answered ({error})") from error
         inside = answer.get("data") if isinstance(answer, dict) else None

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
 """What programs look into to find a server and to trust it."""
 
+_FIRST_LINE = 4096
+"""Bytes of a script that may name its interpreter."""
+
 
 @dataclass(frozen=True)
 class _Seen:
@@ -91,13 +94,35 @@ def _program(command: str, folder: Path | None) -> str:
 
 
 def _own_folders(program: str) -> list[str]:
-    """What a program needs of its own: the virtual environment that it lies in, or its file."""
-    above = os.path.dirname(os.path.dirname(program))
-    found = {above} if os.path.exists(os.path.join(above, "pyvenv.cfg")) else {program}
-    found.add(os.path.realpath(program))
+    """What a program needs of its own: the virtual environment that it lies in, or its file; and
+    likewise what it is a link to, and the interpreter that its first line names."""
+    found, waiting, seen = set[str](), [program], set[str]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen or not os.path.exists(path):
+            continue
+        seen.add(path)
+        above = os.path.dirname(os.path.dirname(path))
+        is_in_one = os.path.exists(os.path.join(above, "pyvenv.cfg"))
+        found.add(above if is_in_one else path)
+        if os.path.islink(path):
+            target = os.path.join(os.path.dirname(path), os.readlink(path))
+            waiting.append(os.path.abspath(target))
+        waiting += [os.path.realpath(path), *_interpreter(path)]
     if os.path.realpath(program) == python_program() and sys.prefix != sys.base_prefix:
         found.add(sys.prefix)
     return sorted(path for path in found if not is_below(path, SYSTEM))
+
+
+def _interpreter(program: str) -> list[str]:
+    """That of a script, by its path, where it is there."""
+    try:
+        with open(program, "rb") as file:
+            first = file.read(_FIRST_LINE).split(b"\n")[0]
+    except OSError:
+        return []
+    words = os.fsdecode(first.removeprefix(b"#!")).split() if first.startswith(b"#!") else []
+    return [word for word in words[:1] if os.path.isabs(word) and os.path.exists(word)]
 
 
 def _there(path: Path) -> str:

@@ -25,7 +25,8 @@ class Failure(msgspec.Struct, frozen=True):
 
     type: str
     """The exception's type; or the limit that ended it: `Timeout`, `OutOfMemory`, `DiskFull`,
-    `TooManyProcesses`, `InterpreterDied`, `ProtocolViolation`, `SandboxDied`."""
+    `TooManyProcesses`, `InterpreterDied`, `ProtocolViolation`, `SandboxDied`; `ServerLost` for that
+    of another project, of whose sandbox nothing is known then."""
     message: str
     traceback: str = ""
     """Lines of the user's code only."""

@@ -8,6 +8,8 @@ whatever order, else 0; a task without `solved_by` says nothing of its worth.
 
 The policy's SQL is one statement a call, within limits of time, rows, sizes and memory. It opens no
 other file: no ATTACH, no PRAGMA, no extension, no virtual table. Its transactions are its calls.
+A task's SQL, which clients of a server send, may hold the PRAGMAs of SETUP_PRAGMAS and no others:
+some are limits of the whole process, or of what a database may take.
 `query` changes nothing. A process that serves a database (`agentevo mcp serve`) also bounds the
 memory of all SQLite in it; where the tools run in a run's own process nothing but time does.
 """
@@ -66,8 +68,16 @@ _REFUSED = {
     sqlite3.SQLITE_CREATE_TEMP_TRIGGER,
     sqlite3.SQLITE_CREATE_TEMP_VIEW,
 }
-_NOT_FUNCTIONS = {"load_extension", "glob", "fts3_tokenizer"}
+_NOT_IN_SETUP = {"load_extension", "fts3_tokenizer"}
+_NOT_FUNCTIONS = {*_NOT_IN_SETUP, "glob"}
 """`glob` takes time without bound for patterns of many stars; `like` is our own."""
+SETUP_PRAGMAS = {
+    *("foreign_keys", "defer_foreign_keys", "foreign_key_check", "foreign_key_list"),
+    *("ignore_check_constraints", "recursive_triggers", "legacy_alter_table"),
+    *("user_version", "application_id", "encoding", "journal_mode", "synchronous"),
+    *("table_info", "table_xinfo", "table_list", "index_info", "index_list", "integrity_check"),
+}
+"""Those that a task's own SQL may hold: what scripts of dumps begin with, and questions."""
 Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]
 
 
@@ -174,18 +184,31 @@ class Database:
         return tables
 
     def _run_script(self, connection: sqlite3.Connection, key: str) -> None:
-        """The task's own SQL, which is its author's: bounded in time alone."""
+        """The task's own SQL: bounded in time, memory and files, and else its author's."""
         script = self._task.metadata.get(key, "")
         until = time.monotonic() + SETUP_S
         connection.set_progress_handler(lambda: time.monotonic() > until, LOOK_OPS)
+        refused: list[str] = []
+
+        def allowed(action: int, first: str | None, second: str | None, *rest: Any) -> int:
+            pragma = action == sqlite3.SQLITE_PRAGMA and (first or "").lower() not in SETUP_PRAGMAS
+            if pragma or (action == sqlite3.SQLITE_FUNCTION and second in _NOT_IN_SETUP):
+                refused.append(f"PRAGMA {first}" if pragma else f"{second}()")
+                return sqlite3.SQLITE_DENY
+            return sqlite3.SQLITE_OK
+
+        connection.set_authorizer(allowed)
         try:
             if not isinstance(script, str):
                 raise sqlite3.Error(f"it is {type(script).__name__}, and should be a text")
             connection.executescript(script)
         except (sqlite3.Error, ValueError) as error:
+            why = f"{refused[0]} is not allowed in it" if refused else str(error)
             raise EnvironmentFailure(
-                f"the task {self._task.id!r}: metadata.{key} is no SQL that runs: {error}"
+                f"the task {self._task.id!r}: metadata.{key} is no SQL that runs: {why}"
             ) from error
+        finally:
+            connection.set_authorizer(None)
 
     def _confine(self) -> None:
         def like(pattern: Any, text: Any, escape: str = "") -> bool | None:

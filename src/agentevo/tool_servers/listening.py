@@ -2,8 +2,8 @@
 
 Connections are admitted as the engine's are (inference/admission.py): whoever has not shown the
 key, or, without one, has not sent the headers of a request, is cut off after a few seconds. The
-body of a request has BODY_S, and a connection between two requests IDLE_S; how many there may be is
-bounded. Not bounded: how slowly an answer is taken.
+body of a request has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection
+between two requests IDLE_S; how many there may be is bounded.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ IDLE_S = 120.0
 """How long a connection is kept that asks nothing more."""
 BODY_S = 30.0
 """How long the body of a request may take to come."""
+TAKEN_S = 60.0
+"""How long a piece of an answer, which may be all of it, waits to be taken."""
 BODY_BYTES = 8 * 2**20
 """What is read of a body at once: the applications refuse longer ones."""
 
@@ -115,7 +117,14 @@ class _Guarded:
             async def received() -> Any:
                 return come.pop(0) if come else await receive()
 
-            await self._app(scope, received, send)
+            async def taken(message: Any) -> None:
+                try:
+                    async with asyncio.timeout(TAKEN_S):
+                        await send(message)
+                except TimeoutError:
+                    connection.cut()
+
+            await self._app(scope, received, taken)
         finally:
             connection.leave()
 

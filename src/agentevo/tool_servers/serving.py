@@ -2,7 +2,8 @@
 
 Over stdin and stdout the process is one session. Over HTTP every session of the protocol has a
 state of its own, made for the task that its headers tell of (`send_task` of an entry of
-`agent.tools`) and closed with the session, at the latest IDLE_S after its last request. Only
+`agent.tools`) and closed with the session, at the latest IDLE_S after its last request, and sooner
+where it is in the way of another (door.py). Only
 revisions of the protocol that have sessions are spoken there: a client that asks for a later one is
 told so, and falls back.
 
@@ -14,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -33,6 +33,7 @@ from agentevo.errors import (
     described,
 )
 from agentevo.extras import load_extra
+from agentevo.tool_servers.door import Door
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.shorten import shortened
 from agentevo.tools.task_headers import SEED_HEADER, TASK_HEADER
@@ -98,7 +99,7 @@ class ToolServer:
             max_sessions=MAX_SESSIONS,
             max_request_body_size=MAX_BODY,
         )
-        return _Door(served, key)
+        return Door(served, key, MAX_SESSIONS)
 
     async def close(self) -> None:
         """Ends the sessions that are left."""
@@ -210,50 +211,6 @@ class _Opened:
         self.ready: asyncio.Future[ToolSession] | None = None
         self.advice = ""
         """What the end of a message says where the tools can't be made."""
-
-
-class _Door:
-    """What stands before the SDK's application: the key, and which revisions are spoken."""
-
-    def __init__(self, app: Any, key: str | None) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
-        if scope["type"] == "http":
-            headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-            refusal = self._refusal(headers)
-            if refusal is not None:
-                await _answer(send, *refusal)
-                return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, headers: Mapping[str, bytes]) -> tuple[int, dict[str, Any]] | None:
-        from mcp_types import UNSUPPORTED_PROTOCOL_VERSION
-        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
-
-        if self._key is not None:
-            shown = headers.get("authorization", b"")
-            if not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
-                return 401, _error(-32600, "the key is missing or wrong: Authorization: Bearer KEY")
-        version = headers.get("mcp-protocol-version", b"").decode("latin-1")
-        if version and version not in HANDSHAKE_PROTOCOL_VERSIONS:
-            supported = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version[:60]}
-            why = "only revisions that have sessions are spoken here"
-            return 400, _error(UNSUPPORTED_PROTOCOL_VERSION, why, supported)
-        return None
-
-
-def _error(code: int, message: str, data: Any = None) -> dict[str, Any]:
-    error = {"code": code, "message": message, **({} if data is None else {"data": data})}
-    return {"jsonrpc": "2.0", "id": None, "error": error}
-
-
-async def _answer(send: Callable[[Any], Any], status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _told_task(headers: Mapping[str, str]) -> Task | None:

@@ -38,6 +38,10 @@ STDERR_LINES = 5
 STDERR_S = 0.5
 PROBE_S = 5.0
 """How long a server that has not answered a call may take to show that it is alive."""
+READ_S = 30 * 86_400.0
+"""Longest silence of a server's HTTP connection: as good as none, since calls and starts have
+limits of their own, and the SDK's 300 seconds would end a longer call, and an idle SSE session."""
+CONNECT_S = 30.0
 CLOSING_S = 10.0
 """Longest wait for a server's end: the SDK kills one that does not end by itself."""
 SHORTEST_SECRET = 6
@@ -135,8 +139,11 @@ class Connection:
             task.cancel()
             await asyncio.wait([task], timeout=CLOSING_S)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Calls a tool. Raises ToolArgumentsError, and ToolUnavailableError where the server is
+    async def call(
+        self, name: str, arguments: Mapping[str, Any], meta: Mapping[str, str]
+    ) -> ToolResult:
+        """Calls a tool. `meta`: what the request's `_meta` says, such as its place in a trace
+        (MCP's SEP-414). Raises ToolArgumentsError, and ToolUnavailableError where the server is
         gone."""
         from mcp import MCPError
 
@@ -147,7 +154,7 @@ class Connection:
         try:
             if self._server.resources and name in self._offered:
                 return await call_resource_tool(client, name, arguments)
-            result = await client.call_tool(name, dict(arguments))
+            result = await client.call_tool(name, dict(arguments), meta=dict(meta) or None)
         except ToolArgumentsError:
             raise
         except asyncio.CancelledError:
@@ -220,11 +227,15 @@ class Connection:
         if server.transport == "sse":
             from mcp.client.sse import sse_client
 
-            return sse_client(str(server.url), headers=dict(server.headers))
+            return sse_client(
+                str(server.url), headers=dict(server.headers), sse_read_timeout=READ_S
+            )
+        import httpx2
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
 
-        client = create_mcp_http_client(headers=dict(server.headers))
+        limits = httpx2.Timeout(CONNECT_S, read=READ_S)
+        client = create_mcp_http_client(headers=dict(server.headers), timeout=limits)
         return streamable_http_client(
             str(server.url), http_client=await stack.enter_async_context(client)
         )

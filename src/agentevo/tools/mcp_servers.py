@@ -20,6 +20,7 @@ import msgspec
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.own_loop import OwnLoop
+from agentevo.store.call_log import trace_headers
 from agentevo.tools.mcp_connection import Connection, Server, check_package
 from agentevo.tools.task_headers import task_headers
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
@@ -149,7 +150,8 @@ class _Session:
         connection = self._connection
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")
-        result = await _loop.run(lambda: connection.call(name, arguments))
+        told = trace_headers()  # of the call that this is, on the loop that it is made on
+        result = await _loop.run(lambda: connection.call(name, arguments, told))
         if self._tell_restart:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)

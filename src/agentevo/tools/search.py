@@ -14,6 +14,7 @@ import httpx
 from agentevo.config.tools import tool
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
+from agentevo.store.call_log import trace_headers
 from agentevo.tools.corpus import passage_of
 from agentevo.tools.indexes import corpus_index
 
@@ -60,6 +61,7 @@ class Search:
     def _asked(self, query: str) -> list[str]:
         asked = {"queries": [query], "topk": self._top_k, "return_scores": True}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers |= trace_headers()
         try:
             answer = httpx.post(str(self._url), json=asked, headers=headers, timeout=TIMEOUT_S)
             answer.raise_for_status()

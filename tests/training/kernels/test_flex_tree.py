@@ -63,6 +63,7 @@ def test_blocks_hold_exactly_what_is_seen(monkeypatch, window):
     any_tree()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (60, None), (None, 2.0)])
 def test_attention_is_that_of_the_plan_for_cpus(window, softcap):
     tree = build_tree(GROUP)

@@ -329,6 +329,7 @@ def test_a_model_is_asked_again_when_its_settings_have_changed(random_model, bat
     )
 
 
+@pytest.mark.slow
 def test_a_forgotten_model_is_forgotten(random_model, batch):
     model = copy.deepcopy(random_model("llama").model)
     token_logprobs(model, batch)

@@ -96,9 +96,9 @@ class Supervisor:
     def __init__(self, host: int) -> None:
         self._host = host
         self._incoming = frames.Frames(2**31)
-        self._settings = self._wait_for_host()
         self._interpreter: Child | None = None
         self._has_died = False
+        self._settings = self._wait_for_host()
 
     def serve(self) -> None:
         settings = self._settings

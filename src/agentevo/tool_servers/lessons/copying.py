@@ -37,14 +37,6 @@ WORDS = [
     "feather",
     "guitar",
     "hammer",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "mirror",
-    "needle",
-    "oyster",
-    "pencil",
 ]
 DONE = "Done."
 

@@ -11,8 +11,8 @@ from typing import Any
 from agentevo.tool_servers.lessons.lesson import Call
 
 _ENDS = ("dra", "lin", "mo", "nar", "ris")
-FIRST = [one + two for one in ("A", "Be", "Co", "Do", "E", "Fi", "Gu", "Ha") for two in _ENDS]
-LAST = [one + two for one in ("Pe", "Qui", "Ro", "Sa", "Ti", "U", "Va", "Wi") for two in _ENDS]
+FIRST = [one + two for one in ("A", "Be", "Co", "Do") for two in _ENDS]
+LAST = [one + two for one in ("Pe", "Qui", "Ro", "Sa") for two in _ENDS]
 CITIES = [
     "Arlon",
     "Bremo",
@@ -26,10 +26,6 @@ CITIES = [
     "Jarno",
     "Kelso",
     "Lindo",
-    "Marek",
-    "Norva",
-    "Orsay",
-    "Palma",
 ]
 GOODS = [
     "bells",
@@ -44,10 +40,6 @@ GOODS = [
     "honey",
     "knives",
     "lace",
-    "paper",
-    "silk",
-    "tea",
-    "wine",
 ]
 WORLD = 17
 """Seed of the world, which is one and the same for all tasks."""

@@ -1,0 +1,140 @@
+"""What stands before the SDK's MCP server over HTTP: the key, which revisions of the protocol are
+spoken, and whose session makes room for another one.
+
+A client that ends its session gives its place back at once, one that has vanished does not. Where
+no place is left, a session ends that nobody waits in: one whose stream of the server's messages has
+ended GONE_S ago, as it does with its client; else one that has asked nothing for SILENT_S, the most
+silent first. A session that makes room is told to its client, should it be there, as the protocol
+tells of an unknown one (404).
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GONE_S = 30.0
+SILENT_S = 300.0
+SESSION = "mcp-session-id"
+
+
+@dataclass
+class _Session:
+    """What is known of one."""
+
+    used: float
+    """When its last request or stream ended."""
+    running: int = 0
+    """Requests and streams of now."""
+    is_gone: bool = False
+    """Its stream has ended, and nothing came after."""
+
+
+class Door:
+    """See the module. `app`: the SDK's application, which has room for `most` sessions."""
+
+    def __init__(self, app: Any, key: str | None, most: int) -> None:
+        self._app, self._key, self._most = app, key, most
+        self._sessions: dict[str, _Session] = {}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        refusal = self._refusal(headers)
+        if refusal is not None:
+            await _answer(send, *refusal)
+            return
+        name = headers.get(SESSION, b"").decode("latin-1")
+        if not name and len(self._sessions) >= self._most:
+            await self._make_room(scope)
+        await self._passed(scope, receive, send, name)
+
+    async def _passed(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+        """To the application, and what that says of the session."""
+        is_stream = scope["method"] == "GET"
+        session = self._sessions.get(name)
+        if session is not None:
+            session.running += 1
+            session.is_gone = False
+        status = 0
+
+        async def heard(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                told = dict(message.get("headers", ()))
+                if not name and status < 400 and (new := told.get(SESSION.encode())):
+                    self._sessions[new.decode("latin-1")] = _Session(time.monotonic())
+            await send(message)
+
+        try:
+            await self._app(scope, receive, heard)
+        finally:
+            if session is not None:
+                session.running -= 1
+                session.used = time.monotonic()
+                session.is_gone = is_stream and status < 400 and not session.running
+            if status == 404 or (scope["method"] == "DELETE" and status < 400):
+                self._sessions.pop(name, None)
+
+    async def _make_room(self, scope: Any) -> None:
+        """Ends a session that nobody waits in, if there is one."""
+        while len(self._sessions) >= self._most:
+            now = time.monotonic()
+            idle = {
+                name: now - one.used + (SILENT_S if one.is_gone else 0.0)
+                for name, one in self._sessions.items()
+                if not one.running and now - one.used >= (GONE_S if one.is_gone else SILENT_S)
+            }
+            if not idle:
+                return
+            name = max(idle, key=lambda one: idle[one])
+            del self._sessions[name]
+            await self._end(name, scope)
+
+    async def _end(self, name: str, scope: Any) -> None:
+        """As its client would. `scope`: that of whoever needs the place."""
+        kept = [one for one in scope["headers"] if one[0] in (b"host", b"origin", b"authorization")]
+        ended = {**scope, "method": "DELETE", "headers": [*kept, (SESSION.encode(), name.encode())]}
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            return
+
+        await self._app(ended, receive, send)
+
+    def _refusal(self, headers: Mapping[str, bytes]) -> tuple[int, dict[str, Any]] | None:
+        from mcp_types import UNSUPPORTED_PROTOCOL_VERSION
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
+
+        if self._key is not None:
+            shown = headers.get("authorization", b"")
+            if not hmac.compare_digest(shown, f"Bearer {self._key}".encode()):
+                return 401, _error(-32600, "the key is missing or wrong: Authorization: Bearer KEY")
+        version = headers.get("mcp-protocol-version", b"").decode("latin-1")
+        if version and version not in HANDSHAKE_PROTOCOL_VERSIONS:
+            supported = {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version[:60]}
+            why = "only revisions that have sessions are spoken here"
+            return 400, _error(UNSUPPORTED_PROTOCOL_VERSION, why, supported)
+        return None
+
+
+def _error(code: int, message: str, data: Any = None) -> dict[str, Any]:
+    error = {"code": code, "message": message, **({} if data is None else {"data": data})}
+    return {"jsonrpc": "2.0", "id": None, "error": error}
+
+
+async def _answer(send: Callable[[Any], Any], status: int, content: Any) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
