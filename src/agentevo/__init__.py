@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agentevo.agents.capture import untracked
     from agentevo.api import load_run, sft, train
+    from agentevo.api.evaluation import evaluate
     from agentevo.config.agents import AgentSection, agent
     from agentevo.config.credit import credit
     from agentevo.config.tools import tool
@@ -51,6 +52,7 @@ _HOMES = {
     "agent": "agentevo.config.agents",
     "credit": "agentevo.config.credit",
     "environment": "agentevo.environments.environment",
+    "evaluate": "agentevo.api.evaluation",
     "gather": "agentevo.loop.rollout",
     "load_run": "agentevo.api",
     "open_model": "agentevo.loop.local",
@@ -83,6 +85,7 @@ __all__ = [
     "agent",
     "credit",
     "environment",
+    "evaluate",
     "gather",
     "load_run",
     "open_model",

@@ -21,7 +21,8 @@ def test_every_key_is_explained(key):
             assert one.type
             assert (
                 one.default
-                or key in ("environment.type", "rewards.name", "remote_models.NAME.model")
+                or key in ("environment.type", "remote_models.NAME.model")
+                or key in ("rewards.name", "tracking.backends.name")
                 or (key.startswith(("environment.", "rewards.", "agent.")) and one.option_of)
             ), f"{key}: no default"
 

@@ -242,3 +242,41 @@ def test_what_can_not_be_measured_is_refused_before_anything_is_made(folder, cap
         assert main(["eval", *words, *more, *out, *rewards]) == 2
     assert why in capsys.readouterr().err
     assert set(folder.iterdir()) == before
+
+
+def test_a_program_measures_what_the_command_does(folder):
+    (folder / "leveled.jsonl").write_text(
+        "".join(
+            json.dumps(row | {"level": {"of": number % 2}}) + "\n"
+            for number, row in enumerate(TASKS)
+        )
+    )
+    with RemoteServer(adds) as server:
+        target = f"{server.url}#adder"
+        words = ["eval", target, "--tasks", "leveled.jsonl", "rewards=[numeric]"]
+        assert main([*words, "--by", "level.of", "--out", "told"]) == 0
+        found = agentevo.evaluate(
+            target, tasks="leveled.jsonl", rewards=["numeric"], by="level.of", out="out"
+        )
+        told = json.loads(Path("told/summary.json").read_text())
+        assert json.loads(Path("out/summary.json").read_text()) == found
+        for one in (found, told):
+            one["models"][0].pop("seconds")
+        assert found == told
+        by_level = found["models"][0]["by_part"]["level.of"]
+        assert {name: own["pass_at"]["1"]["value"] for name, own in by_level.items()} == {
+            "0": 0.5,
+            "1": 1.0,
+        }
+        again = agentevo.evaluate(target, tasks=TASKS, rewards=[adds_right], limit=2)
+        assert again["models"][0]["pass_at"]["1"]["value"] == 1.0 and again["tasks"] == ["given"]
+        with pytest.raises(ConfigError, match=r"--by size: no task has that key: they have level"):
+            agentevo.evaluate(target, tasks="leveled.jsonl", rewards=["numeric"], by=["size"])
+    with pytest.raises(ConfigError, match="tasks is 5: give a file"):
+        agentevo.evaluate("coins", tasks=5)
+    with pytest.raises(ConfigError, match="give a recipe, the folder of a run"):
+        agentevo.evaluate(None)
+
+
+def adds_right(completion, answer):
+    return float(completion == answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from agentevo.errors import ConfigError
@@ -49,9 +50,33 @@ def test_half_a_line_is_none_and_spoils_no_other(tmp_path):
     folder.add(*attempts_of("a"))
     log = folder.path / "results.jsonl"
     log.write_bytes(log.read_bytes()[:-10])
-    assert list(folder.attempts()) == [("m", "a", 0)]
+    assert list(folder.attempts()) == [], "the task is played again"
     folder.add(*attempts_of("b"))
-    assert list(folder.attempts()) == [("m", "a", 0), ("m", "b", 0), ("m", "b", 1)]
+    assert list(folder.attempts()) == [("m", "b", 0), ("m", "b", 1)]
+
+
+@pytest.mark.parametrize("log", ["results.jsonl", "trajectories.jsonl"])
+def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, log):
+    """--retry-failed: neither half of the new play is mixed with the old one, nor are its
+    trajectories judged by `score`."""
+    folder = made(tmp_path)
+    folder.add(*attempts_of("a", 0.0))
+    sizes = {name: (folder.path / name).stat().st_size for name in (log, "results.jsonl")}
+    before = folder.attempts(), folder.trajectories()
+    lines, trajectories = attempts_of("a", 1.0)
+    again = [msgspec.structs.replace(one, reward=1.0) for one in trajectories]
+    folder.add(lines, again)
+    whole = {name: (folder.path / name).read_bytes() for name in sizes}
+    assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
+    assert [one.reward for one in folder.trajectories().values()] == [1.0, 1.0]
+    for left in (1, 40, len(whole[log]) - sizes[log] - 2):  # bytes of the write that are there
+        for name, content in whole.items():  # results come after trajectories
+            told = content[: sizes[name] + (left if name == log else 0)]
+            (folder.path / name).write_bytes(told)
+        assert (folder.attempts(), folder.trajectories()) == before
+    folder.add(lines, again)
+    assert [one.reward for one in folder.trajectories().values()] == [1.0, 1.0]
+    assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
 
 
 def test_another_evaluation_is_not_gone_on_with(tmp_path):

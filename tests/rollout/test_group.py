@@ -50,6 +50,7 @@ class Asks:
         return Outcome(reward=1.0, success=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comes", ["before", "meanwhile"])
 def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, monkeypatch):
     """A training step longer than both limits, while one attempt waits for a quick tool, or for its

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from agentevo.agents.single_turn import SingleTurnAgent
-from agentevo.config import build_config
+from agentevo.config import EngineSection, build_config
 from agentevo.errors import EngineError, EngineUnavailableError
+from agentevo.event_loop import TaskScope, run_coroutine
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.chat import ChatFormat
 from agentevo.rewards import Score, reward, rewards
+from agentevo.rewards.baselines import Baselines
 from agentevo.rollout import sampler as sampler_module
-from agentevo.rollout.policy_scores import BASELINES
+from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.scoring import Scoring
 from agentevo.store import open_store
@@ -128,6 +130,28 @@ def test_the_baselines_of_a_run_are_those_of_its_beginning(play, tmp_path):
     assert {one["version"] for one in kept.values()} == {3}, "where nobody knew the task before"
 
 
+def test_a_reward_that_has_ended_leaves_the_engine_to_the_others(tiny_policy):
+    """Though its request was what set the engine going."""
+    loaded = tiny_policy(tokenizer="byte", context_length=256)
+    section = EngineSection(prefill_tokens=16)
+    engine = TorchEngine(loaded.model, loaded.tokenizer, section)
+    config = build_config({"engine": {"timeout_s": 60}}, needs_environment=False)
+    policy = PolicyScores(config, engine, ChatFormat(loaded.tokenizer), Baselines())
+
+    async def work():
+        short, long = TaskScope(), TaskScope()
+        first = short.start(policy.score([20, 21, 22], [23]))
+        other = long.start(policy.score(list(range(20, 220)), [23]))
+        await first
+        short.cancel()
+        assert not other.done()
+        return await other
+
+    logprobs, _ = run_coroutine(work())
+    assert len(logprobs) == 1
+
+
+@pytest.mark.slow
 def test_an_engine_that_fails_is_no_attempts_failure(play, monkeypatch):
     """The group is made again, and in the end the run hears of it."""
     monkeypatch.setattr(sampler_module, "RETRIES", sampler_module.RETRIES.__class__(max_failures=2))

@@ -23,6 +23,7 @@ def oldest(trajectory: Trajectory) -> int:
     return min(version for turn in trajectory.turns for version in turn.versions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, moving_engine):
     """Two services whose engines learn of new weights at different times, a trainer that takes its

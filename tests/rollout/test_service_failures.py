@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 ASKED = [Message("user", "left")]
 
 
+@pytest.mark.slow
 def test_infrastructure_is_retried_and_set_aside_at_the_bound(url, make_service, moving_engine):
     async def scenario():
         retries = RetryPolicy(max_failures=3, first_delay_s=0.01)
@@ -134,6 +135,7 @@ def test_engines_that_are_away_cost_their_tasks_nothing(url, make_service, movin
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_task_that_makes_engines_unreachable_is_counted_in_the_end(
     url, make_service, moving_engine, monkeypatch
 ):

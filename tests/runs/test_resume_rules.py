@@ -20,6 +20,7 @@ from agentevo.runs.resume_rules import changes, check_resume
 from agentevo.types import Message, Task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -141,6 +142,7 @@ def test_a_run_from_before_some_keys_existed_goes_on(
     assert_same(outcome_of(config.run_dir), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", ["cold_start.random_action_rate=0.5", "environment.frozen_probability=0.5"]
 )
@@ -154,6 +156,7 @@ def test_a_key_from_after_its_beginning_may_not_change_a_run(
         train(small_config(tmp_path / "run", *overrides, change), view=quiet_view(), resume=True)
 
 
+@pytest.mark.slow
 def test_what_changed_on_the_way_is_said_and_written_down(tmp_path, small_config):
     train(
         small_config(tmp_path / "run", "trainer.steps=1"),
@@ -174,6 +177,7 @@ ALIKE = ("algorithm.drop_zero_variance=true", "algorithm.drop_zero_variance=fals
 ROUNDS = ("algorithm.dynamic_sampling=3", "algorithm.dynamic_sampling=0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "change"),
     [((), ALIKE), ((), ROUNDS), (OWN, ALIKE), (MASK, ALIKE), (MASK, ROUNDS)],

@@ -49,16 +49,19 @@ def train_twice(small_config, quiet_view, folder: Path, url: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_overwriting_a_run_empties_its_store(tmp_path, small_config, quiet_view):
     train_twice(
         small_config, quiet_view, tmp_path / "run", f"sqlite:///{tmp_path / 'shared.sqlite'}"
     )
 
 
+@pytest.mark.slow
 def test_overwriting_a_run_empties_its_schema(tmp_path, small_config, quiet_view, postgresql):
     train_twice(small_config, quiet_view, tmp_path / "run", postgresql.url(unused_name()))
 
 
+@pytest.mark.slow
 def test_another_run_s_store_is_refused_and_left_alone_whatever_is_overwritten(
     tmp_path, small_config, quiet_view
 ):

@@ -74,6 +74,7 @@ def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "learn", "sample"])
 def test_the_commands_say_what_they_wait_for(command, closed_port, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(patience, "TELL_S", 0.3)

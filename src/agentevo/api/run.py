@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from agentevo.audit.audit import Audit, audit
 from agentevo.audit.replay import Replay, replay
 from agentevo.config import RunConfig
+from agentevo.console import to_stderr
 from agentevo.errors import UnusableCheckpointError
 from agentevo.event_loop import run_coroutine
 from agentevo.observability import LiveView
@@ -18,6 +19,7 @@ from agentevo.orchestration import run as training
 from agentevo.orchestration.components import AgentFunction, Components, open_components
 from agentevo.orchestration.evaluation import evaluate, reference_players
 from agentevo.orchestration.first_attempts import check_evaluation
+from agentevo.orchestration.tracking import Lines, check_tracking, report_evaluation
 from agentevo.parsing import read_json_object
 from agentevo.processes.supervisor import Supervisor
 from agentevo.runs.folder import read_store
@@ -62,8 +64,9 @@ class Run:
     def eval(
         self, *, checkpoint: str = "best", samples: int = 1, view: LiveView | None = None
     ) -> dict[str, float]:
-        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Nothing is
-        written."""
+        """Evaluates a checkpoint on the held-out tasks: `val-core/...` metrics. Nothing is written
+        but by trackers, where the configuration lists some."""
+        check_tracking(self.config)
         path = self.checkpoint_path(checkpoint)
         _, state = Checkpoints(self.dir / "checkpoints", self.config.checkpoint.keep_last).load(
             path
@@ -115,7 +118,9 @@ class Run:
             async with open_components(
                 self.config, agent=self._agent, tasks=self._tasks, checkpoint=path, store_url=url
             ) as parts:
-                return await _shown(parts, step, samples, view)
+                found = await _shown(parts, step, samples, view)
+        _report(self.config, found, step, self.dir, view)
+        return found
 
 
 def train(
@@ -143,14 +148,24 @@ def evaluate_model(
     config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None
 ) -> dict[str, float]:
     """Success of the recipe's model as it is, or of a checkpoint of it, without any run: nothing is
-    written."""
+    written but by trackers, where the recipe lists some."""
+    check_tracking(config)
 
     async def work() -> dict[str, float]:
         with _throwaway_store() as url:
             async with open_components(config, checkpoint=checkpoint, store_url=url) as parts:
                 return await _shown(parts, 0, config.evaluation.samples, view)
 
-    return run_coroutine(work())
+    found = run_coroutine(work())
+    _report(config, found, 0, Path.cwd(), view)
+    return found
+
+
+def _report(
+    config: RunConfig, found: dict[str, float], step: int, folder: Path, view: LiveView | None
+) -> None:
+    hearer = Lines(to_stderr) if view is None else view
+    report_evaluation(config, found, step=step, folder=folder, hearer=hearer)
 
 
 @contextmanager

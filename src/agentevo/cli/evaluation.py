@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +61,12 @@ MaxNewTokens = Annotated[
     int | None, typer.Option(help="Longest completion of one turn, in tokens.")
 ]
 Limit = Annotated[int | None, typer.Option(metavar="N", min=1, help="Play the first N tasks.")]
+By = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY", help="A row for each value of that key of the tasks, such as a difficulty."
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the evaluation in --out.")]
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="Also play failed attempts again; resumes.")
@@ -77,6 +84,7 @@ def evaluate(
     top_p: TopP = None,
     max_new_tokens: MaxNewTokens = None,
     limit: Limit = None,
+    by: By = None,
     out: Out = None,
     resume: Resume = False,
     retry_failed: RetryFailed = False,
@@ -87,7 +95,7 @@ def evaluate(
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     given = {name: value for name, value in sampling.items() if value is not None}
     options = (attempts, temperature, limit, out)
-    is_more = any((tasks, against, resume, retry_failed, as_json, given))
+    is_more = any((tasks, against, by, resume, retry_failed, as_json, given))
     if not (is_more or any(one is not None for one in options)) and _is_plain(target):
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
@@ -99,6 +107,7 @@ def evaluate(
         overrides=overrides or [],
         tasks=tasks or [],
         limit=limit,
+        by=by or [],
         attempts=1 if attempts is None else attempts,
         checkpoint=checkpoint,
         temperature=temperature,
@@ -140,7 +149,8 @@ def _measure(what: Any, as_json: bool) -> None:
     from agentevo.evaluation.evaluate import evaluate as measured
 
     begin = {} if as_json else {"begin": _show_heading}
-    summary = measured(what, _note, _progress, **begin)
+    with _bars() as progress:
+        summary = measured(what, _note, progress, **begin)
     _show(summary, as_json)
     check_attempts(summary)
 
@@ -173,10 +183,21 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _progress(label: str, done: int, total: int) -> None:
-    """About ten lines for a model."""
-    if done in (0, total) or done % max(1, total // 10) == 0:
-        print(f"-- {label}: {done} of {total} tasks", file=sys.stderr, flush=True)
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each model, one after the other."""
+    from agentevo.progress import Bar, bar
+
+    shown: dict[str, Bar] = {}
+    with ExitStack() as stack:
+
+        def hear(label: str, done: int, total: int) -> None:
+            if label not in shown:
+                stack.close()
+                shown[label] = stack.enter_context(bar(f"eval {label}", total, "tasks"))
+            shown[label].to(done)
+
+        yield hear
 
 
 def _is_plain(target: str) -> bool:

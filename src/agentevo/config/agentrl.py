@@ -46,7 +46,7 @@ _NO_PART = {
             *("dataloader_drop_last", "dataloader_num_workers", "dataloader_prefetch_factor"),
             *("pad_to_multiple_of", "pad_to_maximum", "dynamic_batching", "log_entropy", "top_k"),
             *("bypass_causal_mask_check", "enable_loss_parallel", "loss_seq_chunk_size"),
-            *("logging_steps", "report_to", "save_only_model", "tool_call_parser", "max_pixels"),
+            *("logging_steps", "save_only_model", "tool_call_parser", "max_pixels"),
             *("max_concurrent_samples_per_process", "target_concurrency", "inf_mem_ratio"),
             *("oss_connection_string", "enable_oss", "tune_vision", "remove_experience"),
             *("skip_non_positive_advantage", "compress_history", "minimal_advantage"),
@@ -379,6 +379,14 @@ def _once(tree: _Tree, value: str) -> None:
         tree.put("trainer.epochs", _whole(value))
 
 
+def _trackers(tree: _Tree, value: str) -> None:
+    """Those that are trackers here, too; TensorBoard is always one."""
+    named = value.replace(",", " ").split()
+    backends = [name for name in named if name in ("mlflow", "swanlab", "trackio", "wandb")]
+    if backends:
+        tree.put("tracking.backends", backends)
+
+
 def _half(tree: _Tree, value: str) -> None:
     if _is_true(value):
         tree.put("model.dtype", "bfloat16")
@@ -387,6 +395,7 @@ def _half(tree: _Tree, value: str) -> None:
 _FLAGS: dict[str, Callable[[_Tree, str], None]] = {
     "run_name": _text("run.name"),
     "output_dir": _text("run.dir"),
+    "report_to": _trackers,
     "seed": _number("run.seed"),
     "model_name_or_path": _text("model.name"),
     "bf16": _half,

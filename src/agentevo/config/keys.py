@@ -40,7 +40,7 @@ from agentevo.registry import nearest
 Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 """Polymorphic section -> its `type` -> the model with that type's keys; likewise for the entries of
 a polymorphic list by their `name`."""
-LISTS = ("rewards",)
+LISTS = ("rewards", "tracking.backends")
 """Polymorphic lists."""
 NAME = "NAME"
 """Stands in a key for the name of a section that a recipe gives names to (`remote_models`)."""
@@ -95,7 +95,7 @@ class ConfigKeys:
         for name in LISTS:
             for key in (key for key in self._explanations if key.startswith(f"{name}.")):
                 self._explanations[key] = [
-                    replace(e, option_of=()) if set(e.option_of) == set(variants[name]) else e
+                    replace(e, option_of=()) if {*e.option_of} == {*variants.get(name, {})} else e
                     for e in self._explanations[key]
                 ]
 
@@ -148,7 +148,7 @@ class ConfigKeys:
         best, best_score = None, 0.0
         for name in self.names():
             explanation = self._explanations[name][0]
-            if name.split(".")[0] in LISTS and "." in name:
+            if name.startswith(tuple(f"{one}." for one in LISTS)):
                 continue  # an entry's key can't be set from outside its list
             options = {kind for e in self._explanations[name] for kind in e.option_of}
             chosen_type = chosen.get(name.split(".")[0])

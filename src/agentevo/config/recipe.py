@@ -24,10 +24,10 @@ import yaml
 from pydantic import Field, PrivateAttr, SerializeAsAny, model_validator
 from pydantic_core import ErrorDetails
 
-from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import sources
+from agentevo.config.advantage import advantage_contradictions
 from agentevo.config.agents import (
     AgentSection,
     EnvironmentAgentSection,
@@ -64,12 +64,13 @@ from agentevo.config.sections import (
     SamplingSection,
     StoreSection,
     TinyModel,
-    TrackingSection,
     TrainerSection,
 )
 from agentevo.config.sft import SFTSection
 from agentevo.config.tasks import TasksSection, play_problems, with_absolute_paths
 from agentevo.config.tool_list import read_tools
+from agentevo.config.tracing import TracingSection
+from agentevo.config.tracking import TrackingSection, tracker_models
 from agentevo.config.values import refused_values
 from agentevo.credentials import credential_problems
 from agentevo.environments import EnvironmentConfig, environments
@@ -127,6 +128,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     store: StoreSection = StoreSection()
     tracking: TrackingSection = TrackingSection()
+    tracing: TracingSection = TracingSection()
     profile: ProfileSection = ProfileSection()
 
     _started_in: Path = PrivateAttr(default_factory=lambda: Path().absolute())
@@ -189,7 +191,7 @@ def _contradictions(config: RunConfig) -> list[str]:
     problems += collect_contradictions(config)
     problems += memory_contradictions(config)
     problems += rollout_contradictions(config)
-    problems += _of_the_advantage(config)
+    problems += advantage_contradictions(config)
     problems += named_agent_contradictions(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
         problems.append(
@@ -274,42 +276,6 @@ def _of_the_model(config: RunConfig) -> list[str]:
             "lower the former or raise the latter"
         )
     return problems
-
-
-def _of_the_advantage(config: RunConfig) -> list[str]:
-    """Contradictions of the chosen advantage with sections that it does not use and with rewards
-    that it can't take."""
-    needs, problems = config.algorithm.needs, []
-    for key, section, need in (
-        ("critic", config.critic, "values"),
-        ("process_reward", config.process_reward, "process_rewards"),
-    ):
-        if need not in needs and section != type(section)():
-            problems.append(
-                f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, "
-                f"or choose {_users(need)}"
-            )
-    if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
-        problems.append(
-            f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of "
-            f"trainer.steps={config.trainer.steps} to the policy: "
-            "raise trainer.steps or lower critic.pretrain_steps"
-        )
-    by_mean = "maxrl" in (config.algorithm.advantage, config.algorithm.name)
-    penalty = getattr(config.agent, "format_penalty", 0.0) if config.environment else 0.0
-    if by_mean and penalty > 0:
-        problems.append(
-            "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
-            f"but agent.format_penalty is {penalty:g}: set it to 0"
-        )
-    return problems
-
-
-def _users(need: str) -> str:
-    """The presets whose advantage needs this input."""
-    return " or ".join(
-        name for name, preset in PRESETS.items() if need in ADVANTAGES[preset.advantage].needs
-    )
 
 
 def load_config(
@@ -438,7 +404,7 @@ def key_variants() -> Variants:
     for name in rewards.names():
         with suppress(AgentEvoError):
             models[name] = reward_config(name)
-    return {**section_variants(), "rewards": models}
+    return {**section_variants(), "rewards": models, **tracker_models()}
 
 
 def _read_variant(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from agentevo.config.section import Section
+from agentevo.config.task_stages import stage_contradictions
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
@@ -57,7 +58,7 @@ class RolloutSection(Section):
 
 def rollout_contradictions(config: RunConfig) -> list[str]:
     """Values that can't hold together with those of other sections, as 'what: remedy'."""
-    section, problems = config.rollout, []
+    section, problems = config.rollout, stage_contradictions(config)
     apart = section.staleness > 0 or section.samplers > 0
     weighs = (
         config.algorithm.importance != "none"

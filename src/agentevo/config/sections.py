@@ -395,15 +395,6 @@ class StoreSection(Section):
         return value
 
 
-class TrackingSection(Section):
-    """What is written beside metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Write TensorBoard event files to tensorboard/ in the run's folder."""
-    report: bool = True
-    """Write report.html and plots/ at the end."""
-
-
 def _template_of(path: str) -> str:
     """Raises ValueError for a file that can't be a chat template."""
     known = ", ".join(CHAT_TEMPLATES)

@@ -12,6 +12,7 @@ from pydantic import PositiveFloat, field_validator, model_validator
 
 from agentevo.config.agents import brings_tasks
 from agentevo.config.section import Section
+from agentevo.config.task_stages import TaskStage, stage_problem, with_stages_read
 
 
 class TaskFields(Section):
@@ -46,6 +47,13 @@ class TasksSection(Section):
     """A mixture: for each source of `train` how many of its tasks are played, as a share of the
     others' (2 and 1: twice as many of the first). Such a run needs `eval`. Default: every task as
     often as any other."""
+    stages: tuple[TaskStage, ...] = ()
+    """Training by stages, such as easy tasks first: a list of stages, each with `name`; `where`
+    (what a task's metadata must hold: `{difficulty: 1}`, `{level: [easy, medium]}`, `{difficulty:
+    {min: 2, max: 4}}`) or `sources` (of `train` and `eval`); `until_step` or `until_success` (the
+    share of attempts that succeed, as a mean over `success_window` steps, 5), which the last has
+    not. Such a run needs `eval`, whose tasks are reported for each stage. Default: every task from
+    the first step on."""
     fields: TaskFields = TaskFields()
     """The keys of a row that hold a task's fields."""
     allow_bad_rows: bool = True
@@ -58,7 +66,9 @@ class TasksSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_sources(cls, given: Any) -> Any:
-        return {"train": given} if isinstance(given, (str, list, tuple)) else given
+        return with_stages_read(
+            {"train": given} if isinstance(given, (str, list, tuple)) else given
+        )
 
     @field_validator("train", "eval", mode="before")
     @classmethod
@@ -79,6 +89,14 @@ class TasksSection(Section):
                 "weights mixes sources, and nothing says which of their tasks are held out: give "
                 "eval"
             )
+        if self.stages and not (self.train and self.eval):
+            missing = "eval" if self.train else "train and eval"
+            raise ValueError(
+                "stages choose among the tasks of train, and those of eval are reported for each "
+                f"stage: give {missing}"
+            )
+        if problem := stage_problem(self.stages, self.train, self.eval):
+            raise ValueError(problem)
         return self
 
 
@@ -105,6 +123,9 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
             changed[key] = absolute(value)
         elif isinstance(value, (list, tuple)):
             changed[key] = [absolute(source) for source in value]
+    stages = changed.get("stages")
+    if isinstance(stages, (list, tuple)):  # their sources are those of `train`
+        changed["stages"] = [with_absolute_paths(one, ("sources",), folder) for one in stages]
     return changed
 
 

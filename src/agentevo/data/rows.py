@@ -22,12 +22,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from agentevo.data.row_report import RowError
 from agentevo.errors import ConfigError
 from agentevo.extras import load_extra
 from agentevo.parsing import ParseError, check_depth, parse_json
+from agentevo.progress import bar
 
 _DECODER = json.JSONDecoder()
 _KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -107,8 +108,10 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _read_lines(path: Path) -> Iterator[Row]:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with path.open("rb") as raw, bar(path.name, path.stat().st_size, "bytes") as read:
+        file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        for number, line in enumerate(cast(IO[bytes], file), start=1):
+            read.to(raw.tell())
             yield Row(
                 f"{path}:{number}",
                 _parsed_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line),

@@ -9,8 +9,14 @@ completed attempts has no pass@k.
 Intervals are a percentile bootstrap over tasks: attempts at one task are not independent of one
 another, tasks are. The draws come from a fixed seed, so the same numbers give the same interval.
 Of more than MANY tasks it is the normal one, mean +- 1.96 standard errors, which is the same by
-then. Where all tasks agree on 0 or on 1, which no resampling can vary, it is the exact binomial
-interval of that many tasks (Clopper and Pearson 1934).
+then. Where all n tasks agree on one value v, no resampling varies it. The share of all tasks that
+have another value is then at most q = 1 - 0.025^(1/n), the exact bound of 0 in n (Clopper and
+Pearson 1934; 3.7 / n, the "rule of three" of Hanley and Lippman-Hand 1983 at 97.5%), and those lie
+between the bounds a and b of what can be, so
+
+    low = (1 - q) v + q a        high = (1 - q) v + q b
+
+With v of 0 or 1 and bounds 0 and 1 that is the exact binomial interval.
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ RESAMPLES = 2000
 LEVEL = 0.95
 MANY = 10_000
 _SEED = 20_210_707
+SAME = 1e-12
+"""Relative difference up to which values agree."""
 _AT_ONCE = 2**20
 """Numbers of a block of resamples, which bounds memory."""
 
@@ -60,16 +68,17 @@ def ks_of(num_attempts: int) -> list[int]:
     return [*doubled, num_attempts]
 
 
-def mean_of(values: Sequence[float], *, is_share: bool = False) -> Estimate | None:
-    """The mean of one value for each task; None without any. `is_share`: they are chances, from 0
-    to 1."""
+def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -> Estimate | None:
+    """The mean of one value for each task; None without any. `bounds`: between which values can be,
+    as far as nothing beyond them is among these."""
     if not len(values):
         return None
     column = np.asarray(values, dtype=np.float64)
     value, count = float(column.mean()), len(column)
-    if is_share and value in (0.0, 1.0):
-        beyond = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
-        low, high = (0.0, beyond) if value == 0.0 else (1.0 - beyond, 1.0)
+    if np.ptp(column) <= SAME * abs(value):
+        others = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
+        ends = min(bounds[0], value), max(bounds[1], value)
+        low, high = ((1.0 - others) * value + others * end for end in ends)
         return Estimate(value, low, high, count)
     if count > MANY:
         margin = 1.959964 * float(column.std(ddof=1)) / count**0.5
@@ -80,8 +89,10 @@ def mean_of(values: Sequence[float], *, is_share: bool = False) -> Estimate | No
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate | None:
     """How much more the second is than the first, at the same tasks in the same order; None
-    without any."""
-    return mean_of([after - before for before, after in zip(first, second, strict=True)])
+    without any. Each is taken to lie between 0 and 1, or the extremes that are among them."""
+    width = max([1.0, *first, *second]) - min([0.0, *first, *second])
+    pairs = zip(first, second, strict=True)
+    return mean_of([after - before for before, after in pairs], (-width, width))
 
 
 def _resampled(column: np.ndarray) -> np.ndarray:

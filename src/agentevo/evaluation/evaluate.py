@@ -16,10 +16,13 @@ from agentevo.config import RunConfig
 from agentevo.config.sections import EvaluationSection, SamplingSection
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
+from agentevo.evaluation.parts import parts_of_tasks
 from agentevo.evaluation.play import Play, check_play, find_tasks, play, playing
 from agentevo.evaluation.results import AttemptLine, ResultsFolder, task_digest
-from agentevo.evaluation.summary import summarise
+from agentevo.evaluation.summary import numbers_of, summarise
 from agentevo.event_loop import run_coroutine
+from agentevo.orchestration.tracking import Lines, check_tracking, report_evaluation
+from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task
 
 MAX_ATTEMPTS = 4096
@@ -34,6 +37,8 @@ class Evaluation:
     overrides: Sequence[str] = ()
     tasks: Sequence[str] = ()
     """Files; empty for the target's own held-out tasks."""
+    given: Sequence[Task] = ()
+    """Tasks in their place."""
     limit: int | None = None
     """The first so many of them."""
     attempts: int = 1
@@ -45,8 +50,15 @@ class Evaluation:
     out: Path | None = None
     """Where results are kept; None keeps none."""
     resume: bool = False
+    by: Sequence[str] = ()
+    """Keys of the tasks' metadata: for each of their values a row of its own."""
     retry_failed: bool = False
     """A resumed evaluation plays tasks again of which an attempt failed."""
+
+    @property
+    def words_of_tasks(self) -> Sequence[str]:
+        """What gives the tasks in the target's place, in words; empty where they are its own."""
+        return self.tasks or (("given",) if self.given else ())
 
 
 def evaluate(
@@ -63,15 +75,17 @@ def evaluate(
     if (what.resume or what.retry_failed) and what.out is None:
         raise ConfigError("--resume goes on in a folder of results: give it by --out FOLDER")
     contestants = find_contestants(
-        what.target, what.against, what.overrides, what.tasks, what.checkpoint
+        what.target, what.against, what.overrides, what.words_of_tasks, what.checkpoint
     )
     base = contestants[0].config
-    tasks, sources, notes = find_tasks(base, what.tasks, what.limit)
+    check_tracking(base)
+    tasks, sources, notes = find_tasks(base, what.tasks, what.limit, what.given)
     configs = [_played_config(one, what) for one in contestants]
     has_engine = all(one.remote is None for one in contestants)
     check_play(configs[0], tasks, has_engine=has_engine)
     game = Play(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
     settings = _settings(what, contestants, configs[0], game)
+    parts = parts_of_tasks(tasks, settings)
     for line in notes:
         note(line)
     folder = None if what.out is None else ResultsFolder(what.out)
@@ -86,23 +100,17 @@ def evaluate(
             folder.check_new()
             folder.begin(settings, tasks)
         begin(settings)
-        by_model = {
-            one.label: run_coroutine(
-                play(
-                    one,
-                    config,
-                    game,
-                    kept,
-                    folder,
-                    note=note,
-                    progress=partial(progress, one.label),
-                )
-            )
-            for one, config in zip(contestants, configs, strict=True)
-        }
-        summary = summarise(by_model, what.attempts, settings) | _players(configs[0], tasks, note)
+        by_model = {}
+        for one, config in zip(contestants, configs, strict=True):
+            heard = partial(progress, one.label)
+            played = play(one, config, game, kept, folder, note=note, progress=heard)
+            by_model[one.label] = run_coroutine(played)
+        summary = summarise(by_model, what.attempts, settings, parts)
+        summary |= _players(configs[0], tasks, note)
         if folder is not None:
             folder.end(summary)
+    place = Path.cwd() if what.out is None else what.out
+    report_evaluation(base, numbers_of(summary), folder=place, hearer=Lines(note))
     return summary
 
 
@@ -114,7 +122,7 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
 
 
 def _played_config(one: Contestant, what: Evaluation) -> RunConfig:
-    config = playing(one.config, what.tasks)
+    config = playing(one.config, what.words_of_tasks)
     if not what.sampling:
         return config
     try:
@@ -160,7 +168,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What has to be the same for an evaluation to go on, and what its numbers are of."""
     return {
-        "tasks": list(what.tasks) or "held out",
+        "tasks": list(what.words_of_tasks) or "held out",
         "num_tasks": len(game.tasks),
         "tasks_digest": task_digest(game.tasks),
         "sources": dict(game.sources),
@@ -174,7 +182,17 @@ def _settings(
         else config.environment.model_dump(mode="json"),
         "rewards": [one.model_dump(mode="json") for one in config.rewards],
         "seed": config.run.seed,
+        **({"by": list(what.by)} if what.by else {}),
+        **_stages(contestants[0].config, what),
     }
+
+
+def _stages(config: RunConfig, what: Evaluation) -> dict[str, Any]:
+    """The held-out tasks of each of the recipe's stages, by their ids."""
+    if what.words_of_tasks or not config.tasks.stages:
+        return {}
+    of_each = TaskSource(config, None).held_out_by_stage()
+    return {"stages": {name: sorted(ids) for name, ids in of_each.items()}}
 
 
 def _kept(folder: ResultsFolder, retry_failed: bool) -> dict[tuple[str, str, int], AttemptLine]:

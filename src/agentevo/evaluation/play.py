@@ -55,10 +55,12 @@ class Play:
 
 
 def find_tasks(
-    config: RunConfig, files: Sequence[str], limit: int | None
+    config: RunConfig, files: Sequence[str], limit: int | None, given: Sequence[Task] = ()
 ) -> tuple[list[Task], dict[str, str], list[str]]:
-    """The tasks of these files, else those that the configuration holds out; where each is from;
-    and what is to be said of bad rows. Raises ConfigError."""
+    """The tasks of these files, or those that were given, else those that the configuration holds
+    out; where each is from; and what is to be said of bad rows. Raises ConfigError."""
+    if given:
+        return list(given)[:limit], {}, []
     if not files:
         held_out = TaskSource(config, None).held_out()
         return held_out[:limit], {}, []

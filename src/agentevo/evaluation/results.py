@@ -7,16 +7,17 @@
     results.jsonl       a line for each attempt, see AttemptLine
     summary.json        what they come to; written last
 
-Both logs are only added to, all attempts of a model at one task at once, trajectories first. A line
-that a killed process has left half written is no line, and a task of which a line is missing is
-played again; of two lines of one attempt the later counts. Nothing else of an interrupted
-evaluation is lost.
+Both logs are only added to, all attempts of a model at one task at once, trajectories first: a
+play, whose lines have one name. A line that a killed process has left half written is no line, and
+a play of which a line is missing is none: the newest whole one counts, with its trajectories, and a
+task without one is played again. Nothing else of an interrupted evaluation is lost.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -63,6 +64,8 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     """Of remote models, by the recipe's prices."""
     truncated: bool = False
     error: str | None = None
+    play: str = ""
+    """What the lines have in common that were written at once."""
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True):
@@ -70,6 +73,8 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
 
     model: str
     trajectory: Trajectory
+    play: str = ""
+    """As that of its line."""
 
 
 def task_digest(tasks: Sequence[Task]) -> str:
@@ -183,23 +188,37 @@ class ResultsFolder:
         return found
 
     def attempts(self) -> dict[tuple[str, str, int], AttemptLine]:
-        """The newest line of each attempt, by model, task and number."""
-        found = _lines(self.path / RESULTS, AttemptLine)
-        return {(one.model, one.task, one.attempt): one for one in found}
+        """The lines of the newest whole play of each task, by model, task and number."""
+        size = self.settings().get("attempts", 1)
+        plays: dict[tuple[str, str], dict[str, dict[int, AttemptLine]]] = {}
+        for line in _lines(self.path / RESULTS, AttemptLine):
+            of_task = plays.setdefault((line.model, line.task), {})
+            of_task.setdefault(line.play, {})[line.attempt] = line
+        return {
+            (model, task, number): line
+            for (model, task), of_task in plays.items()
+            for number, line in next(
+                (one for one in reversed(of_task.values()) if len(one) >= size), {}
+            ).items()
+        }
 
     def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
-        """The newest of each attempt."""
-        return {
-            (one.model, one.trajectory.task_id, one.trajectory.attempt): one.trajectory
-            for one in _lines(self.path / TRAJECTORIES, KeptTrajectory)
-        }
+        """Those of the same plays."""
+        counted = {key: line.play for key, line in self.attempts().items()}
+        found = {}
+        for one in _lines(self.path / TRAJECTORIES, KeptTrajectory):
+            key = (one.model, one.trajectory.task_id, one.trajectory.attempt)
+            if counted.get(key) == one.play:
+                found[key] = one.trajectory
+        return found
 
     def add(self, lines: Sequence[AttemptLine], trajectories: Sequence[Trajectory]) -> None:
         """All attempts of a model at a task."""
-        kept = [KeptTrajectory(lines[0].model, one) for one in trajectories]
+        play = secrets.token_hex(4)
+        kept = [KeptTrajectory(lines[0].model, one, play) for one in trajectories]
         with must_write(self.path, REMEDY):
             _append(self.path / TRAJECTORIES, kept)
-            _append(self.path / RESULTS, lines)
+            _append(self.path / RESULTS, [msgspec.structs.replace(one, play=play) for one in lines])
 
     def end(self, summary: dict[str, Any]) -> None:
         """Writes the summary, when all lines are on the disk."""

@@ -15,10 +15,12 @@ from msgspec.structs import replace
 
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
+from agentevo.evaluation.parts import parts_of_tasks
 from agentevo.evaluation.play import Play, check_engine, line_of, run_folder
 from agentevo.evaluation.results import AttemptLine, ResultsFolder
 from agentevo.evaluation.summary import summarise
 from agentevo.event_loop import run_coroutine
+from agentevo.progress import over
 from agentevo.remote_models import RemoteModels
 from agentevo.remote_models.model import check_keys
 from agentevo.rollout.failures import FirstFailures, failure_kind
@@ -84,7 +86,9 @@ def _scored(
     by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}
 
     async def all_groups() -> None:
-        for (label, task_id), keys in groupby(sorted(attempts), key=lambda key: key[:2]):
+        groups = groupby(sorted(attempts), key=lambda key: key[:2])
+        total = len({key[:2] for key in attempts})
+        for (label, task_id), keys in over(groups, "score", total, "groups"):
             group = [_unscored(attempts[key]) for key in keys]
             task = by_id[task_id]
             judged = await scoring.score(group, [True] * len(group), {}, task=task)
@@ -100,7 +104,8 @@ def _scored(
             note(line)
         models.close()
     played = {label: lines for label, lines in by_model.items() if lines}
-    summary = summarise(played, settings["attempts"], settings)
+    parts = parts_of_tasks(tasks, settings)
+    summary = summarise(played, settings["attempts"], settings, parts)
     if new is not None:
         new.end(summary)
     return summary

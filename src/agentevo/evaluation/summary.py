@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from agentevo.evaluation.estimates import Estimate, ks_of, mean_of, paired_difference, pass_at_k
+from agentevo.evaluation.parts import Parts
 from agentevo.evaluation.results import AttemptLine
 from agentevo.rollout.failures import count_kinds, failure_words
 
@@ -22,14 +23,21 @@ OfTask = Callable[[Lines], float | None]
 
 
 def summarise(
-    by_model: Mapping[str, Lines], attempts: int, settings: Mapping[str, Any]
+    by_model: Mapping[str, Lines],
+    attempts: int,
+    settings: Mapping[str, Any],
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
-    """Contents of summary.json. `by_model`: the lines of each, the first is compared with."""
+    """Contents of summary.json. `by_model`: the lines of each, the first is compared with.
+    `parts`: what the tasks are taken apart by."""
     labels = list(by_model)
     first = by_model[labels[0]]
     return {
         **settings,
-        "models": [account(label, by_model[label], attempts) for label in labels],
+        "models": [
+            account(label, by_model[label], attempts) | _by_part(by_model[label], attempts, parts)
+            for label in labels
+        ],
         "differences": [
             {"model": label, "from": labels[0]} | _differences(first, by_model[label], attempts)
             for label in labels[1:]
@@ -63,13 +71,37 @@ def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
     return found
 
 
+def _by_part(lines: Lines, attempts: int, parts: Parts | None) -> dict[str, Any]:
+    found = {
+        name: {
+            value: _estimates([line for line in lines if line.task in ids], attempts)
+            for value, ids in values.items()
+        }
+        for name, values in (parts or {}).items()
+    }
+    return {"by_part": found} if found else {}
+
+
+def numbers_of(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The summary for trackers: `val-core/MODEL/pass@1`, `val-core/MODEL/reward`, and the like."""
+    numbers: dict[str, float] = {}
+    for model in summary["models"]:
+        estimates = {f"pass@{k}": found for k, found in model["pass_at"].items()}
+        estimates["reward"] = model["reward"]
+        found = {name: one["value"] for name, one in estimates.items() if one is not None}
+        found |= {name: model[name] for name in ("attempts", "failed", "tokens", "turns", "cost")}
+        numbers |= {
+            f"val-core/{model['model']}/{name}": float(value)
+            for name, value in found.items()
+            if value is not None
+        }
+    return numbers
+
+
 def _estimates(lines: Lines, attempts: int) -> dict[str, Any]:
     tasks = _by_task(lines)
     found: dict[str, Any] = {
-        "pass_at": {
-            str(k): _json(mean_of(_values(tasks, _passes(k)), is_share=True))
-            for k in ks_of(attempts)
-        },
+        "pass_at": {str(k): _json(mean_of(_values(tasks, _passes(k)))) for k in ks_of(attempts)},
         "reward": _json(mean_of(_values(tasks, _reward))),
     }
     parts = list(dict.fromkeys(name for line in lines for name in line.parts))
@@ -148,6 +180,11 @@ def table(summary: Mapping[str, Any]) -> str:
                 [f"  {name or '(none)'}", *_cells(own, ks), "", ""]
                 for name, own in model.get(key, {}).items()
             ]
+        rows += [
+            [f"  {name} {value}", *_cells(own, ks), "", ""]
+            for name, values in model.get("by_part", {}).items()
+            for value, own in values.items()
+        ]
     rows += [
         [f"{name} player", f"{value:.1%}", *([""] * (len(head) - 2))]
         for name, value in summary.get("players", {}).items()

@@ -52,6 +52,8 @@ class GivenTasks:
     reports: list[RowReport]
     sizes: tuple[int, ...] = ()
     """How many of the tasks to train on are of each source, in order."""
+    held_out_sizes: tuple[int, ...] = ()
+    """Likewise of the held-out ones."""
 
     @property
     def digest(self) -> str:
@@ -72,7 +74,8 @@ def read_tasks(
     read = partial(_read, section.fields, {}, isinstance(agent, CodeAgentSection))
     by_source = [read(reports[0], source) for source in section.train]
     train = [task for tasks in by_source for task in tasks]
-    held_out = [task for source in section.eval for task in read(reports[1], source)]
+    held_by_source = [read(reports[1], source) for source in section.eval]
+    held_out = [task for tasks in held_by_source for task in tasks]
     reports = [report for report in reports if report.rows]
     lines = [line for report in reports for line in report.lines()]
     if not train or (section.eval and not held_out):
@@ -83,7 +86,8 @@ def read_tasks(
     empty = [s for s, tasks in zip(section.train, by_source, strict=True) if not tasks]
     if section.weights and empty:
         raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
-    return GivenTasks(train, held_out, reports, tuple(map(len, by_source)))
+    sizes, held_sizes = (tuple(map(len, one)) for one in (by_source, held_by_source))
+    return GivenTasks(train, held_out, reports, sizes, held_sizes)
 
 
 def _read(

@@ -21,7 +21,8 @@ from agentevo.errors import AgentEvoError, OverreachError, described
 from agentevo.event_loop import TaskScope
 from agentevo.rollout.failures import TOO_LONG, ShowFailure
 from agentevo.signals import Interrupt
-from agentevo.store.call_log import AttemptCalls
+from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.trace_context import Said
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
@@ -97,7 +98,19 @@ class Attempt:
             trajectories = await self._run(task_id, group_id, number)
             for call, trajectory in zip(calls, trajectories, strict=True):
                 call.outcome(trajectory.status, trajectory.error)
+                self._tell(call, trajectory)
             return trajectories
+
+    def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
+        """For the attempt's span, if there is one: what it is worth where no scorer decides, its
+        first prompt and its last answer."""
+        if call.tracing is None:
+            return
+        if trajectory.id not in self.unrewarded:
+            call.note(reward=trajectory.reward, success=trajectory.success)
+        if call.tracing.contents and trajectory.turns:
+            first, last = trajectory.turns[0], trajectory.turns[-1]
+            call.said = Said(asked=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""

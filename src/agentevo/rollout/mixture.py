@@ -14,6 +14,7 @@ import numpy as np
 
 from agentevo.errors import ConfigError
 from agentevo.seeds import derive_seed
+from agentevo.types import Task
 
 
 class Mixture:
@@ -47,6 +48,35 @@ class Mixture:
             first += size
         shuffled = permutation(len(tasks), derive_seed(self._seed, "order", round_))
         return [tasks[place] for place in shuffled]
+
+
+class TaskPool:
+    """Given tasks, step after step: rounds of all of them, or of a mixture. What does not fill a
+    step at a round's end waits: no step has a task twice."""
+
+    def __init__(
+        self, tasks: Sequence[Task], seed: int, groups_per_step: int, mixture: Mixture | None = None
+    ) -> None:
+        self.tasks, self._seed, self._mixture = list(tasks), seed, mixture
+        self._round_size = len(self.tasks) if mixture is None else mixture.round_size
+        self._count = min(groups_per_step, self._round_size)
+        self._steps_per_round = self._round_size // self._count
+
+    def of_step(self, place: int) -> list[Task]:
+        """Tasks of the pool's step number `place`, from 0."""
+        round_, part = self.round_of(place), place % self._steps_per_round
+        order = (
+            self.shuffled("order", round_) if self._mixture is None else self._mixture.order(round_)
+        )
+        return [self.tasks[index] for index in order[part * self._count : (part + 1) * self._count]]
+
+    def round_of(self, place: int) -> int:
+        """The round that a step is in."""
+        return place // self._steps_per_round
+
+    def shuffled(self, purpose: str, number: int) -> list[int]:
+        """All of its tasks in an order of that purpose and number."""
+        return permutation(len(self.tasks), derive_seed(self._seed, purpose, number))
 
 
 def permutation(size: int, seed: int) -> list[int]:

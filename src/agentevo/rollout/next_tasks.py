@@ -75,6 +75,14 @@ class NextTasks:
         self._step = max(self._step, done)
         while True:
             if not self._ahead:
+                await tasks.stages.learn(self._store)
+                if not tasks.stages.is_known(self._step + 1):
+                    raise Refusal(
+                        f"which tasks step {self._step + 1} has follows from steps that are not "
+                        "trained yet: ask again",
+                        status=503,
+                        kind="server_error",
+                    )
                 self._step += 1
                 self._ahead = tasks.queued(self._step)
             task = self._ahead.pop(0)

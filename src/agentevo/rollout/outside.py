@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.group import Group
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.rollout.unstorable import written
+from agentevo.store.call_log import trace_headers
 from agentevo.store.store import Split, Store
 from agentevo.types import Outcome, Status, Task, Trajectory
 
@@ -90,6 +91,8 @@ class OutsideSession:
         self.id = secrets.token_hex(8)
         self.task, self.policy = task, policy
         self.group_id, _, self.attempt = policy.name.rpartition("#")
+        self.trace: Mapping[str, str] = {}
+        """Headers that name its place in a trace."""
         self.door: Session | None = None
         """How its agent reaches the policy, once it has been claimed."""
         self.opened_at = 0.0
@@ -160,6 +163,7 @@ class OutsideAgent:
             door = policy.session
             assert isinstance(door, Session)
             session.door, session.opened_at = door, time.time()
+            session.trace = trace_headers()
             session.opened.set()
             await session.ended.wait()
             if session.failure is not None:

@@ -8,6 +8,7 @@ from agentevo.agents.single_turn import conversation_of
 from agentevo.config import RunConfig
 from agentevo.config.agents import SingleTurnSection
 from agentevo.errors import EngineError, RequestTooLongError
+from agentevo.event_loop import outside_scopes
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine
 from agentevo.models.chat import ChatFormat
 from agentevo.rewards.baselines import Baselines
@@ -40,12 +41,13 @@ class PolicyScores:
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
         try:
-            scores = await self._engine.score(
-                list(context_ids),
-                list(ids),
-                temperature=self._config.sampling.temperature or 1.0,
-                deadline_s=self._config.engine.timeout_s,
-            )
+            with outside_scopes():  # the engine's own tasks outlive the reward
+                scores = await self._engine.score(
+                    list(context_ids),
+                    list(ids),
+                    temperature=self._config.sampling.temperature or 1.0,
+                    deadline_s=self._config.engine.timeout_s,
+                )
         except RequestTooLongError:
             raise
         except EngineError as error:

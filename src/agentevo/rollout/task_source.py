@@ -4,7 +4,8 @@ the same ones."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from msgspec.structs import replace
 
 from agentevo.config import RunConfig
 from agentevo.config.agents import brings_tasks
+from agentevo.config.tasks import TasksSection
 from agentevo.errors import ConfigError
 from agentevo.rollout.agent_tasks import tasks_of_agent
 from agentevo.rollout.given_tasks import GivenTasks, read_tasks
-from agentevo.rollout.mixture import Mixture, permutation
+from agentevo.rollout.mixture import Mixture, TaskPool
+from agentevo.rollout.task_stages import TaskStages, check_stage, of_stage
 from agentevo.rollout.tasks import Purpose, environment_tasks, refill_tasks
 from agentevo.seeds import derive_seed
 from agentevo.types import QUEUED_FOR_STEP, Task
@@ -27,9 +30,8 @@ class TaskSource:
 
     Given tasks are split once. Where none are given as held out, these are the last
     `evaluation.tasks` of them, at most a fifth; training goes round the others in an order that the
-    run's seed shuffles anew each round. What does not fill a step at a round's end waits: no step
-    has a task twice. Where sources are mixed by weights, a round has so many of each as the weights
-    say and the scarcest allows, and goes round within each source (mixture.py).
+    run's seed shuffles anew each round (mixture.py). Where there are stages, each goes round its
+    own (task_stages.py).
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
@@ -41,39 +43,44 @@ class TaskSource:
             self.read = read_tasks(config.tasks, config.agent)
         elif given is None and brings_tasks(config.agent.type):
             self.read = tasks_of_agent(config.agent)
-        self._pool, self._held_out = self._split(given)
-        self._mixture: Mixture | None = None
-        self._sources: dict[str, str] = {}
-        if self.read is not None and config.tasks.weights:
-            self._mixture = Mixture(
-                self.read.sizes,
-                config.tasks.weights,
-                config.run.seed,
-                at_least=config.trainer.groups_per_step,
-            )
-            tasks = iter(self.read.train)
-            for name, size in zip(source_names(config.tasks.train), self.read.sizes, strict=True):
-                self._sources |= {task.id: name for task in islice(tasks, size)}
-        self._by_id = {task.id: task for task in (*(self._pool or ()), *self._held_out)}
-        reserved = [task.id for task in self._by_id.values() if QUEUED_FOR_STEP in task.metadata]
-        if reserved:
-            raise ConfigError(
-                f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, where a queued "
-                "task's step is kept: rename the key"
-            )
-        repeated = next(
-            (
-                name
-                for name in self._by_id
-                if name.rpartition("~")[0] in self._by_id and name.rpartition("~")[2].isdigit()
-            ),
-            None,
+        train, self._held_out = self._split(given)
+        staged = config.tasks.stages if given is None else ()
+        self.stages = TaskStages(staged, lag=config.rollout.staleness)
+        self._files = {} if self.read is None else files_of(config.tasks, self.read)
+        names = source_names(config.tasks.train) if config.tasks.weights else []
+        self._names = dict(zip(config.tasks.train, names, strict=False))
+        self._pools = None if train is None else self._pools_of(train)
+        self._by_id = {task.id: task for task in (*(train or ()), *self._held_out)}
+        self._train = train or []
+        _check_ids(self._by_id)
+
+    def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
+        """What training goes round, of each stage."""
+        seed, groups = self._config.run.seed, self._config.trainer.groups_per_step
+        if not self.stages.stages:
+            return [TaskPool(train, seed, groups, self._mixture(train, seed))]
+        pools = []
+        for number, stage in enumerate(self.stages.stages):
+            own = of_stage(stage, train, self._files)
+            check_stage(stage, len(own), train, groups)
+            own_seed = derive_seed(seed, "stage", number) if number else seed
+            pools.append(TaskPool(own, own_seed, groups, self._mixture(own, own_seed)))
+        return pools
+
+    def _mixture(self, tasks: Sequence[Task], seed: int) -> Mixture | None:
+        """Of these tasks, where sources are mixed by weights; a source without one is left out."""
+        section = self._config.tasks
+        if self.read is None or not section.weights:
+            return None
+        sizes = Counter(self._files[task.id] for task in tasks)
+        weights = dict(zip(section.train, section.weights, strict=True))
+        present = [source for source in weights if sizes[source]]
+        return Mixture(
+            [sizes[source] for source in present],
+            [weights[source] for source in present],
+            seed,
+            at_least=self._config.trainer.groups_per_step,
         )
-        if repeated is not None:
-            raise ConfigError(
-                f"tasks: the id {repeated!r} is what a repetition of "
-                f"{repeated.rpartition('~')[0]!r} is called: give it another"
-            )
 
     def _split(self, given: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
         """Tasks to train on (None: an environment's, which never end) and held-out ones."""
@@ -93,7 +100,7 @@ class TaskSource:
 
     def given(self) -> list[Task]:
         """Every task that is no environment's."""
-        return [*(self._pool or ()), *self._held_out]
+        return [*self._train, *self._held_out]
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
         if self._config.environment is None:
@@ -106,74 +113,119 @@ class TaskSource:
 
     def train(self, step: int) -> list[Task]:
         """Tasks of step `step` (from 1)."""
-        count = self._config.trainer.groups_per_step
-        if self._pool is None:
+        if self._pools is None:
+            count = self._config.trainer.groups_per_step
             return self._environment("train", (step - 1) * count, count)
-        pool, size = self._pool, self._round_size()
-        count = min(count, size)
-        round_, place = divmod(step - 1, size // count)  # `queued` counts rounds likewise
-        if self._mixture is None:
-            order = self._shuffled("order", round_, size)
-        else:
-            order = self._mixture.order(round_)
-        return [pool[index] for index in order[place * count : (place + 1) * count]]
-
-    def _round_size(self) -> int:
-        """Given tasks that a round has."""
-        return len(self._pool or ()) if self._mixture is None else self._mixture.round_size
+        begins = self.stages.begins(step)
+        return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
     def queued(self, step: int) -> list[Task]:
         """Tasks of step `step` as samplers queue them: their metadata says for which step, and a
         given task that a later round repeats is a task of its own there, ID~ROUND."""
-        tasks, round_ = self.train(step), 0
-        if self._pool is not None:
-            round_ = (step - 1) // (self._round_size() // len(tasks))
+        round_ = 0 if self._pools is None else self._round(self._pools, step)
         return [
             replace(
                 task,
                 id=f"{task.id}~{round_}" if round_ else task.id,
                 metadata=task.metadata | {QUEUED_FOR_STEP: step},
             )
-            for task in tasks
+            for task in self.train(step)
         ]
+
+    def _round(self, pools: Sequence[TaskPool], step: int) -> int:
+        """Rounds of all stages that have begun before the step's own."""
+        *earlier, begin = self.stages.begins(step)
+        ends = [*earlier[1:], begin]
+        before = sum(
+            pool.round_of(end - first - 1) + 1
+            for pool, first, end in zip(pools, earlier, ends, strict=False)
+        )
+        return before + pools[len(earlier)].round_of(step - begin)
 
     def source_of(self, task_id: str) -> str | None:
         """The name of the source of a task, queued or not, where sources are mixed."""
-        return self._sources.get(task_id) or self._sources.get(task_id.rpartition("~")[0])
+        file = self._files.get(task_id) or self._files.get(task_id.rpartition("~")[0])
+        return None if file is None else self._names.get(file)
 
     def as_given(self, task: Task) -> Task:
         """A queued task as the agent knows it."""
-        if self._pool is None:
+        if self._pools is None:
             metadata = {k: v for k, v in task.metadata.items() if k != QUEUED_FOR_STEP}
             return replace(task, metadata=metadata)
         return self._by_id.get(task.id) or self._by_id.get(task.id.rpartition("~")[0]) or task
 
+    def stage_of(self, step: int) -> int | None:
+        """The number of the stage that a step is in, from 1; None where there are none."""
+        return len(self.stages.begins(step)) if self.stages.stages else None
+
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch, always the same ones: endless new
-        ones of an environment; of given tasks all others that are not held out, each once, in an
-        order of the step's own."""
-        if self._pool is None:
+        ones of an environment; of given tasks all others of its stage, each once, in an order of
+        the step's own."""
+        if self._pools is None:
             assert self._config.environment is not None
             yield from refill_tasks(self._config.environment.type, self._config.run.seed, step)
             return
-        pool = self._pool
+        pool = self._pools[len(self.stages.begins(step)) - 1]
         taken = {task.id for task in self.train(step)}
         yield from (
-            pool[index]
-            for index in self._shuffled("refill", step, len(pool))
-            if pool[index].id not in taken
+            pool.tasks[index]
+            for index in pool.shuffled("refill", step)
+            if pool.tasks[index].id not in taken
         )
+
+    def held_out_by_stage(self) -> dict[str, set[str]]:
+        """The held-out tasks of each stage that has some, by their ids."""
+        found = {
+            stage.name: {task.id for task in of_stage(stage, self._held_out, self._files)}
+            for stage in self.stages.stages
+        }
+        return {name: ids for name, ids in found.items() if ids}
 
     def held_out(self) -> list[Task]:
         """The evaluation's tasks, the same every time."""
         return (
             self._environment("eval", 0, self._config.evaluation.tasks)
-            if self._pool is None
+            if self._pools is None
             else self._held_out
         )
 
-    def _shuffled(self, purpose: str, number: int, size: int) -> list[int]:
-        return permutation(size, derive_seed(self._config.run.seed, purpose, number))
+
+def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
+    """The source of each task, by its id, as the recipe names it."""
+    given = (
+        (section.train, read.train, read.sizes),
+        (section.eval, read.held_out, read.held_out_sizes),
+    )
+    found: dict[str, str] = {}
+    for sources, tasks, sizes in given:
+        rest = iter(tasks)
+        for source, size in zip(sources, sizes, strict=False):  # an agent's tasks have no source
+            found |= {task.id: source for task in islice(rest, size)}
+    return found
+
+
+def _check_ids(tasks: Mapping[str, Task]) -> None:
+    """Raises ConfigError for what queued tasks could not be told from."""
+    reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
+    if reserved:
+        raise ConfigError(
+            f"tasks: {reserved[0]!r} has {QUEUED_FOR_STEP!r} in its metadata, where a queued "
+            "task's step is kept: rename the key"
+        )
+    repeated = next(
+        (
+            name
+            for name in tasks
+            if name.rpartition("~")[0] in tasks and name.rpartition("~")[2].isdigit()
+        ),
+        None,
+    )
+    if repeated is not None:
+        raise ConfigError(
+            f"tasks: the id {repeated!r} is what a repetition of "
+            f"{repeated.rpartition('~')[0]!r} is called: give it another"
+        )
 
 
 def source_names(sources: Sequence[str]) -> list[str]:

@@ -17,9 +17,19 @@ from agentevo.runs.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder import MADE_BY
 from agentevo.runs.lock import LOCK, only_trainer
 from agentevo.runs.shared_store import prepare_store
+from agentevo.tracing.opening import FOLDER as TRACING
 
 _LOG = "metrics.jsonl"
-_BEFORE_CONFIG = {LOCK, _LOG, HEAD, TASKS_FILE, "bad_rows.jsonl", "config.yaml", "store.sqlite"}
+_BEFORE_CONFIG = {
+    LOCK,
+    _LOG,
+    HEAD,
+    TASKS_FILE,
+    TRACING,
+    "bad_rows.jsonl",
+    "config.yaml",
+    "store.sqlite",
+}
 """What a run may have in its folder before its config.yaml, which makes it a run."""
 
 

@@ -15,7 +15,10 @@ FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_st
 """Keys that a resumed run can't change: it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
 """Likewise."""
-QUEUED_KEYS = ("trainer.groups_per_step", "trainer.group_size")
+QUEUED_KEYS = (
+    *("trainer.groups_per_step", "trainer.group_size"),
+    *("tasks.weights", "tasks.stages"),
+)
 """Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
 the store have that size."""
 KINDS = {

@@ -1,0 +1,106 @@
+"""`agentevo.evaluate`: what `agentevo eval` measures, from a program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentevo.api import checked_tasks
+from agentevo.config.rewards import Reward, named_reward
+from agentevo.errors import ConfigError, shown
+from agentevo.extras import training_packages
+from agentevo.types import Task
+
+if TYPE_CHECKING:
+    from agentevo.api.run import Run
+
+
+def evaluate(
+    target: str | Path | Run,
+    *,
+    against: Sequence[str | Path] = (),
+    tasks: Sequence[Task | Mapping[str, Any]] | Sequence[str] | str | Path | None = None,
+    attempts: int = 1,
+    checkpoint: str = "",
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_new_tokens: int | None = None,
+    limit: int | None = None,
+    by: Sequence[str] | str = (),
+    rewards: Sequence[Reward] = (),
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    resume: bool = False,
+    retry_failed: bool = False,
+    note: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measures a model at tasks, as `agentevo eval` does, and returns the contents of
+    `summary.json`.
+
+    `target` and `against` are words of the command line (a recipe, RUN, RUN@STEP, a model, a name
+    of `remote_models`, URL#MODEL), or the run that was trained. `tasks` are files, or a list of
+    tasks or rows; None: the target's held-out ones. The other arguments are the command's options;
+    `note` hears what it says beside its table. Raises `ConfigError`, before anything is created,
+    for whatever the command line would refuse, and `AttemptsFailedError` where every attempt of a
+    model has failed, when all is written.
+    """
+    with training_packages("an evaluation"):
+        from agentevo.evaluation.evaluate import Evaluation, check_attempts
+        from agentevo.evaluation.evaluate import evaluate as measured
+
+    files, given = _tasks(tasks)
+    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
+    named = [named_reward(one) for one in rewards]
+    summary = measured(
+        Evaluation(
+            target=_word(target),
+            against=[_word(one) for one in against],
+            overrides=[*overrides, *([f"rewards={json.dumps(named)}"] if named else [])],
+            tasks=files,
+            given=given,
+            limit=limit,
+            attempts=attempts,
+            checkpoint=checkpoint,
+            temperature=temperature,
+            sampling={name: value for name, value in sampling.items() if value is not None},
+            by=[by] if isinstance(by, str) else list(by),
+            out=None if out is None else Path(out),
+            resume=resume or retry_failed,
+            retry_failed=retry_failed,
+        ),
+        note,
+    )
+    check_attempts(summary)
+    return summary
+
+
+def _word(given: Any) -> str:
+    if isinstance(given, (str, Path)):
+        return str(given)
+    folder = getattr(given, "dir", None)
+    if isinstance(folder, Path):
+        return str(folder)
+    raise ConfigError(
+        f"agentevo.evaluate: {shown(given)}: give a recipe, the folder of a run or a model, a "
+        "name, URL#MODEL, or the run that agentevo.train returned"
+    )
+
+
+def _tasks(given: Any) -> tuple[list[str], list[Task]]:
+    """(files, tasks)."""
+    if given is None:
+        return [], []
+    if isinstance(given, (str, Path)):
+        return [str(given)], []
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        raise ConfigError(
+            f"agentevo.evaluate: tasks is {shown(given)}: give a file, a list of files, or a list "
+            "of tasks"
+        )
+    if given and all(isinstance(one, (str, Path)) for one in given):
+        return [str(one) for one in given], []
+    if not all(isinstance(one, (Task, Mapping)) for one in given):
+        raise ConfigError("agentevo.evaluate: tasks: give tasks, or rows as mappings, or files")
+    return [], checked_tasks(given, None) or []

@@ -1,0 +1,145 @@
+"""The recipe's key `tasks.stages`: which tasks are trained on first, which later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+from pydantic import Field, field_validator
+
+from agentevo.config.entry_problems import entry_problem
+from agentevo.config.section import Section
+
+if TYPE_CHECKING:
+    from agentevo.config.recipe import RunConfig
+
+BOUNDS = ("min", "max")
+
+
+class TaskStage(Section):
+    """A stage of training: which of the tasks it trains on, and until when."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")
+    """What it is called in metrics and tables."""
+    where: dict[str, Any] = Field(default_factory=dict)
+    """What a task must have in its metadata: key -> a value, a list of values, or {min: 1, max: 3}
+    with either left out. `extra_info.level` is a key within another, `scorer` the task's own.
+    Empty: every task."""
+    sources: tuple[str, ...] = ()
+    """Sources of `tasks.train`, written as there, and of `tasks.eval`, whose tasks are reported for
+    the stage. Empty: all of them."""
+    until_step: int | None = Field(default=None, ge=1)
+    """The last training step of the stage, at the latest."""
+    until_success: float | None = Field(default=None, gt=0, le=1)
+    """The stage ends when the share of attempts that succeed, as a mean over success_window steps
+    of it, is so high."""
+    success_window: int = Field(default=5, ge=1)
+    """So many steps are looked at for until_success."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _one_source_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("where")
+    @classmethod
+    def _is_a_condition(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key, wanted in value.items():
+            if problem := _condition_problem(wanted):
+                raise ValueError(f"{key}: {problem}")
+        return value
+
+    @property
+    def in_words(self) -> str:
+        """What its tasks have, for people; empty for all tasks."""
+        parts = [f"{key} {_in_words(wanted)}" for key, wanted in self.where.items()]
+        parts += [f"from {', '.join(self.sources)}"] if self.sources else []
+        return " and ".join(parts)
+
+
+def _condition_problem(wanted: object) -> str:
+    if isinstance(wanted, Mapping):
+        numbers = [value for value in wanted.values() if not isinstance(value, bool)]
+        if not wanted or any(key not in BOUNDS for key in wanted):
+            return f"got {dict(wanted)!r}; a range is written {{min: 1, max: 3}}"
+        if len(numbers) < len(wanted) or not all(isinstance(one, (int, float)) for one in numbers):
+            return f"got {dict(wanted)!r}; min and max are numbers"
+        if len(wanted) == len(BOUNDS) and wanted["min"] > wanted["max"]:
+            return f"min {wanted['min']} is above max {wanted['max']}: exchange them"
+        return ""
+    values = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+    if not values or not all(isinstance(one, (str, int, float)) for one in values):
+        return f"got {wanted!r}; needs a value, a list of values, or {{min: 1, max: 3}}"
+    return ""
+
+
+def _in_words(wanted: Any) -> str:
+    if isinstance(wanted, Mapping):
+        least, most = (wanted.get(bound) for bound in BOUNDS)
+        if least is None or most is None:
+            return f"at least {least}" if most is None else f"at most {most}"
+        return f"from {least} to {most}"
+    return f"one of {', '.join(map(repr, wanted))}" if isinstance(wanted, list) else repr(wanted)
+
+
+def with_stages_read(given: Any) -> Any:
+    """A section `tasks` as written, its stages read. Raises ValueError with the words about an
+    entry that is no stage."""
+    stages = given.get("stages") if isinstance(given, Mapping) else None
+    if not isinstance(stages, (list, tuple)):
+        return given
+    read = []
+    for index, stage in enumerate(stages):
+        try:
+            read.append(TaskStage.model_validate(stage))
+        except pydantic.ValidationError as error:
+            place = f"stages[{index}]"
+            lines = [entry_problem(place, TaskStage, wrong) for wrong in error.errors()]
+            raise ValueError("; ".join(lines)) from error
+    return {**given, "stages": tuple(read)}
+
+
+def stage_problem(
+    stages: Sequence[TaskStage], train: Sequence[str], held_out: Sequence[str]
+) -> str:
+    """What is wrong with these stages of those sources; empty if nothing is."""
+    names = [stage.name for stage in stages]
+    for index, stage in enumerate(stages):
+        place = f"stages[{index}]"
+        ends = stage.until_step is not None or stage.until_success is not None
+        unknown = [one for one in stage.sources if one not in (*train, *held_out)]
+        if names.index(stage.name) < index:
+            return f"{place}.name: {stage.name} is the name of another stage: give it its own"
+        if unknown:
+            return f"{place}.sources: {unknown[0]} is no source of train: {', '.join(train)}"
+        if stage.sources and not set(stage.sources) & set(train):
+            return f"{place}.sources: none is a source of train: {', '.join(train)}"
+        if index == len(stages) - 1 and ends:
+            return (
+                f"{place}: the last stage lasts to the end of the run: leave out until_step and "
+                "until_success, or add a stage behind it"
+            )
+        if index < len(stages) - 1 and not ends:
+            return f"{place}: nothing ends it: give until_step or until_success"
+        earlier = [one.until_step for one in stages[:index]]
+        if stage.until_step is not None and None in earlier:
+            return (
+                f"{place}.until_step: a stage before it has none, and may last longer: give "
+                "each one before it its own"
+            )
+        if stage.until_step is not None and earlier and stage.until_step <= (earlier[-1] or 0):
+            return f"{place}.until_step: {stage.until_step} is not after {earlier[-1]}"
+    return ""
+
+
+def stage_contradictions(config: RunConfig) -> list[str]:
+    """Contradictions with other sections, as 'what: remedy'."""
+    by_success = any(stage.until_success is not None for stage in config.tasks.stages)
+    if by_success and config.rollout.policy != "wait":
+        return [
+            "tasks.stages: until_success decides by the steps before which tasks a step plays, and "
+            f"rollout.policy={config.rollout.policy} queues tasks without regard to steps: set "
+            "rollout.policy=wait, or give until_step instead"
+        ]
+    return []

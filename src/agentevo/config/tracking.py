@@ -1,0 +1,102 @@
+"""The recipe's section `tracking`: where a run's numbers go beside its own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import Field, SerializeAsAny, field_validator
+
+from agentevo.config.entry_problems import entry_problem
+from agentevo.config.section import Section
+from agentevo.errors import AgentEvoError
+from agentevo.registry import nearest
+from agentevo.trackers.tracker import TrackerConfig, trackers
+
+KEY = "tracking.backends"
+ALWAYS = ("console", "file")
+"""Of verl's loggers those that need no tracker: the live view, and metrics.jsonl."""
+
+
+class TrackingSection(Section):
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to tensorboard/ in the run's folder."""
+    report: bool = True
+    """Write report.html and plots/ at the end."""
+    backends: tuple[SerializeAsAny[TrackerConfig], ...] = ()
+    """Trackers that hear every step, as a list such as [wandb] or
+    [{name: mlflow, tracking_uri: "http://127.0.0.1:5000"}] (`agentevo list trackers`). verl's
+    `console` and `file` may stand in it: the live view and metrics.jsonl are always there."""
+    project: str = Field(default="agentevo", min_length=1, max_length=128)
+    """Project in which the run is filed; MLflow calls it experiment."""
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+    """What trackers call the run. Default: run.name."""
+    group: str | None = Field(default=None, min_length=1, max_length=128)
+    """Runs that belong together, such as the seeds of one setting."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Words to find the run by."""
+    notes: str = ""
+    """What a person should know of the run."""
+    attempts: int = Field(default=0, ge=0, le=100)
+    """Attempts of every step that trackers get as a table, with what was said in them. 0 sends no
+    text of any attempt."""
+    log_model: bool = False
+    """Send the best checkpoint at the end, to trackers that keep artifacts."""
+    flush_s: float = Field(default=30.0, ge=0, le=86400)
+    """Longest wait at the end of a run for what trackers still have to take, in seconds."""
+
+    @field_validator("backends", mode="before")
+    @classmethod
+    def _read(cls, given: Any) -> Any:
+        return read_backends(given)
+
+
+def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
+    """The entries, each a name or a mapping with a name. Raises ValueError with what is wrong with
+    the first one that can't be read."""
+    entries = given if isinstance(given, (list, tuple)) else [given]
+    configs = [
+        _entry(index, entry) for index, entry in enumerate(entries) if entry not in (None, *ALWAYS)
+    ]
+    names = [config.name for config in configs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is listed twice: give one entry")
+    return tuple(configs)
+
+
+def tracker_models() -> dict[str, dict[str, type[pydantic.BaseModel]]]:
+    """Key -> the options of every registered tracker by its name, for explanations. One that can't
+    be imported is left out here, and refused where it is named."""
+    models: dict[str, type[pydantic.BaseModel]] = {}
+    for name in trackers.names():
+        with suppress(AgentEvoError):
+            models[name] = trackers.get(name).Config
+    return {KEY: models}
+
+
+def _entry(index: int, entry: Any) -> TrackerConfig:
+    if isinstance(entry, TrackerConfig):
+        return entry
+    options = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(options, Mapping):
+        raise ValueError(f"got {entry!r} at [{index}]; needs a name, or a mapping with a name")
+    name, known = options.get("name"), trackers.names()
+    if not isinstance(name, str) or name not in known:
+        guess = nearest(name, known) if isinstance(name, str) else None
+        hint = f" did you mean {guess}?" if guess else ""
+        what = "an entry without a name" if "name" not in options else f"got {name!r}"
+        raise ValueError(
+            f"{what};{hint} choose of {', '.join(known)}, or install a package that brings it "
+            "(entry point agentevo.trackers)"
+        )
+    model = trackers.get(name).Config
+    try:
+        return model.model_validate(options)
+    except pydantic.ValidationError as error:
+        line = entry_problem(f"[{index}]", model, error.errors()[0])
+        raise ValueError(f"{name}: {line}") from error

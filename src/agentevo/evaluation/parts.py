@@ -1,0 +1,54 @@
+"""Tasks taken apart: by the recipe's stages, and by keys of their metadata such as a difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentevo.errors import ConfigError
+from agentevo.rollout.task_stages import value_of
+from agentevo.types import Task
+
+MOST_VALUES = 50
+STAGE = "stage"
+Parts = Mapping[str, Mapping[str, frozenset[str]]]
+"""By what -> its value -> the ids of the tasks that have it."""
+
+
+def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
+    """What an evaluation's settings take its tasks apart by (`stages`, `by`). Raises ConfigError
+    for a key that no task has, or that has too many values."""
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    if stages := settings.get("stages"):
+        found[STAGE] = {name: frozenset(ids) for name, ids in stages.items()}
+    for key in settings.get("by", ()):
+        values = {task.id: value_of(task, key) for task in tasks}
+        known = {value for value in map(_hashable, values.values()) if value is not None}
+        if not known:
+            keys = sorted({name for task in tasks for name in task.metadata})
+            raise ConfigError(
+                f"--by {key}: no task has that key: they have {', '.join(keys[:12]) or 'none'}"
+            )
+        if len(known) > MOST_VALUES:
+            raise ConfigError(
+                f"--by {key}: it has {len(known)} different values, at most {MOST_VALUES} make a "
+                "table: give another key, or other tasks"
+            )
+        found[key] = {
+            "(none)" if value is None else str(value): frozenset(
+                name for name, own in values.items() if _hashable(own) == value
+            )
+            for value in sorted({*map(_hashable, values.values())}, key=_in_order)
+        }
+    return found
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _in_order(value: Any) -> tuple[int, float, str]:
+    """Numbers by size, then texts, then tasks without a value."""
+    if isinstance(value, (int, float)):
+        return (0, float(value), "")
+    return (2, 0.0, "") if value is None else (1, 0.0, str(value))

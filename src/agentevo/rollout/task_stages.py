@@ -1,0 +1,156 @@
+"""Training by stages (`tasks.stages`): which stage a step is in, and which tasks are of a stage.
+
+Where a stage ends by its steps' success, that is what the committed steps' records say
+(`train/success`): nothing else is remembered, so a resumed run, and every process beside it, finds
+the same stages. A step must be known before it is trained on, by samplers that are `lag` steps
+ahead: so a stage whose success at step t suffices ends with step t + lag.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from agentevo.config.task_stages import TaskStage
+from agentevo.errors import ConfigError
+from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.store.store import Store
+from agentevo.types import Task
+
+SUCCESS = "train/success"
+SHOWN = 8
+"""Values that a message lists."""
+
+
+class TaskStages:
+    """The stages of a run, in order."""
+
+    def __init__(self, stages: Sequence[TaskStage], *, lag: int) -> None:
+        """`lag`: steps whose tasks are chosen before the one that is trained on."""
+        self.stages, self._lag = tuple(stages), lag
+        self._by_success = any(stage.until_success is not None for stage in stages)
+        self._success: dict[int, float | None] = {}
+        """Of each committed step; None where no attempt was completed."""
+        self._begins = [1]
+        """First steps of the stages that are known to have begun, or to begin."""
+        self._looked = 0
+        """So many steps have been looked at for the end of the last of them."""
+
+    async def learn(self, store: Store) -> None:
+        """Reads what was committed since, if anything depends on it."""
+        if not self._by_success:
+            return
+        records = await with_retries(
+            lambda: store.steps(after=len(self._success)),
+            within_s=STORE_RETRY_S,
+            what="reading the success of the steps",
+        )
+        for record in records:
+            if record.step not in self._success:  # a sampler beside the trainer asks as well
+                self.learned(record.step, record.record["metrics"].get(SUCCESS))
+
+    def learned(self, step: int, success: float | None) -> None:
+        """What a committed step has come to, in order of the steps."""
+        if step != len(self._success) + 1:
+            raise ValueError(f"step {step} is told after step {len(self._success)}")
+        self._success[step] = success
+
+    def is_known(self, step: int) -> bool:
+        """Whether the records say which stage the step is in."""
+        return not self._by_success or step - 1 - self._lag <= len(self._success)
+
+    def begins(self, step: int) -> list[int]:
+        """First steps of the stages up to the step's own, in order. Raises ValueError before that
+        is known."""
+        if not self.is_known(step):
+            raise ValueError(f"the stage of step {step} is not decided yet: learn() comes first")
+        while len(self._begins) < len(self.stages) and self._begins[-1] <= step:
+            last = self._last_step(self.stages[len(self._begins) - 1], self._begins[-1])
+            if last is None or last >= step:
+                break
+            self._begins.append(last + 1)
+            self._looked = last
+        return [first for first in self._begins if first <= step]
+
+    def name_at(self, step: int) -> str:
+        """The name of the step's stage; empty where there are none."""
+        return self.stages[len(self.begins(step)) - 1].name if self.stages else ""
+
+    def _last_step(self, stage: TaskStage, begin: int) -> int | None:
+        """The last step of a stage that began at that step; None while that is not known."""
+        if stage.until_success is not None:
+            enough = begin + stage.success_window - 1
+            for step in range(max(enough, self._looked + 1), len(self._success) + 1):
+                if stage.until_step is not None and step + self._lag >= stage.until_step:
+                    break
+                window = [
+                    self._success[t] for t in range(step - stage.success_window + 1, step + 1)
+                ]
+                known = [one for one in window if one is not None]
+                if len(known) == len(window) and fmean(known) >= stage.until_success:
+                    return step + self._lag
+                self._looked = step
+        return stage.until_step
+
+
+def of_stage(stage: TaskStage, tasks: Sequence[Task], sources: Mapping[str, str]) -> list[Task]:
+    """Those of the tasks that a stage has. `sources`: the source of each, by its id."""
+    return [
+        task
+        for task in tasks
+        if (not stage.sources or sources.get(task.id) in stage.sources)
+        and all(_meets(value_of(task, key), wanted) for key, wanted in stage.where.items())
+    ]
+
+
+def check_stage(stage: TaskStage, found: int, tasks: Sequence[Task], at_least: int) -> None:
+    """Raises ConfigError for a stage whose tasks do not fill a step."""
+    if found >= at_least:
+        return
+    what = f" (where {stage.in_words})" if stage.in_words else ""
+    if found:
+        raise ConfigError(
+            f"tasks.stages: the stage {stage.name!r}{what} has {found} of {len(tasks)} tasks, and "
+            f"a step needs trainer.groups_per_step={at_least}: let it have more, or set fewer "
+            "groups"
+        )
+    hints = [_values_in_words(key, tasks) for key in stage.where]
+    raise ConfigError(
+        f"tasks.stages: no task to train on is of the stage {stage.name!r}{what}"
+        + "".join(f"; {hint}" for hint in hints)
+    )
+
+
+def value_of(task: Task, key: str) -> Any:
+    """What a task has under a key of its metadata, or of a mapping in it; None if nothing."""
+    if key in task.metadata:
+        return task.metadata[key]
+    if key == "scorer":
+        return task.scorer
+    found: Any = task.metadata
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _meets(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Mapping):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        least, most = wanted.get("min"), wanted.get("max")
+        return (least is None or value >= least) and (most is None or value <= most)
+    if isinstance(wanted, (list, tuple)):
+        return any(_meets(value, one) for one in wanted)
+    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+
+
+def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
+    values = Counter(repr(value) for task in tasks if (value := value_of(task, key)) is not None)
+    if not values:
+        keys = sorted({key for task in tasks for key in task.metadata})
+        return f"no task has the key {key!r}, they have {', '.join(keys[:SHOWN]) or 'none'}"
+    most = [value[:60] for value, _ in values.most_common(SHOWN)]
+    more = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
+    return f"{key!r} is {', '.join(sorted(most))}{more}"
