@@ -1,4 +1,4 @@
-# make quickstart | test | test-all | test-examples | test-vllm | soak | bench | lint | venv
+# make quickstart | test | test-all | test-examples | test-vllm | test-trackers | soak | bench | lint | venv
 #
 #   PYTHON            the interpreter that makes the virtual environment (3.11 or newer)
 #   VENV              where it is made
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-examples test-vllm soak bench lint venv
+.PHONY: quickstart test test-all test-examples test-vllm test-trackers soak bench lint venv
 
 quickstart: $(VENV)/.core
 	$(BIN)/agentevo models get smollm2-135m-instruct
@@ -42,6 +42,16 @@ build/vllm/.installed: benchmarks/requirements-vllm.txt
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/python -m pip install --quiet $(TORCH_INDEX_ARGS) $$(grep ^torch== $<)
 	build/vllm/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+# What real trackers make of what we log, each in an environment of its own (build/trackers): minutes and GBs, so CI does without.
+TRACKERS := mlflow swanlab trackio wandb
+test-trackers: $(VENV)/.dev $(TRACKERS:%=build/trackers/%/.installed)
+	AGENTEVO_TRACKERS=build/trackers $(BIN)/python -m pytest tests/trackers/test_real_trackers.py
+
+build/trackers/%/.installed: tests/trackers/requirements/%.txt
+	$(PYTHON) -m venv build/trackers/$*
+	build/trackers/$*/bin/python -m pip install --quiet --requirement $<
 	touch $@
 
 # Hours: 500 kills of each part, then twenty minutes of everything with kills of anything, and two runs of `wait` (docs/faults.md).

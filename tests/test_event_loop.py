@@ -167,6 +167,7 @@ class Hello(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None: ...
 
 
+@pytest.mark.slow
 def test_a_client_that_outlives_a_loop_works_on_the_next(caplog):
     """Its connections of the first loop are closed with that, and not when somebody uses them."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hello)

@@ -1,13 +1,52 @@
-"""Messages of a run's process for people, beside any view: lines with the time, on stderr."""
+"""Words for people on a terminal or in a log: lines with the time on stderr, beside any view, and
+what views and bars are made of."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def to_stderr(line: str) -> None:
     """Says it, unless whoever read it is gone: that ends nothing."""
     with suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def format_duration(seconds: float) -> str:
+    """`0.42s`, `8.3s`, `3m07s`, `2h05m`, `3d04h`: three figures at most."""
+    if seconds < 1:
+        return f"{max(seconds, 0):.2f}s"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes = round(seconds) // 60
+    if minutes < 60:
+        return f"{minutes}m{round(seconds) % 60:02d}s"
+    if minutes < 48 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+
+
+def open_console(stream: TextIO, plain: bool | None) -> Console | None:
+    """A console that draws on `stream`; None where plain lines are printed, because it is asked for
+    or `stream` is no terminal that can draw."""
+    if not stream.isatty() if plain is None else plain:
+        return None
+    from rich.console import Console
+
+    console = Console(file=stream)
+    drawable = not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    return console if drawable else None
+
+
+def print_line(stream: TextIO, text: str, end: str = "\n") -> None:
+    """Prints one line, with escapes for what the stream's encoding does not have."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(
+        text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True
+    )

@@ -234,7 +234,8 @@ def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
     there when they are used or forgotten, with "Event loop is closed"."""
     left = list(getattr(loop, "_transports", {}).values())
     for transport in left:
-        transport.abort()
+        with suppress(AttributeError):  # one that has ended as it wrote its last has no loop
+            transport.abort()
     if left:
         _drive(loop, loop.create_task(asyncio.sleep(0)))  # after the calls that abort has left
 

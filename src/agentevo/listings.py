@@ -143,6 +143,15 @@ def sandboxes() -> list[Row]:
     return [auto, *kinds]
 
 
+def trackers() -> list[Row]:
+    from agentevo.trackers import trackers as registry
+
+    return [
+        (name, _first_paragraph(inspect.getdoc(registry.get(name)) or ""))
+        for name in registry.names()
+    ]
+
+
 LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "environments": environments,
     "agents": agents,
@@ -155,6 +164,7 @@ LISTS: Mapping[str, Callable[[], list[Row]]] = {
     "transports": transports,
     "stores": stores,
     "sandboxes": sandboxes,
+    "trackers": trackers,
 }
 KINDS: Mapping[str, str] = {
     "environments": "what is played: environment.type",
@@ -168,6 +178,7 @@ KINDS: Mapping[str, str] = {
     "transports": "how trained weights reach the engines: rollout.transport",
     "stores": "where trajectories go: store.url",
     "sandboxes": "where code of a model runs: the key type of a sandbox",
+    "trackers": "where a run's numbers go beside its folder: tracking.backends",
 }
 """The kinds, with what they are for."""
 

@@ -45,6 +45,8 @@ def ask():
 class Recorded:
     """Calls of attempts that were recorded, in place of a log."""
 
+    tracing, recorder = None, "r"
+
     def __init__(self):
         self.calls = {}
 
@@ -310,6 +312,7 @@ def lives(pid):
         return False
 
 
+@pytest.mark.slow
 def test_so_many_run_at_once_and_waiting_is_no_part_of_their_time(program, played):
     command = program("ask(); time.sleep(1.2); print('{\"reward\": 1}')")
     tasks = [Task(id=f"t{n}", query="?") for n in range(4)]

@@ -33,6 +33,8 @@ from agentevo.store import open_store
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import SamplingParams, Trajectory, Turn
 
+pytestmark = pytest.mark.slow
+
 TRAINED = (
     "checkpoint.every=1",
     "checkpoint.keep_last=9",

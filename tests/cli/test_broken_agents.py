@@ -100,11 +100,11 @@ def test_a_run_whose_whole_first_evaluation_failed_ends_with_the_reason(agentevo
         "begin again in the same folder by the same command, or with `agentevo train "
         f"runs/{kind}/config.yaml`, with --resume or without"
     )
-    assert "2 of 2 failed" in out and "they count neither in success nor in reward" in out
+    assert "held-out" not in out and out.count(WRONG[kind]) <= 2, "told as it happens, and no more"
     if kind != "silent":
-        assert "agents.py" in out.partition("held-out")[0], "at once, and where from"
+        assert "agents.py" in out, "at once, and where from"
         assert "agents.py" in err and kind in err
-        assert "src/agentevo" not in out.partition("held-out")[0] + err, "places in AgentEvo"
+        assert "src/agentevo" not in out + err, "places in AgentEvo"
 
 
 def test_a_run_whose_whole_first_step_failed_ends_with_the_reason(agentevo):
@@ -121,6 +121,7 @@ def mended(place) -> Iterator[Callable[[], None]]:
     (place / "mended").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "resume"), [("early", ()), ("early", ["--resume"]), ("late", ())])
 def test_once_it_is_mended_the_same_command_begins_the_run_again(
     agentevo, place, mended, kind, resume

@@ -120,6 +120,7 @@ def test_the_entries_of_agent_tools_are_explained(agentevo):
     assert code == 2 and "did you mean agent.tools.mcp.command?" in err
 
 
+@pytest.mark.slow
 def test_list_alone_says_what_can_be_listed(agentevo):
     code, out, err = agentevo("list")
     assert (code, err) == (0, "")

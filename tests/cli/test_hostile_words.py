@@ -90,6 +90,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.loop.server.run_coroutine",
         "agentevo.processes.sample._sample",
         "agentevo.processes.sandbox_server.run_coroutine",
+        "agentevo.ui.server.run_coroutine",
         "agentevo.tool_servers.listening.listen",
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.processes.sweep._run_members",
@@ -97,8 +98,11 @@ def stopped_at_work(monkeypatch) -> None:
         "huggingface_hub.snapshot_download",
     ):
         monkeypatch.setattr(place, stop)
-    clock = SimpleNamespace(time=time.time, strftime=time.strftime, sleep=stop)
-    monkeypatch.setattr("agentevo.cli.trajectories.time", clock)  # other threads sleep as ever
+    clock = SimpleNamespace(
+        time=time.time, strftime=time.strftime, monotonic=time.monotonic, sleep=stop
+    )
+    for follows in ("agentevo.cli.trajectories.time", "agentevo.cli.top.time"):
+        monkeypatch.setattr(follows, clock)  # other threads sleep as ever
     monkeypatch.setattr("agentevo.runs.store_opening.OPENING_S", 0.2)
     monkeypatch.setattr("agentevo.runs.folder.WAIT_S", 0.2)
 

@@ -27,6 +27,7 @@ def test_a_tool_is_called_by_hand(agentevo):
     assert code == 1 and out.startswith("Error: ")
 
 
+@pytest.mark.slow
 def test_prompts_and_resources_are_listed_and_read(agentevo):
     out = agentevo("mcp", "inspect", *SERVER).out.splitlines()
     assert [line for line in out if line.startswith(("prompt ", "resource "))] == [

@@ -81,8 +81,12 @@ def test_a_run_makes_a_model_and_is_not_written_over(pairs, agentevo):
     assert shape["architectures"] == ["LlamaForSequenceClassification"]
     assert shape["reward_std"] == pytest.approx(result["rm/eval/reward_std"])
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 25))
-    assert rows[-1]["rm/loss"] < rows[0]["rm/loss"]
+    steps = [row for row in rows if "rm/loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 25))
+    assert steps[-1]["rm/loss"] < steps[0]["rm/loss"]
+    held_out = [(row["step"], row["rm/eval/accuracy"]) for row in rows if "rm/eval/accuracy" in row]
+    assert held_out[0][0] == 0
+    assert held_out[-1] == (24, result["rm/eval/accuracy"])
     code, _, err = agentevo("rm", "rewards.yaml")
     assert code == 2 and "holds a run already" in err
     code, _, err = agentevo("train", "coins", "run.dir=runs/rewards", "--resume")

@@ -71,6 +71,7 @@ def test_a_server_that_is_away_and_wrong_arguments_are_told_with_what_to_do(reci
         assert "write an object of JSON" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_file_tells_of_what_a_recipe_would_hide(tmp_path, capsys):
     pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
     served = {"command": sys.executable, "args": ["-m", "agentevo", "mcp", "serve", "booking"]}

@@ -49,6 +49,7 @@ def test_servers_that_answer_are_good_and_names_of_several_are_told(checks):
     assert found["remote model helper"].status == "good"
 
 
+@pytest.mark.slow
 def test_a_server_that_should_be_there_is_not_waited_for_as_a_run_does(checks, monkeypatch):
     monkeypatch.setattr("agentevo.doctor.services.ANSWER_S", 3.0)
     entry = {"type": "mcp_manager", "url": "http://127.0.0.1:9/mcpapi", "start_timeout_s": 600}

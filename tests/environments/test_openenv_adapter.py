@@ -125,6 +125,7 @@ def test_several_fields_are_said_as_an_object():
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "words"),
     [

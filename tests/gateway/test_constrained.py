@@ -256,6 +256,7 @@ def test_without_the_package_the_answer_is_the_line_that_installs_it(gateway_of,
     assert "pip install 'agentevo[constrained]'" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_turns_through_the_gateway_are_trained_at_ratio_1(gateway_of):
     """Free and constrained turns of one attempt, in one step."""
 

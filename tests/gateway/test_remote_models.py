@@ -158,6 +158,7 @@ def test_what_a_client_did_not_wait_for_is_not_recorded(gateway_of):
         assert asyncio.run(talk(remote)) == []
 
 
+@pytest.mark.slow
 def test_its_own_deadline_bounds_the_wait_and_not_that_of_the_policys_engine(gateway_of):
     """The engine's here has long passed when the remote model answers; one whose own deadline
     passes is named with it."""

@@ -97,6 +97,7 @@ def test_an_id_is_used_once(finished, tmp_path):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_requests_that_run_and_answers_that_nobody_takes_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(server_connection, "MAX_RUNNING", 10)
     monkeypatch.setattr(server_connection, "MAX_UNREAD", 1000)

@@ -90,6 +90,7 @@ def test_a_group_at_each_temperature(temperature, sharing, random_model, complet
     assert len({tuple(completion.ids) for completion in found}) > 8, "members of a group differ"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 def test_with_memory_for_a_few_only(name, random_model, complete, difference):
     """Requests queue, prefixes are dropped and computed again, slots move and grow."""

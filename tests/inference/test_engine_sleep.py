@@ -100,6 +100,7 @@ def test_asleep_nothing_is_computed_nor_held_and_afterwards_nothing_shows(
     )
 
 
+@pytest.mark.slow
 def test_deadlines_stand_still_while_the_engine_sleeps(llama, complete):
     """Of a request that was running, and of one that comes meanwhile; a sleep that is longer than
     both."""

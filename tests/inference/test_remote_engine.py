@@ -170,6 +170,7 @@ def test_who_sleeps_is_asked_only_when_all_do(tmp_path):
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_an_engine_that_stays_at_old_weights_holds_nobody_up(tmp_path, monkeypatch, caplog):
     """Whatever keeps it from reading them. It is back with new ones, or when nobody has any."""
     monkeypatch.setattr(remote, "LATE_S", 1.0)

@@ -143,6 +143,7 @@ def test_a_full_disk_leaves_what_was_there(error, model, tmp_path, monkeypatch):
     assert folder.latest() == 1 and folder.read(1)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_writing(model, tmp_path):
     """After each of the places where something reached the disk: weights, manifest, folder, its
     name, latest's new file, its name."""

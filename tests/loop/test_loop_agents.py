@@ -368,6 +368,7 @@ async def answered(task, policy):
     return low(reply.text)
 
 
+@pytest.mark.slow
 def test_groups_may_be_gathered_while_a_step_is_trained(tmp_path):
     """The engines of all that is trained sleep meanwhile, and what is too old is left out."""
 

@@ -31,6 +31,7 @@ from agentevo.loop.wire import Failure, failure_of, raised
 from agentevo.observability import read_metrics
 
 
+@pytest.mark.slow
 def test_whatever_answer_is_lost_trains_once(tmp_path):
     async def work():
         async with (

@@ -92,6 +92,7 @@ def left_behind(folder: Path) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_model_is_built_once_and_used_again(
     model: KnownModel, builds: Builds, tmp_path: Path
 ) -> None:
@@ -182,6 +183,7 @@ def test_what_a_killed_build_left_is_swept(model: KnownModel, builds: Builds) ->
     assert left_behind(folder) == ["test-model"]
 
 
+@pytest.mark.slow
 def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_far_it_is(
     model: KnownModel, builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

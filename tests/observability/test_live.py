@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.observability.live import LiveView, format_drops, format_duration, sparkline
+from agentevo.console import format_duration
+from agentevo.observability.live import LiveView, format_drops, sparkline
 from agentevo.observability.metrics import MetricsRow
 
 METRICS: MetricsRow = {

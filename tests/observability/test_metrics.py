@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.errors import DiskError, MissingExtraError, StoreError, TrainingError
-from agentevo.observability import metrics as metrics_module
+from agentevo.errors import DiskError, StoreError, TrainingError
 from agentevo.observability.metrics import MetricsLog, read_evaluations, read_metrics
 
 
@@ -174,34 +173,6 @@ def test_a_broken_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) 
 
 def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
-
-
-def scalars(folder: Path, key: str) -> list[tuple[int, float]]:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(key)]
-
-
-def test_tensorboard_mirrors_and_forgets_with_the_file(tmp_path: Path) -> None:
-    board = tmp_path / "tensorboard"
-    with MetricsLog(tmp_path / "m.jsonl", board) as log:
-        for step in (1, 2, 3):
-            log.log(step, {"critic/score/mean": step * 1.0, "actor/grad_norm": math.nan})
-    assert scalars(board, "critic/score/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    with MetricsLog(tmp_path / "m.jsonl", board) as log:
-        log.resume(1)
-        log.log(2, {"critic/score/mean": 20.0})
-    assert scalars(board, "critic/score/mean") == [(1, 1.0), (2, 20.0)]
-
-
-def test_without_tensorboard_the_refusal_comes_before_anything_is_created(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"tracking\.tensorboard=false"):
-        MetricsLog(tmp_path / "run" / "m.jsonl", tmp_path / "run" / "tensorboard")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluations_are_read_by_environment() -> None:

@@ -145,6 +145,7 @@ def test_times_of_one_step_in_two_rows_are_added(rows: list[MetricsRow]) -> None
     )
 
 
+@pytest.mark.slow
 def test_no_global_plotting_state_is_touched(tmp_path: Path) -> None:
     code = (
         "import sys, matplotlib; from agentevo.observability import write_plots; before = "

@@ -101,6 +101,7 @@ def test_the_page_tells_the_whole_run(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plots", "report.html"]
 
 
+@pytest.mark.slow
 def test_the_page_asks_the_network_for_nothing_and_runs_nothing(
     tmp_path: Path, rows: list[MetricsRow], summary: Mapping[str, Any], decode: Callable[[int], str]
 ) -> None:
@@ -285,6 +286,7 @@ def test_a_run_draws_its_report_beside_its_event_loop_and_does_not_wait_for_ever
     assert "not made within 0.05 s: `agentevo report" in said[-1]
 
 
+@pytest.mark.slow
 def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(
     tmp_path: Path, rows: list[MetricsRow]
 ) -> None:
@@ -295,6 +297,7 @@ def test_the_evaluation_before_the_cold_start_has_a_line_of_its_own(
     assert page.text.count("before the cold start") == 1
 
 
+@pytest.mark.slow
 def test_what_the_summary_does_not_know_yet_comes_from_the_rows(
     tmp_path: Path, rows: list[MetricsRow]
 ) -> None:
@@ -307,6 +310,7 @@ def test_what_the_summary_does_not_know_yet_comes_from_the_rows(
     assert "a random player reaches 6%" in text
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_without_summary_or_store_has_a_report_too(
     tmp_path: Path, rows: list[MetricsRow]
 ) -> None:

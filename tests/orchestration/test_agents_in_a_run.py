@@ -73,6 +73,7 @@ def step_of(trajectory):
     return int(trajectory.group_id.partition("@")[2].partition(":")[0])
 
 
+@pytest.mark.slow
 def test_each_agent_plays_with_its_own_weights_and_those_chosen_are_trained(tmp_path, policies):
     trained = run(tmp_path / "run", AGENTS)
     assert not policies.moved("critic")
@@ -207,6 +208,7 @@ def test_a_resumed_run_is_the_same_and_its_opponents_too(tmp_path):
     assert not resumed.audit().violations
 
 
+@pytest.mark.slow
 def test_a_client_names_the_agent_as_its_model(tmp_path):
     heard = {}
 

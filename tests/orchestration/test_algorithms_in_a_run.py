@@ -74,6 +74,7 @@ def test_an_algorithm_trains_through_the_whole_loop(name, tmp_path, small_config
     assert all(abs(row["actor/ppo_kl_first"]) < 1e-4 for row in rows), "the first ratio is 1"
 
 
+@pytest.mark.slow
 def test_value_pretraining_comes_first(tmp_path, small_config, quiet_view):
     folder = tmp_path / "run"
     train(
@@ -135,6 +136,7 @@ def reward_model(folder, config, num_labels: int = 1) -> None:
     words.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_reward_model_takes_part(tmp_path, small_config, quiet_view):
     folder, judge = tmp_path / "run", tmp_path / "judge"
     reward_model(judge, small_config(tmp_path / "x", *SHORT))

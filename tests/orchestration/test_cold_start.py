@@ -98,6 +98,7 @@ def test_a_cold_start_learns_what_it_is_shown(small_config, quiet_view, tmp_path
     assert done.summary["tokens"]["trained"] == row["cold_start/tokens"]
 
 
+@pytest.mark.slow
 def test_a_model_that_can_already_speak_is_measured_before_its_cold_start_too(
     small_config, quiet_view, tmp_path, outcome_of, assert_same
 ):

@@ -19,6 +19,8 @@ from agentevo.orchestration.rollout_sources import Round, SynchronousRollouts
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task, Trajectory, Turn
 
+pytestmark = pytest.mark.slow
+
 
 class ScriptedAttempts:
     """`rewards(task, step)` gives a group's rewards; None is a failed attempt. `greedy(task)` that

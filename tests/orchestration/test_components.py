@@ -31,6 +31,7 @@ def source(num_tasks: int, per_step: int = 2, held_out: int = 64, seed: int = 0)
     return TaskSource(config, [Task(id=f"t{n}") for n in range(num_tasks)])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
 def test_given_tasks_are_split_once_and_a_step_never_has_one_twice(
@@ -110,6 +111,7 @@ def test_refills_are_nobody_elses_tasks():
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(2, 30), st.integers(1, 12), st.integers(1, 40), st.integers(0, 3))
 def test_given_tasks_refill_a_step_with_all_others_once(num_tasks, per_step, held_out, seed):

@@ -25,6 +25,8 @@ from agentevo.processes.learn import learn
 from agentevo.runs.folder import read_store
 from agentevo.types import Completion
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("trainer.steps=2", "trainer.groups_per_step=2", "evaluation.every=0", "checkpoint.every=0")
 
 

@@ -113,6 +113,7 @@ def test_a_full_store_is_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> 
     assert "committing step 3: waiting until" in calls[1] and "disk is full" in calls[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["metrics", "head", "summary"])
 def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     where: str,

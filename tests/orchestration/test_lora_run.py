@@ -18,6 +18,8 @@ from agentevo.doctor.diagnostics import check_recipe
 from agentevo.errors import AgentEvoError, CheckpointError
 from agentevo.orchestration.evaluation import headline
 
+pytestmark = pytest.mark.slow
+
 LORA = ("cold_start.episodes=0", "model.lora.rank=4", "trainer.learning_rate=0.01")
 
 

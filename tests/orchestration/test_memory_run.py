@@ -58,6 +58,7 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit(
     assert not all(torch.equal(one, one.bfloat16().float()) for one in masters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_supervised_training_is_the_same_with_less_kept(
     mode, tmp_path, small_config, quiet_view, checkpointed
@@ -88,6 +89,7 @@ def test_what_this_machine_can_not_do_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_optimizer(tmp_path, small_config, quiet_view):
     train(
         small_config(tmp_path / "run", "trainer.steps=1", "evaluation.every=0"), view=quiet_view()

@@ -62,6 +62,7 @@ def test_many_kinds_in_one_run(plays, tmp_path):
     assert most // 2 <= num_failed <= most, "two of them may happen in one attempt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plays", [False, True], ids=["agent", "environment"])
 def test_many_kinds_beside_the_trainer(plays, tmp_path):
     """On one event loop with the trainer, the sampler's service and its leases."""

@@ -20,6 +20,8 @@ from agentevo.orchestration.preference_data import check_preference
 from agentevo.rollout.tasks import environment_tasks, seed_of_task
 from agentevo.runs.folder import read_store
 
+pytestmark = pytest.mark.slow
+
 PREFERENCE = ("algorithm.kl_coef=0", "algorithm.entropy_coef=0")
 COINS = {
     "environment": {

@@ -19,6 +19,8 @@ from agentevo.config import RunConfig, build_config
 from agentevo.observability import LiveView, read_metrics
 from agentevo.orchestration.profiling import Profiling
 
+pytestmark = pytest.mark.slow
+
 SmallConfig = Callable[..., RunConfig]
 CHATS = [
     {

@@ -50,6 +50,7 @@ def config_of(folder: Path, model: Path, **sections):
     return build_config(tree | sections, [f"run.dir={folder}"], needs_environment=False)
 
 
+@pytest.mark.slow
 def test_a_tool_agent_is_trained_on_policy(model, tmp_path, quiet_view):
     name, folder = model
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

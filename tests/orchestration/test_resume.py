@@ -26,6 +26,8 @@ from agentevo.runs.chain import End, HeadFile, link
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Message, Task
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, small_config, quiet_view, outcome_of):

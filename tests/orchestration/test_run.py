@@ -189,6 +189,7 @@ def test_an_empty_folder_is_fine_and_an_old_run_can_be_overwritten(
     assert not (folder / "left over").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_run_that_is_being_trained_is_left_alone(resume, tmp_path, small_config, quiet_view):
     """Its samplers read config.yaml when they start again, and its trainer writes into the

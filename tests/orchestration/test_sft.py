@@ -59,6 +59,7 @@ def files_config(folder: Path, rows: list[object], *overrides: str) -> RunConfig
     return build_config(FILES, overrides, needs_environment=False)
 
 
+@pytest.mark.slow
 def test_the_solver_is_imitated(tmp_path, small_config, quiet_view):
     run = sft(small_config(tmp_path / "run", *SFT), view=quiet_view())
     rows = read_metrics(run.dir / "metrics.jsonl")
@@ -93,6 +94,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert_same(outcome_of(tmp_path / "whole"), outcome_of(tmp_path / "cut"))
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_passed_over(
     tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -130,6 +132,7 @@ def test_sft_then_rl_then_evaluation(tmp_path, small_config, quiet_view):
     assert "val-core/frozen_lake/success/greedy" in Run(second.config).eval(samples=0)
 
 
+@pytest.mark.slow
 def test_files_of_which_some_rows_are_bad(tmp_path, quiet_view):
     good = [conversation(f"say {n}", "ok" * (n % 3 + 1)) for n in range(8)]
     bad = [
@@ -200,6 +203,7 @@ def test_nothing_left_to_train_on_creates_nothing(tmp_path, quiet_view):
     assert not config.run_dir.exists()
 
 
+@pytest.mark.slow
 def test_best_attempts_of_a_run_are_learnt_token_by_token(tmp_path, small_config, quiet_view):
     source = train(small_config(tmp_path / "rl", "trainer.steps=2"), view=quiet_view())
     attempts = source.trajectories(split="train", status="completed")

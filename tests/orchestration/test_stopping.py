@@ -52,6 +52,7 @@ def test_the_step_whose_evaluation_is_broken_off_is_done_again(
     assert run.summary["steps"] == 1 and run.audit().violations == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["before", "after"])
 def test_a_held_out_loss_stops_between_its_batches(
     tmp_path, small_config, quiet_view, monkeypatch, which
@@ -81,6 +82,7 @@ def test_a_held_out_loss_stops_between_its_batches(
     assert run.summary["steps"] == 1 and run.audit().violations == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_steps_are_done_again_stops_before_the_next_one(
     tmp_path, small_config, quiet_view
 ):
@@ -134,6 +136,7 @@ class Terminated(LiveView):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_as_cleanly_as_ctrl_c(tmp_path, small_config, quiet_view):
     config = small_config(
         tmp_path / "run", "cold_start.episodes=8", "trainer.steps=2", "checkpoint.every=0"

@@ -22,6 +22,7 @@ def warned_at_every_step(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lost", [("step-000003",), ("step-000003", "step-000002")], ids=["one", "all"]
 )

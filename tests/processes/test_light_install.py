@@ -25,6 +25,7 @@ def light(tmp_path_factory) -> LightInstall:
     return LightInstall(tmp_path_factory.mktemp("site-packages"))
 
 
+@pytest.mark.slow
 def test_what_computes_with_a_model_says_what_to_install(light, tmp_path):
     script = """if True:
         import importlib.util, sys

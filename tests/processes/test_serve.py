@@ -42,6 +42,7 @@ LONG = [SamplingParams(max_new_tokens=100, seed=seed) for seed in range(4)]
 SHORT = SamplingParams(max_new_tokens=4, seed=9)
 
 
+@pytest.mark.slow
 def test_it_waits_for_the_first_weights_and_ends_cleanly(small_config, tmp_path):
     run = Run(small_config(tmp_path / "run", "rollout.poll_s=0.02", "engine.kv_cache_gb=0.1"))
     with EngineProcesses(run.folder) as engines:
@@ -117,6 +118,7 @@ def test_an_engine_that_ends_in_the_middle_costs_time_only(number, run, engines)
         assert names(run) == ["b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["continue", "finish"])
 def test_new_weights_come_while_it_works(in_flight, small_config, tmp_path):
     """A torn version is refused once and the old one serves on; a whole one is served, and requests

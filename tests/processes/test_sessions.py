@@ -190,6 +190,7 @@ def test_what_is_open_when_it_stops_is_written_as_cancelled(doors):
     assert [row.status for row in rows] == ["completed", "cancelled"]
 
 
+@pytest.mark.slow
 def test_the_runs_own_tasks_are_handed_out_once_each(doors):
     tasks = [
         Task(id=f"t{n}", query=f"{n} ?", answer="left", metadata={"level": n}) for n in range(5)
@@ -327,6 +328,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_a_wrong_reward_is_refused_when_it_is_posted(doors):
     async def work():
         async with doors(["left"]) as door:

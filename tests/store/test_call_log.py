@@ -222,6 +222,7 @@ def test_the_end_of_a_run_waits_for_a_slow_store_only_so_long(
     assert told == [f"1 calls of attempts were not recorded: {why}"]
 
 
+@pytest.mark.slow
 def test_a_million_calls_take_bounded_memory(
     store: MemoryStore, make_log: Callable[..., CallLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +271,7 @@ def test_recorded_and_dropped_add_up(
     assert log._num_held == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_calls_without_an_end(
     url: str, clock: Any, start_script: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -48,6 +48,7 @@ def program(body: str) -> str:
     return PROGRAM.replace("BODY", body.strip().replace("\n", "\n    "))
 
 
+@pytest.mark.slow
 def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_script: Start) -> None:
     body = (
         "await store.write_trajectories([trajectory(sys.argv[2])], split='train', "
@@ -63,6 +64,7 @@ def test_many_processes_may_open_a_new_store_at_once(sqlite_url: str, start_scri
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_readers_in_another_process_see_whole_batches_while_one_writes(
     sqlite_url: str, start_script: Start
 ) -> None:
@@ -99,6 +101,7 @@ sys.stdin.read()
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_crash_between_reserve_and_commit_can_be_released(
     sqlite_url: str, start_script: Start
 ) -> None:
@@ -126,6 +129,7 @@ die()
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_crash_inside_the_commit_leaves_no_half_step(
     sqlite_url: str, start_script: Start
 ) -> None:
@@ -194,6 +198,7 @@ for step in range(first, 100000):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_reader_in_another_process_leaves_the_log_of_those_who_write(tmp_path) -> None:
     """A second store of the same process used to give up the first one's lock on the file."""
     url = f"sqlite:///{tmp_path / 's.sqlite'}"

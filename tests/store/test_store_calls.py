@@ -162,6 +162,7 @@ def test_calls_travel_between_stores(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_postgresql_store_of_version_2_gets_its_calls(
     postgresql: PostgreSQL, make_trajectory: Make
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_mongodb_store_of_version_1_gets_its_calls(
     mongodb: MongoDB, make_trajectory: Make
 ) -> None:

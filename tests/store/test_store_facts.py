@@ -381,3 +381,29 @@ def test_tokens_of_another_format_are_refused() -> None:
     for bad in (b"", b"\x02" + good[1:], good[:-3], good[:1] + b"\x92\x01\x02"):
         with pytest.raises(StoreError, match="tokens of a trajectory can't be read"):
             unpack_turns(bad)
+
+
+def test_rows_are_read_by_their_numbers_in_the_order_of_writing(url, make_trajectory):
+    async def scenario() -> None:
+        async with await open_store(url) as store:
+            names = [f"t{i}" for i in range(5)]
+            await store.write_trajectories(map(make_trajectory, names), split="train", step=1)
+            rows = await store.written(range(1, 2**62), limit=3)
+            assert [row.trajectory.id for _, row in rows] == names[:3]
+            assert all(row.trajectory.turns for _, row in rows)
+            last = rows[-1][0]
+            more = await store.written_summaries(range(last + 1, 2**62), limit=9)
+            assert [row.id for _, row in more] == names[3:]
+            assert [
+                row.id for _, row in await store.written_summaries(range(last, last + 1), limit=9)
+            ] == ["t2"]
+            numbers = [number for number, _ in (*rows, *more)]
+            assert numbers == sorted(set(numbers))
+            assert await store.written(range(more[-1][0] + 1, 2**62), limit=9) == []
+            for step in (1, 2, 3):
+                await store.commit_step(step, {})
+            assert [one.step for one in await store.steps(after=1, limit=1)] == [2]
+            assert [one.step for one in await store.steps(limit=2)] == [1, 2]
+            assert await store.steps(limit=0) == []
+
+    asyncio.run(scenario())

@@ -362,6 +362,7 @@ class Ledger(RuleBasedStateMachine):
             assert found == whole
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_ledger_does_what_its_model_does(
     new_url: Callable[[], str], clock: Any, request: pytest.FixtureRequest

@@ -272,6 +272,7 @@ def test_postgresql_urls_and_foreign_schemas_are_refused(postgresql: PostgreSQL)
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_mongodb_server_without_transactions_is_refused(tmp_path: Path) -> None:
     async def scenario(server: MongoDB) -> None:
         with pytest.raises(StoreError, match=r"has no transactions.*--replSet"):

@@ -269,6 +269,7 @@ def test_every_query_uses_an_index(sqlite_url: str, make_trajectory: Make) -> No
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.slow
 def test_a_held_write_lock_ends_in_a_deadline_and_the_store_goes_on(
     sqlite_url: str, make_trajectory: Make
 ) -> None:
@@ -322,6 +323,7 @@ def test_a_file_that_can_not_be_opened_is_unavailable_and_then_back(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_query_that_runs_too_long_is_given_up(sqlite_url: str, make_trajectory: Make) -> None:
     async def scenario() -> None:
         async with await SQLiteStore.open(sqlite_url, timeout_s=3) as store:

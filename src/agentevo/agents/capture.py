@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
 from agentevo.errors import AgentEvoError
+from agentevo.store.call_log import trace_headers
 
 HEADER = "X-AgentEvo-Session"
 
@@ -97,6 +98,8 @@ def _marked(request: Any) -> Any:
     vars(marked).update(vars(request))
     marked.headers = request.headers.copy()
     marked.headers[HEADER] = key
+    for name, value in trace_headers().items():
+        marked.headers.setdefault(name, value)
     return marked
 
 
@@ -138,6 +141,8 @@ def _making(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, *args, **options)
         if (key := _key_for(str(self.url))) is not None:
             self.headers[HEADER] = key
+            for name, value in trace_headers().items():
+                self.headers.setdefault(name, value)
 
     return init
 
@@ -156,6 +161,9 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
         request.headers = dict(request.headers)
         request.unredirected_hdrs = dict(request.unredirected_hdrs)
         request.add_unredirected_header(HEADER, key)
+        for name, value in trace_headers().items():
+            if not request.has_header(name.capitalize()):
+                request.add_unredirected_header(name, value)
         return original(self, request, data, *args, **options)
 
     return open_url

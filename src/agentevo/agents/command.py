@@ -32,6 +32,7 @@ from agentevo.agents.process_tree import GRACE_S, KILLING_S, Ended, ProcessTree
 from agentevo.config.agents import CommandAgentSection, agents
 from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import CommandFailedError, ConfigError, NoCallError
+from agentevo.store.call_log import traceparent
 from agentevo.types import Outcome, Task
 
 LARGEST_TASK = 64 * 2**10
@@ -92,7 +93,7 @@ class CommandAgent:
         """Runs the process to its end; cancelled, ends it with all that it started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
-            variables(task, session) as given,
+            variables(task, session, traceparent()) as given,
         ):
             tree = ProcessTree(
                 self._section.command,
@@ -132,8 +133,11 @@ def _reason(stderr: str) -> str:
 
 
 @contextmanager
-def variables(task: Task, session: DoorSession) -> Iterator[dict[str, str | None]]:
-    """The environment of an attempt's process, besides this process's own; None takes away."""
+def variables(
+    task: Task, session: DoorSession, trace: str | None = None
+) -> Iterator[dict[str, str | None]]:
+    """The environment of an attempt's process, besides this process's own; None takes away.
+    `trace`: its place in a trace, as OpenTelemetry passes it on in an environment."""
     given = client_variables(session.base, session.key) | {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,
@@ -142,6 +146,8 @@ def variables(task: Task, session: DoorSession) -> Iterator[dict[str, str | None
         "AGENTEVO_REWARD_URL": session.reward_url,
         "AGENTEVO_TASK": None,
         "AGENTEVO_TASK_FILE": None,
+        "TRACEPARENT": trace,
+        "TRACESTATE": None,
     }
     content = msgspec.json.encode(task)
     if len(content) <= LARGEST_TASK:

@@ -18,6 +18,7 @@ from agentevo.audit.findings import Audit, Violation
 from agentevo.audit.folder import check_checkpoints, check_files, check_head
 from agentevo.audit.rest import check_rest, wrong_content
 from agentevo.errors import CheckpointError, StoreError, TrainingError
+from agentevo.progress import over
 from agentevo.runs.chain import KEY, OLDER, End, broken_links, read_head
 from agentevo.runs.folder import queued_group_size
 from agentevo.store.codec import content_digest
@@ -52,7 +53,7 @@ async def audit(store: Store, folder: Path) -> Audit:
     used: dict[str, int] = {}
     members: dict[tuple[str, int], str] = {}
     _check_chain(records, report)
-    for record in records:
+    for record in over(records, "audit", len(records), "steps"):
         if KEY in record.record:
             await _check_step(store, record, used, members, report)
     check_head(head, records, folder, report)

@@ -35,6 +35,7 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.positions import context_length
 from agentevo.orchestration.components import AgentFunction
 from agentevo.orchestration.players import find_agent
+from agentevo.progress import bar, over
 from agentevo.remote_models import RemoteConversations
 from agentevo.rollout.group import Attempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
@@ -133,12 +134,12 @@ async def replay(
         missing = set(versions) - set(stored.at_hand()) if made_again else set()
         again = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
         async with aclosing(again) as rebuilt:
-            drawn, chat, context = await _draw_again(
-                config, policy, own, _sources(versions, stored, missing, rebuilt)
-            )
+            sources = _sources(versions, stored, missing, rebuilt)
+            with bar("replay: drawing again"):
+                drawn, chat, context = await _draw_again(config, policy, own, sources)
         replays |= drawn
     player = _player(config, agent)
-    for trajectory in chosen:
+    for trajectory in over(chosen, "replay", len(chosen), "trajectories"):
         result = replays[trajectory.id]
         if trajectory.agent:
             result.unplayed = (

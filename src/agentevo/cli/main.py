@@ -22,7 +22,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from agentevo import __version__
+from agentevo import __version__, progress
 from agentevo.cli import (
     agent,
     audit,
@@ -38,8 +38,10 @@ from agentevo.cli import (
     server,
     store,
     tools,
+    top,
     train,
     trajectories,
+    ui,
 )
 from agentevo.cli.ending import end_soon
 from agentevo.cli.words import check_words
@@ -78,6 +80,8 @@ app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.score)
 app.command()(results.merge)
 app.command()(results.report)
+app.command()(ui.ui)
+app.command()(top.top)
 app.command()(audit.audit)
 app.command()(audit.replay)
 app.command()(doctor.doctor)
@@ -106,7 +110,7 @@ def _run(words: list[str]) -> int:
     """The only place that turns an error into a message."""
     try:
         check_words(words)
-        with training_packages("this command"):
+        with training_packages("this command"), progress.showing(sys.stderr):
             command = typer.main.get_command(app)
             code = command(args=words, prog_name="agentevo", standalone_mode=False)
     except ConfigError as error:

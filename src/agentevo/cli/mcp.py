@@ -150,16 +150,18 @@ def serve(
     AGENTEVO_TASK, or over HTTP, where every session has a state of its own."""
     from agentevo.event_loop import run_coroutine
     from agentevo.tool_servers.listening import listen, read_key
+    from agentevo.tracing.environment import traced_as_environment
 
     if not http and (port or api_key or host != "127.0.0.1"):
         raise ConfigError("--host, --port and --api-key are for --http: add it, or leave them out")
     key = read_key(api_key, host) if http else None
     server = _tool_server(name, options or [], imports or [], timeout_s)
     run_coroutine(server.check())
-    if not http:
-        run_coroutine(server.serve_stdio())
-        return
-    listen(server.app(host, key), host, port, what=f"the tools {name}", path="/mcp", key=key)
+    with traced_as_environment():
+        if not http:
+            run_coroutine(server.serve_stdio())
+            return
+        listen(server.app(host, key), host, port, what=f"the tools {name}", path="/mcp", key=key)
 
 
 def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: float) -> ToolServer:

@@ -28,7 +28,7 @@ def list_names(
         typer.Argument(
             metavar="[KIND]",
             help="environments, agents, tools, rewards, algorithms, models, recipes, engines, "
-            "transports, stores or sandboxes. Without it, the kinds.",
+            "transports, stores, sandboxes or trackers. Without it, the kinds.",
         ),
     ] = "",
     recipe: Annotated[
@@ -170,8 +170,9 @@ def _explanation_text(explanation: Explanation) -> str:
     if explanation.option_of and heading.startswith(f"{PLACE}."):
         heading += f" (with type: {', '.join(explanation.option_of)})"
     elif explanation.option_of:
-        chooser = "name" if section in LISTS else "type"
-        heading += f" (with {section}.{chooser}={', '.join(explanation.option_of)})"
+        listed = next((one for one in LISTS if heading.startswith(f"{one}.")), None)
+        chooser = f"{listed}.name" if listed else f"{section}.type"
+        heading += f" (with {chooser}={', '.join(explanation.option_of)})"
     lines = [heading, f"  {explanation.meaning}"]
     if explanation.keys:
         names = [

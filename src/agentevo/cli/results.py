@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from agentevo.cli.arguments import RunDir, path_word
+from agentevo.progress import bar
 
 
 def table(
@@ -80,7 +81,9 @@ def merge(
         source = Run(run_config(source)).checkpoint
     from agentevo.models.merge import merge_adapter
 
-    print(merge_adapter(source, out, base or None))
+    with bar("merge"):
+        merged = merge_adapter(source, out, base or None)
+    print(merged)
 
 
 def report(run_dir: RunDir) -> None:
@@ -89,4 +92,6 @@ def report(run_dir: RunDir) -> None:
     from agentevo.observability import report_from_run
     from agentevo.runs.folder import check_run_folder, token_texts
 
-    print(report_from_run(check_run_folder(run_dir), token_texts(run_dir)))
+    with bar("report"):
+        written = report_from_run(check_run_folder(run_dir), token_texts(run_dir))
+    print(written)

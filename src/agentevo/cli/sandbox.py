@@ -31,7 +31,7 @@ def try_file(
     ] = None,
 ) -> None:
     """Run a file in a sandbox, and print what became of it. Exit code 1 if the code has failed."""
-    from agentevo.observability.live import print_line
+    from agentevo.console import print_line
     from agentevo.parsing import read_text
     from agentevo.sandbox.opening import Sandboxes, chosen_kind
 

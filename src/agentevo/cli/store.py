@@ -12,6 +12,7 @@ from agentevo.cli.arguments import Wait, path_word
 from agentevo.cli.table import print_table
 from agentevo.credentials import refuse_password
 from agentevo.errors import ConfigError
+from agentevo.progress import bar
 
 if TYPE_CHECKING:
     from agentevo.store import Store
@@ -73,7 +74,8 @@ def store_gc(
 ) -> None:
     """Queue tasks again whose lease ran out an hour ago, delete what belongs to nothing, give space
     back to the disk."""
-    done = _with_store(target, lambda store: store.gc(dropped=dropped), wait)
+    with bar("store gc"):
+        done = _with_store(target, lambda store: store.gc(dropped=dropped), wait)
     print_table(
         [
             ("leases queued again", f"{done['leases']:,}"),

@@ -52,6 +52,8 @@ from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.gateway.request import Delivery
 from agentevo.gateway.session import Session, over
 from agentevo.inference.admission import Connection
+from agentevo.store import trace_context
+from agentevo.store.trace_context import Place, read_traceparent
 
 MARGIN_S = 30.0
 """What is waited beyond the engine's own deadline before a request is given up."""
@@ -74,6 +76,7 @@ KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 _HEADER = HEADER.lower().encode()
+_TRACEPARENT = trace_context.HEADER.encode()
 _KEY_HEADERS = (_HEADER, b"x-api-key", b"authorization")
 
 
@@ -175,15 +178,20 @@ class Routes:
 
     def _route(self, api: Api[Any]) -> Endpoint:
         async def completed(request: Request) -> Response:
-            return await self._answered(request, partial(self._completed, api), api)
+            delivery = Delivery(place=_place_in(request.scope))
+            return await self._answered(request, partial(self._completed, api, delivery), api)
 
         return completed
 
     async def _completed(
-        self, api: Api[Any], session: Session, body: dict[str, Any], client: Connection
+        self,
+        api: Api[Any],
+        delivery: Delivery,
+        session: Session,
+        body: dict[str, Any],
+        client: Connection,
     ) -> Response:
         asked = api.request_of(body, session.memory)
-        delivery = Delivery()
         if asked.stream:
             return await self._streamed(api, session, asked, delivery, client)
         try:
@@ -322,6 +330,12 @@ class Routes:
                 or (bearer.strip() if scheme.lower() == b"bearer" else b"")
             ).decode("latin-1")
         return self._sessions.get(key) if key else None
+
+
+def _place_in(scope: Scope) -> Place | None:
+    """The place in a trace that a request names."""
+    told = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
+    return None if told is None else read_traceparent(told.decode("latin-1"))
 
 
 def _api_at(path: str) -> Api[Any]:

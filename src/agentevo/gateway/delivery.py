@@ -153,7 +153,7 @@ class WholeAnswer(Response):
     """An answer in one piece. A client that does not read is given up after READER_S."""
 
     def __init__(self, content: bytes, delivery: Delivery, session: Session) -> None:
-        super().__init__(content, media_type="application/json")
+        super().__init__(content, headers=delivery.headers, media_type="application/json")
         self._delivery, self._session = delivery, session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +184,7 @@ class EventStream(Response):
         count: Callable[[list[ModelReply]], None],
     ) -> None:
         """`awaited` has been entered, and ends here. `count` is told of the whole answer."""
-        super().__init__()
+        super().__init__(headers=delivery.headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._api, self._heard, self._awaited = api, heard, awaited

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from agentevo.inference.conversation import Conversation
 from agentevo.models.answer_form import AnswerForm
 from agentevo.models.token_texts import TokenText
+from agentevo.store.trace_context import HEADER, Asker, Place
 from agentevo.types import Message, SamplingOverrides, ToolCall, Turn
 
 Prompt = list[Message] | list[int] | str
@@ -68,6 +69,16 @@ class Delivery:
     remote_turns: list[int] = field(default_factory=list)
     prompt: PromptSize = field(default_factory=PromptSize)
     """Known before the first piece of an answer is heard."""
+    place: Place | None = None
+    """In a trace, as the request named it."""
+    asker: Asker | None = None
+    """Whoever asks, once the request has come to the attempt."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer, besides those of every answer."""
+        told = None if self.asker is None else self.asker.answer
+        return {} if told is None else {HEADER: told}
 
 
 class TokenLogprob(NamedTuple):

@@ -34,6 +34,7 @@ from agentevo.models.answer_form import opening_after
 from agentevo.models.chat import ChatFormat
 from agentevo.remote_models import RemoteConversations
 from agentevo.remote_models.conversations import POLICY
+from agentevo.store.call_log import asked_by
 from agentevo.types import Completion, Message, SamplingOverrides
 
 T = TypeVar("T")
@@ -144,6 +145,7 @@ class Session:
         """The answers to a request, on the sampler's loop. `hear` is told of their pieces as they
         come, and has heard all of them when this returns."""
         check_count(request.n)
+        delivery.asker = asked_by(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
             agent = self._agent_of(request.model)
             with self._one_more():

@@ -34,6 +34,7 @@ from agentevo.errors import (
     shown,
 )
 from agentevo.event_loop import gather_all, in_thread, outside_scopes
+from agentevo.inference.call_facts import note_answers
 from agentevo.inference.drift import Drift, DriftPlace, TokenDifference, first_difference
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
 from agentevo.inference.history import Found, Histories, Node
@@ -198,7 +199,7 @@ class Conversation:
                 self._record(joined, sampling, completion)
                 for sampling, completion in zip(requests, completions, strict=True)
             ]
-            call.note(**_facts(turns))
+            note_answers(call, turns, prompt, tools, joined.ids, self._chat)
         if drawn is not None:
             drawn(completions)
         return turns
@@ -486,14 +487,3 @@ class Conversation:
         except Exception as error:
             self.broken = self.broken or error
             raise
-
-
-def _facts(turns: Sequence[Turn]) -> dict[str, int]:
-    """What is recorded of a call that was answered."""
-    versions = [version for turn in turns for version in turn.versions]
-    return {
-        "turn": turns[0].index,
-        "completions": len(turns),
-        "completion_tokens": sum(len(turn.completion_ids) for turn in turns),
-        "version": max(versions, default=-1),
-    }

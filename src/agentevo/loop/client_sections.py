@@ -54,6 +54,12 @@ def check_sections(sections: Mapping[str, Any]) -> None:
             f"agent.{min(others)}: the agent is the client's own function: a server takes "
             f"agent.{' and agent.'.join(AGENT)}"
         )
+    tracking = sections.get("tracking")
+    if isinstance(tracking, Mapping) and tracking.get("backends"):
+        raise ConfigError(
+            "tracking.backends: a server sends nothing where a client says: log what `train` "
+            "returns in your own program, or ask who runs the server"
+        )
     _check_model("model", sections.get("model"))
     _check_model("reward_model", sections.get("reward_model"))
     agents = sections.get("agents")

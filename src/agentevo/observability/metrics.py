@@ -1,37 +1,35 @@
-"""The run's numbers on disk: `metrics.jsonl`, one JSON object a line, mirrored to TensorBoard.
+"""The run's numbers on disk: `metrics.jsonl`, one JSON object a line, and on to its trackers.
 
     {"step": 12, "time": 1771234567.8, "actor/entropy": 1.02, "critic/score/mean": 0.41, ...}
 
 Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along
 the file; after `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
 are verl's; names are sorted; a non-finite number is written as null, because JSON has no NaN and a
-reader must not break on a diverged run. Not guaranteed: that the last line survives a power cut (it
-isn't fsynced).
+reader must not break on a diverged run. Trackers hear of a step once, all its rows as one, when
+`hand_over` says that the run won't take it back. Not guaranteed: that the last line survives a
+power cut (it isn't fsynced).
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 
-from agentevo.errors import MissingExtraError, TrainingError, UnusableStoreError
+from agentevo.errors import TrainingError, UnusableStoreError
 from agentevo.files import must_write, write_atomic
 from agentevo.parsing import ParseError, check_file, parse_json
-
-if TYPE_CHECKING:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from agentevo.trackers import Row, Table, Tracking
+from agentevo.trackers.tracking import merged
 
 MetricsRow = dict[str, float | None]
 """One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number
@@ -157,16 +155,12 @@ class MetricsLog:
     """Appends to `metrics.jsonl`; an existing file is continued, after mending a torn last line.
     Close it, or use it in a `with`."""
 
-    def __init__(self, path: Path | str, tensorboard_dir: Path | str | None = None) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.tensorboard_dir = None if tensorboard_dir is None else Path(tensorboard_dir)
-        if self.tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
-            raise MissingExtraError(
-                "tracking.tensorboard=true needs the package tensorboard: pip install "
-                "tensorboard, or set tracking.tensorboard=false"
-            )
-        self._writer: EventFileWriter | None = None
-        self._purge_step: int | None = None
+        self.tracking: Tracking | None = None
+        """The run's trackers, which somebody else ends."""
+        self._ahead: dict[int, Row] = {}
+        """Step -> what trackers have not heard of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
         self._last_step = int(rows[-1][0]["step"] or 0) if rows else 0
@@ -179,9 +173,9 @@ class MetricsLog:
         """sha256 of the rows so far, as they are in the file."""
         return self._digest.hexdigest()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one row. Values may be anything `float()` takes. Raises `TrainingError` if the
-        row would break the file's invariants."""
+    def log(self, step: int, metrics: Mapping[str, float], tables: Sequence[Table] = ()) -> None:
+        """Appends one row. Values may be anything `float()` takes. `tables` are for trackers alone.
+        Raises `TrainingError` if the row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
         if taken:
             raise TrainingError(
@@ -205,31 +199,43 @@ class MetricsLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._digest.update(line)
         self._last_step = step
-        if self.tensorboard_dir is not None:
-            with must_write(self.tensorboard_dir):
-                self._mirror(self.tensorboard_dir, step, now, metrics)
+        if self.tracking:
+            numbers = {name: float(value) for name, value in metrics.items()}
+            new = Row(step=step, time=now, metrics=numbers, tables=tables)
+            self._ahead[step] = merged(self._ahead.get(step), new)
+
+    def hand_over(self, step: int) -> None:
+        """Trackers hear of every step up to this one, which is committed."""
+        for ready in sorted(one for one in self._ahead if one <= step):
+            row = self._ahead.pop(ready)
+            if self.tracking is not None:
+                self.tracking.put(row)
+        if self.tracking is not None:
+            self.tracking.hear()
 
     def resume(self, step: int) -> None:
-        """Forgets every row after `step`, on disk and in TensorBoard: the run goes on from the
-        checkpoint of that step."""
+        """Forgets every row after `step`: the run goes on from the checkpoint of that step.
+        Trackers are offered the others again, and take those that they lack."""
         self._file.close()
-        kept = [line for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
+        rows = [(row, line) for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
+        kept = [line for _, line in rows]
         self._rewrite(kept)
+        self._ahead.clear()
+        for row in (row for row, _ in rows) if self.tracking else ():
+            numbers = {
+                name: math.nan if value is None else value
+                for name, value in row.items()
+                if name not in RESERVED
+            }
+            old = Row(step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers)
+            self._ahead[old.step] = merged(self._ahead.get(old.step), old)
+        self.hand_over(step)
         self._begin_at(kept)
         self._last_step = min(self._last_step, step)
-        self._close_writer()
-        self._purge_step = step + 1
 
     def close(self) -> None:
         """Raises nothing: every row was written by `log`."""
         self._file.close()
-        self._close_writer()
-
-    def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with suppress(OSError):  # a full disk, which the last row has met as well
-                writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -248,28 +254,3 @@ class MetricsLog:
         the new one."""
         with must_write(self.path):
             write_atomic(self.path, b"".join(line + b"\n" for line in lines), durable=True)
-
-    def _mirror(
-        self, folder: Path, step: int, wall_time: float, metrics: Mapping[str, float]
-    ) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        if self._writer is None:
-            self._writer = EventFileWriter(str(folder))
-            if (
-                self._purge_step is not None
-            ):  # TensorBoard then hides what older files say about this step and later ones
-                self._writer.add_event(
-                    Event(
-                        wall_time=wall_time,
-                        step=self._purge_step,
-                        session_log=SessionLog(status=SessionLog.START),
-                    )
-                )
-        values = [
-            Summary.Value(tag=key, simple_value=float(metrics[key])) for key in sorted(metrics)
-        ]
-        self._writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
-        self._writer.flush()

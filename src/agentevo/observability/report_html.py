@@ -15,9 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from agentevo.console import format_duration
 from agentevo.credentials import without_passwords
 from agentevo.observability.curves import held_out, wilson_interval
-from agentevo.observability.live import format_duration
 from agentevo.observability.metrics import (
     Evaluation,
     MetricsRow,

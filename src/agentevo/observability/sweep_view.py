@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Self, TextIO
 
-from agentevo.observability.live import format_duration, open_console, print_line
+from agentevo.console import format_duration, open_console, print_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

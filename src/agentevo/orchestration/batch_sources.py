@@ -17,6 +17,7 @@ from agentevo.errors import ConfigError
 from agentevo.orchestration.collect import Collected, Collector, StepTasks
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
+from agentevo.rollout.task_stages import TaskStages
 from agentevo.store.store import StepRecord, Store
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
@@ -96,13 +97,22 @@ class RolloutBatches(WithoutHeldOutData):
         tasks: StepTasks,
         trainer: RolloutTrainer,
         store: Store,
+        stages: TaskStages | None = None,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`note` hears of each of the stages that begins."""
         self.num_steps = config.trainer.steps
         self.collector = Collector(config, rollouts, tasks)
+        self._stages, self._note, self._stage = stages or TaskStages((), lag=0), note, ""
         self._staleness, self._trainer, self._store = config.rollout.staleness, trainer, store
 
     async def collect(self, step: int) -> Collected:
-        """See Collector.collect."""
+        """See Collector.collect. The committed steps say which stage it is."""
+        await self._stages.learn(self._store)
+        stage = self._stages.name_at(step)
+        if stage != self._stage:
+            self._stage = stage
+            self._note(f"step {step} is of the stage {stage}")
         return await self.collector.collect(step)
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:

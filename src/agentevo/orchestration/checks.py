@@ -16,6 +16,7 @@ from agentevo.orchestration.components import AgentFunction, check_memory
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.players import check_play, find_agent, solo_environment
 from agentevo.orchestration.preference_data import check_preference
+from agentevo.orchestration.tracking import check_tracking
 from agentevo.types import Task
 
 
@@ -28,6 +29,7 @@ def check_parts(
     `apart`: samplers and engines are other processes, whoever starts them."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+    check_tracking(config)
     check_play(config, tasks)
     engines.get(config.engine.type)
     check_transport(config, apart=apart or config.rollout.samplers > 0)
@@ -60,6 +62,7 @@ def check_agent(
 
 def check_sft_parts(config: RunConfig, resume: bool) -> None:
     """The same for `agentevo sft`, whose environment is optional."""
+    check_tracking(config)
     check_sft_data(config)
     check_memory(config)
     if config.environment is not None:

@@ -74,6 +74,9 @@ class StepTasks(Protocol):
     def source_of(self, task_id: str) -> str | None:
         """The name of a task's source, where sources are mixed."""
 
+    def stage_of(self, step: int) -> int | None:
+        """The number of the stage that a step is in, from 1; None where there are none."""
+
 
 class Collector:
     """Collects the trajectories of one step after another; `state_dict` holds what it remembers
@@ -106,7 +109,10 @@ class Collector:
                 tasks = list(islice(refill, next_round(wanted, informative, num_groups)))
         if self._rlpr is not None:
             self._rlpr.end_step()
-        return self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
+        collected = self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
+        if (stage := self._tasks.stage_of(step)) is not None:
+            collected.metrics["training/stage"] = float(stage)
+        return collected
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs, as JSON values."""

@@ -44,6 +44,7 @@ from agentevo.runs.store_opening import open_run_store
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
+from agentevo.tracing import open_tracing
 from agentevo.training.quantized_optimizer import check_8bit
 from agentevo.training.roles.token_rewards import TokenRewardModel
 from agentevo.types import Task
@@ -177,11 +178,13 @@ async def open_components(
     transport: str = "shared",
     note: Callable[[str], None] = to_stderr,
     may_play: bool = True,
+    traced: bool = False,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
     `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
     engine gets what is trained (`local_transport`); `note` is told what somebody should know;
-    `may_play=False`: a program's own loop plays, and nobody here."""
+    `may_play=False`: a program's own loop plays, and nobody here; `traced`: its calls go where the
+    recipe's `tracing` says."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     model = loaded.model
     engine = engines.get(config.engine.type)(
@@ -197,7 +200,11 @@ async def open_components(
             stack.push_async_callback(one.engine.close)
         url = store_url or config.store_url
         store = await stack.enter_async_context(await open_run_store(url))
-        calls = await stack.enter_async_context(call_log(url, tell=note))
+        tracing = None
+        if traced:
+            opening = open_tracing(config, process="trainer", tell=note, is_remote=False)
+            tracing = await stack.enter_async_context(opening)
+        calls = await stack.enter_async_context(call_log(url, tell=note, tracing=tracing))
         weights = await open_weights(config, main, policies, transport, note)
         parts = Components(
             config=config,

@@ -12,6 +12,7 @@ from agentevo.agents.environment_agent import Demonstration, demonstrate
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.orchestration.players import CORPUS_EPISODES, solo_environment
+from agentevo.progress import over
 from agentevo.rollout.tasks import environment_seed
 
 
@@ -28,7 +29,7 @@ def solver_episodes(
     episodes fail."""
     failures: list[EnvironmentFailure] = []
     with solo_environment(config, note) as solo:
-        for index in range(episodes):
+        for index in over(range(episodes), "demonstrations", episodes, "episodes"):
             seed = environment_seed(config.run.seed, "demonstration", CORPUS_EPISODES + index)
             play = partial(
                 demonstrate,

@@ -3,6 +3,7 @@ limits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,6 +13,8 @@ from agentevo.orchestration.components import Components
 from agentevo.orchestration.players import reference_players as players_of
 from agentevo.rollout.failures import count_kinds, failure_words
 from agentevo.types import Baselines, Trajectory
+
+BY_STAGE = "success_by_stage"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,18 @@ class Evaluated:
 
     def notes(self, config: RunConfig) -> list[str]:
         """What is to be said under the table of its numbers."""
-        return [line for line in (self.failures, meaning_of_success(config)) if line]
+        lines = (self.stages, self.failures, meaning_of_success(config))
+        return [line for line in lines if line]
+
+    @property
+    def stages(self) -> str:
+        """Greedy success by stage, in words; empty where there are none."""
+        found = [
+            f"{key.rpartition('/')[2]} {value:.1%}"
+            for key, value in self.metrics.items()
+            if f"/{BY_STAGE}/greedy/" in key
+        ]
+        return f"success by stage: {', '.join(found)}" if found else ""
 
 
 def reference_players(parts: Components) -> Baselines | None:
@@ -67,7 +81,8 @@ async def evaluate(
     """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics.
     Success and reward are means over the attempts that completed, and left out where there is
     none. `val-aux/.../failed` is the share of failed ones, `.../failed_by/.../KIND` how many of
-    each kind, where there are any.
+    each kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the tasks of
+    each of the recipe's stages.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
@@ -104,6 +119,7 @@ async def evaluate(
         if done := [t for t in trajectories if t.status == "completed"]:
             metrics[f"val-core/{name}/success/{decoding}"] = fmean(t.success for t in done)
             metrics[f"val-core/{name}/reward/{decoding}"] = fmean(t.reward for t in done)
+            metrics |= _by_stage(parts, done, f"val-aux/{name}/{BY_STAGE}/{decoding}")
         failed = [t.error for t in trajectories if t.status == "failed"]
         metrics[f"val-aux/{name}/failed/{decoding}"] = len(failed) / len(trajectories)
         for kind, count in count_kinds(failed).items():
@@ -118,6 +134,16 @@ async def evaluate(
         if value is not None:
             metrics[f"val-core/{name}/{player}"] = value
     return Evaluated(metrics | by_agent, tokens, num_attempts, errors)
+
+
+def _by_stage(parts: Components, done: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    """Success of completed attempts at the tasks of each stage that has some, as PREFIX/STAGE."""
+    found = {}
+    stages = parts.tasks.held_out_by_stage() if parts.config.tasks.stages else {}
+    for stage, ids in stages.items():
+        if own := [t.success for t in done if t.task_id in ids]:
+            found[f"{prefix}/{stage}"] = fmean(own)
+    return found
 
 
 def headline(metrics: dict[str, float]) -> float | None:

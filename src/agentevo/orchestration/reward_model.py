@@ -1,6 +1,6 @@
 """`agentevo rm`: a reward model from a file of pairs, in a run's folder of its own.
 
-    RUN/config.yaml   metrics.jsonl   reward_model.json   model/
+    RUN/config.yaml   metrics.jsonl   reward_model.json   model/   tensorboard/
 
 A run that is stopped or fails leaves nothing; it is not resumed. Nothing of it is sampled, so it
 has no store.
@@ -21,12 +21,14 @@ from agentevo.files import must_write, write_atomic
 from agentevo.models.load import load_model
 from agentevo.models.save import save_model
 from agentevo.observability.metrics import MetricsLog
+from agentevo.orchestration.tracking import Lines, check_tracking, tracked
 from agentevo.rewards.reward import text_of
 from agentevo.rewards.reward_model import longest_conversation
 from agentevo.runs.creation import check_folder, new_folder, write_config
 from agentevo.runs.lock import only_trainer
 from agentevo.seeds import derive_seed
 from agentevo.signals import end_stopped, stop_on_interrupt
+from agentevo.trackers import Tracking
 from agentevo.training.pair_file import PairLine, read_pair_file
 from agentevo.training.reward_model import (
     RewardPair,
@@ -61,6 +63,7 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[str, float]:
     """Trains, tries it on the held-out pairs before and after, and saves it as RUN/model. Returns
     what reward_model.json holds. Raises ConfigError before anything is created."""
+    check_tracking(config)
     train_lines, eval_lines = split_pairs(config)
     check_folder(config)
     loaded = load_model(
@@ -82,7 +85,10 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
         only_trainer(config.run_dir),
     ):
         write_config(config, "rm")
-        result = _trained(config, model, pairs, held, seed, lambda: bool(received), note)
+        with tracked(config, "rm", Lines(note), lambda: bool(received)) as tracking:
+            result = _trained(
+                config, model, pairs, held, seed, lambda: bool(received), note, tracking
+            )
         if result is not None:
             save_model(model, tokenizer, config.run_dir / "model")
             with must_write(config.run_dir / RESULT):
@@ -101,6 +107,7 @@ def _trained(
     seed: int,
     stop: Callable[[], bool],
     note: Callable[[str], None],
+    tracking: Tracking,
 ) -> dict[str, float] | None:
     """What came of it; None where it was stopped."""
     from transformers import PreTrainedModel
@@ -110,9 +117,15 @@ def _trained(
     before = held_out(model, held, size)
     note(f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held)} pairs")
     with MetricsLog(config.run_dir / "metrics.jsonl") as log:
+        log.tracking = tracking
+        log.log(0, before)
+        last = 0
 
         def progress(step: int, total: int, metrics: dict[str, float]) -> None:
+            nonlocal last
+            last = step
             log.log(step, metrics)
+            log.hand_over(step - 1)
             if step % TOLD_EVERY == 0 or step == total:
                 note(
                     f"{step}/{total}: loss {metrics['rm/loss']:.4f}, accuracy "
@@ -123,7 +136,9 @@ def _trained(
             model, pairs, config.rm, memory=config.memory, seed=seed, progress=progress, stop=stop
         ):
             return None
-    after = held_out(model, held, size)
+        after = held_out(model, held, size)
+        log.log(last, after)
+        log.hand_over(last)
     keep_scale(model, after)
     note(f"held-out accuracy after: {after['rm/eval/accuracy']:.1%}")
     counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held))}

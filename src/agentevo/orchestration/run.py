@@ -54,6 +54,7 @@ from agentevo.orchestration.step_metrics import (
     step_metrics,
 )
 from agentevo.orchestration.submissions import Submissions
+from agentevo.orchestration.tracking import attempts_table, tracked
 from agentevo.orchestration.trainers import make_rollouts, make_trainer, training_notes
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
@@ -65,6 +66,7 @@ from agentevo.runs.resume_rules import check_resume
 from agentevo.runs.shared_store import check_store
 from agentevo.runs.summary import write_summary
 from agentevo.signals import end_stopped, finished_before_stop, stop_on_interrupt
+from agentevo.tracing import check_tracing
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.phases import phase
@@ -93,6 +95,7 @@ def train(
     is created.
     """
     check_agent(config, agent, tasks)
+    check_tracing(config)
     view = view if view is not None else LiveView(config.run.name)
     if command == "sft":
         check_sft_parts(config, resume)
@@ -132,15 +135,13 @@ async def run_training(
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
 ) -> None:
-    """Does what `train` does after its checks. Samplers and engines are processes apart if they are
-    started here (`supervisor`) or by somebody else (`learn`). `resume` goes on from what the folder
-    holds. `loaded`: the model, if at hand. `submissions`: those of a program's own loop."""
+    """Does what `train` does after its checks; `supervisor` starts processes apart. `resume`
+    goes on from the folder. `loaded`: the model. `submissions`: those of a program's own loop."""
     folder = config.run_dir
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last)
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
-        stopped = lambda: bool(stop_signals)  # noqa: E731
+        stopped, start = lambda: bool(stop_signals), ResumePoint()
         view.phase("loading", config.model.name)
-        start = ResumePoint()
         if resume:
             stack.enter_context(only_trainer(folder))
             start = await find_resume_point(config, checkpoints, note=view.note)
@@ -162,6 +163,7 @@ async def run_training(
             transport=local_transport(config, apart=bool(supervisor) or command in APART),
             note=view.note,
             may_play=submissions is None,
+            traced=True,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
@@ -172,6 +174,7 @@ async def run_training(
             make_final()
             if conversations is not None:
                 conversations.write_reports(folder)
+            run.log.tracking = stack.enter_context(tracked(config, command, view, stopped))
             with run.log, processes if processes is not None else nullcontext():
                 await run.take_up(start, resumed=resume)
                 await run.run()
@@ -216,10 +219,7 @@ class TrainingRun:
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
         folder, config = parts.config.run_dir, parts.config
-        self.log = MetricsLog(
-            folder / "metrics.jsonl",
-            folder / "tensorboard" if config.tracking.tensorboard else None,
-        )
+        self.log = MetricsLog(folder / "metrics.jsonl")
         self.players, self.monitor = reference_players(parts), CollapseMonitor()
         self.progress, self.end = Progress(), End()
         self.head = HeadFile(folder)
@@ -285,6 +285,7 @@ class TrainingRun:
                 return
             self.progress.before = self.progress.after = before
             self.progress.begun = True
+        self.log.hand_over(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
                 while self.progress.step < self._num_steps and not self.is_stopped():
@@ -362,7 +363,7 @@ class TrainingRun:
         )
         self.progress.trained_tokens += int(metrics.get("trainer/trained_tokens", 0))
         self.progress.count(metrics, reasons, updated=bool(batch.samples))
-        self.log.log(step, metrics)
+        self.log.log(step, metrics, attempts_table(self.parts.config, collected.trajectories))
         self.observe(step, metrics)
         checkpoint = await self._milestones(last=step == source.num_steps)
         with phase("store"):
@@ -409,11 +410,11 @@ class TrainingRun:
                 for key, value in held_out.items()
             )
             self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
-        if found is not None:
-            self.view.evaluation(step, metrics, found.notes(self.parts.config))
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
         if found is not None and not self.progress.begun:
             check_first_evaluation(self.parts, found, self.command, self.head)
+        if found is not None:
+            self.view.evaluation(step, metrics, found.notes(self.parts.config))
         return metrics
 
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
@@ -490,4 +491,5 @@ class TrainingRun:
         }
         self.end = await commit(self.parts.store, self.end, plan, record)
         self.head.committed(self.end)
+        self.log.hand_over(self.end.step)
         self._recorded += len(new)

@@ -184,6 +184,10 @@ class Submissions:
         """See StepTasks.source_of: whoever submits attempts has no sources."""
         return None
 
+    def stage_of(self, step: int) -> int | None:
+        """See StepTasks.stage_of: nor stages."""
+        return None
+
 
 class SubmittedRollouts:
     """The source of attempts (RolloutSource) whose attempts were submitted. The engine sleeps while

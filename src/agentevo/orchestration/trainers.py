@@ -90,7 +90,8 @@ def make_trainer(
         trainer = _trainer(parts, AgentPolicy(model, parts.tokenizer, parts.engine))
     if isinstance(rollouts, SubmittedRollouts):
         return trainer, SubmittedBatches(config, rollouts, trainer, parts.store)
-    return trainer, RolloutBatches(config, rollouts, parts.tasks, trainer, parts.store)
+    tasks, store, note = parts.tasks, parts.store, parts.note
+    return trainer, RolloutBatches(config, rollouts, tasks, trainer, store, tasks.stages, note)
 
 
 def _trainer(parts: Components, policy: AgentPolicy) -> Trainer:

@@ -33,6 +33,7 @@ from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.runs.identity import ensure_run_folder
 from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.tracing import check_tracing
 
 
 def run_gateway(
@@ -47,6 +48,7 @@ def run_gateway(
     """Serves sessions until it is asked to stop; blocks. `engines` are URLs, else those are used
     that the run's folder knows. Raises ConfigError before anything is created."""
     check_one_policy(config)
+    check_tracing(config)
     for url in engines:
         EngineAddress.read(url)
     Scoring(config.rewards)
@@ -70,7 +72,7 @@ async def _serve(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    async with engines_and_store(config, urls, stop, note) as opened:
+    async with engines_and_store(config, urls, stop, note, "gateway") as opened:
         if opened is None:
             return
         engine, store, calls = opened

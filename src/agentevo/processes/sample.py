@@ -39,6 +39,7 @@ from agentevo.runs.store_opening import open_run_store
 from agentevo.signals import LOOK_S, asked_to_stop, finished_before_stop
 from agentevo.store.call_log import CallLog, call_log
 from agentevo.store.store import Store
+from agentevo.tracing import check_tracing, open_tracing
 from agentevo.types import Task
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def sample(
         EngineAddress.read(url)
     check_one_policy(config)
     check_play(config, tasks)
+    check_tracing(config)
     source = TaskSource(config, tasks)
     player = find_agent(config, agent)
     with asked_to_stop(parent) as stop:
@@ -136,7 +138,7 @@ async def _sample(
     ends: bool,
     note: Callable[[str], None],
 ) -> None:
-    async with engines_and_store(config, urls, stop, note) as opened:
+    async with engines_and_store(config, urls, stop, note, name) as opened:
         if opened is None:
             return
         engine, store, calls = opened
@@ -170,9 +172,11 @@ async def engines_and_store(
     urls: Sequence[str],
     stop: Callable[[], bool],
     note: Callable[[str], None],
+    name: str,
 ) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
     """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
-    closed at the end; None where `stop` came before the store was open."""
+    closed at the end; None where `stop` came before the store was open. `name`: of this process,
+    for its traces."""
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine
     from agentevo.inference.secret import RunSecret
@@ -188,7 +192,11 @@ async def engines_and_store(
         list(urls) or directory, secret=RunSecret(directory.folder), poll_s=config.rollout.poll_s
     )
     try:
-        async with opening.result() as store, call_log(config.store_url, tell=note) as calls:
+        async with (
+            opening.result() as store,
+            open_tracing(config, process=name, tell=note, is_remote=True) as tracing,
+            call_log(config.store_url, tell=note, tracing=tracing) as calls,
+        ):
             yield engine, store, calls
     finally:
         await engine.close()

@@ -120,7 +120,9 @@ class SessionRoutes:
                 if body.next
                 else self._sessions.open(task, body.group, body.size)
             )
-            return _json(self._opened(session), 201)
+            answer = _json(self._opened(session), 201)
+            answer.headers.update(session.trace)
+            return answer
 
         return await self._answered(request, opened)
 

@@ -21,7 +21,8 @@ from agentevo.models.answer_form import AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import Listen, RemoteReply
 from agentevo.seeds import derive_seed
-from agentevo.store.call_log import AttemptCalls
+from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.store.trace_context import Said
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
 
 POLICY = "policy"
@@ -90,10 +91,8 @@ class RemoteConversations:
     ) -> list[RemoteTurn]:
         """`n` answers of a remote model to a whole history, as recorded turns with one parent.
         `agent` is whose call it is, where an attempt has several. `listen` is told what each of
-        them says, by its number, as RemoteModel.generate tells it.
-
-        Raises what RemoteModel.generate raises, and UnknownNameError.
-        """
+        them says, by its number, as RemoteModel.generate tells it, and raises what that raises, and
+        UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
         remote, number = self.models[model], self._num_calls
@@ -130,6 +129,7 @@ class RemoteConversations:
                 cost=sum(reply.cost for reply in replies),
             )
             schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
+            _tell(call, messages, schemas, replies)
             parent, known = self._joined(model, agent, schemas, messages)
             return [
                 self._record(model, agent, schemas, messages, parent, known, reply, seed)
@@ -216,6 +216,19 @@ class RemoteConversations:
         self.turns.append(turn)
         self._ends[model, agent, tools, _keys([*messages, reply.message])] = turn.index
         return turn
+
+
+def _tell(
+    call: RunningCall, messages: Sequence[Message], tools: str, replies: Sequence[RemoteReply]
+) -> None:
+    """What was said, for the call's span if there is one."""
+    if (tracing := call.tracing) is not None:
+        call.said = Said(
+            asked=tuple(messages) if tracing.contents else (),
+            answers=[reply.message for reply in replies] if tracing.contents else (),
+            tools=tools if tracing.contents else "",
+            finish_reasons=[reply.finish_reason for reply in replies],
+        )
 
 
 def _keys(messages: Sequence[Message]) -> tuple[Hashable, ...]:

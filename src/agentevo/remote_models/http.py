@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -77,9 +78,15 @@ class Server:
         """Closes its connections."""
         self._client.close()
 
-    def post(self, body: bytes, within_s: float, listen: Listen | None) -> tuple[RemoteReply, int]:
-        """The answer to a body, and its status; what comes in events is told at once. Raises
-        Unanswered."""
+    def post(
+        self,
+        body: bytes,
+        within_s: float,
+        listen: Listen | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[RemoteReply, int]:
+        """The answer to a body, and its status; what comes in events is told at once. `headers`:
+        beside those of every request. Raises Unanswered."""
         import httpx
 
         until = time.monotonic() + within_s
@@ -89,7 +96,9 @@ class Server:
         left = max(until - time.monotonic(), 0.01)
         timeout = httpx.Timeout(left, connect=min(CONNECT_S, left))
         try:
-            with self._client.stream("POST", self.url, content=body, timeout=timeout) as response:
+            with self._client.stream(
+                "POST", self.url, content=body, timeout=timeout, headers=dict(headers)
+            ) as response:
                 kind = response.headers.get("content-type", "")
                 if response.status_code == 200 and kind.startswith("text/event-stream"):
                     return self._reply(self._events(response, until, listen), b""), 200

@@ -41,6 +41,7 @@ from agentevo.remote_models.http import Server, Unanswered
 from agentevo.remote_models.ledger import Ledger, Line, RemoteModelError, Spent
 from agentevo.remote_models.wire import Asked, Listen, RemoteReply, Usage
 from agentevo.seeds import derive_seed
+from agentevo.store.call_log import trace_headers
 from agentevo.types import Message, SamplingOverrides
 
 T = TypeVar("T")
@@ -131,7 +132,9 @@ class RemoteModel:
             id="", state="failed", model=self.name, role=role, attempt=attempt, at=time.time()
         )
         until = time.monotonic() + self.section.deadline_s
-        request = _Request(sent, asked.max_new_tokens, until, self._num_calls, listen)
+        request = _Request(
+            sent, asked.max_new_tokens, until, self._num_calls, listen, trace_headers()
+        )
         return partial(self._answered, content, request, line)
 
     def _sampling(self, given: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
@@ -181,7 +184,7 @@ class RemoteModel:
         try:
             left = min(self.section.timeout_s, request.until - began)
             listen = None if request.listen is None else request.tell
-            reply, status = self._server.post(content, left, listen)
+            reply, status = self._server.post(content, left, listen, request.headers)
         except BaseException as error:
             line.seconds, line.error = time.monotonic() - began, str(error)[:300]
             line.status = getattr(error, "status", 0)
@@ -236,6 +239,8 @@ class _Request:
     number: int
     """Of the model's calls."""
     listen: Listen | None
+    headers: Mapping[str, str]
+    """Where the call stands in a trace."""
     has_told: bool = False
 
     def tell(self, delta: ContentDelta | ReasoningDelta) -> None:

@@ -39,6 +39,7 @@ from agentevo.errors import (
 from agentevo.event_loop import in_thread
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
+from agentevo.store.trace_context import HEADER, Asker, Place, Said, Tracing, span_of
 from agentevo.types import Call, Status
 
 FLUSH_S = 0.5
@@ -61,6 +62,7 @@ LONGEST_PAUSE_S = 30.0
 Attribute = str | int | float | bool
 
 _current: ContextVar[RunningCall | None] = ContextVar("agentevo call", default=None)
+_asker: ContextVar[Asker | None] = ContextVar("agentevo asker", default=None)
 
 
 class CallLog:
@@ -72,9 +74,12 @@ class CallLog:
         open_store: Callable[[], Awaitable[Store]],
         *,
         tell: Callable[[str], None] = lambda line: None,
+        tracing: Tracing | None = None,
     ) -> None:
-        """`tell` is told at the end how many calls were not recorded."""
+        """`tell` is told at the end how many calls were not recorded. `tracing` hears of each that
+        has ended."""
         self.recorder = secrets.token_hex(6)
+        self.tracing = tracing
         self.dropped = 0
         """Number of calls that were not recorded."""
         self._open_store, self._tell = open_store, tell
@@ -204,9 +209,18 @@ class CallLog:
                     self._num_held -= 1
 
 
-def call_log(url: str, *, tell: Callable[[str], None] = lambda line: None) -> CallLog:
+def call_log(
+    url: str,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+    tracing: Tracing | None = None,
+) -> CallLog:
     """A log that writes to the existing store at `url`."""
-    return CallLog(lambda: open_store(url, timeout_s=WRITE_TIMEOUT_S, create=False), tell=tell)
+    return CallLog(
+        lambda: open_store(url, timeout_s=WRITE_TIMEOUT_S, create=False),
+        tell=tell,
+        tracing=tracing,
+    )
 
 
 def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
@@ -214,6 +228,28 @@ def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
     outer = _current.get()
     calls = AttemptCalls(None, "") if outer is None else outer.calls
     return calls.call(kind, name, **attributes)
+
+
+def traceparent() -> str | None:
+    """The header that tells another program of the call that this runs in; None where nothing is
+    traced."""
+    current = _current.get()
+    place = None if current is None else current.place
+    return None if place is None else place.header
+
+
+def trace_headers() -> dict[str, str]:
+    """`traceparent` as a request's headers; empty where nothing is traced."""
+    told = traceparent()
+    return {} if told is None else {HEADER: told}
+
+
+def asked_by(place: Place | None) -> Asker:
+    """The calls that begin from now on in this asyncio task are made for a program whose request
+    named `place`."""
+    asker = Asker(place, _current.get())
+    _asker.set(asker)
+    return asker
 
 
 class AttemptCalls:
@@ -225,6 +261,11 @@ class AttemptCalls:
         self.listen: Callable[[RunningCall], None] | None = None
         """Is told of every call when it begins, and again when it has ended."""
         self._log = log
+        tracing = None if log is None else log.tracing
+        self.trace = None if tracing is None else tracing.trace_of(trajectory_id)
+        """None where the run is not traced."""
+        self.tracing = tracing if self.trace is not None and self.trace.is_sampled else None
+        """What makes spans of these calls."""
         self._root: RunningCall | None = None
         self._open: dict[int, RunningCall] = {}
 
@@ -267,6 +308,13 @@ class AttemptCalls:
                 left.end("cancelled", "its attempt ended")
         if self._log is not None and call.number:
             self._log.changed(call)
+            if self.tracing is not None:
+                self.tracing.ended(call)
+
+    @property
+    def recorder(self) -> str:
+        """What ids of its calls begin with."""
+        return "" if self._log is None else self._log.recorder
 
 
 class RunningCall:
@@ -279,6 +327,10 @@ class RunningCall:
         self.number = 0
         self.is_let_go = False
         self.outer: RunningCall | None = None
+        self.asker: Place | None = None
+        """The place in a trace of the program that it is made for."""
+        self.said: Said | None = None
+        """Where a span is made of it: see Said."""
         self._attributes = attributes
         self._kept: dict[str, str] = {}
         self._parent = 0
@@ -291,6 +343,28 @@ class RunningCall:
     @property
     def has_ended(self) -> bool:
         return self._ended_at is not None
+
+    @property
+    def place(self) -> Place | None:
+        """Its place in a trace, or that of the call around it where it is not recorded; None where
+        nothing is traced."""
+        if self.calls.trace is None:
+            return None
+        call: RunningCall | None = self
+        while call is not None and not call.number:
+            call = call.outer
+        if call is None or call.calls.trace is None:
+            return None
+        return Place(call.calls.trace.trace_id, span_of(call.id), call.calls.trace.is_sampled)
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """What makes a span of it; None where none is made."""
+        return self.calls.tracing if self.number else None
+
+    @property
+    def id(self) -> str:
+        return f"{self.calls.recorder}-{self.number}"
 
     def note(self, **attributes: Attribute) -> None:
         """Adds small facts. They are written with the call's end."""
@@ -336,6 +410,8 @@ class RunningCall:
         self._parent = self.calls.parent_of(self)
         self.calls.begin(self)
         self.outer = _current.get()
+        if (asker := _asker.get()) is not None and asker.outer is self.outer:
+            self.asker, asker.call = asker.place, asker.call or self
         self._token = _current.set(self)
         return self
 

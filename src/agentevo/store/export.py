@@ -27,6 +27,7 @@ import msgspec
 
 from agentevo.errors import StoreError, UnusableStoreError
 from agentevo.parsing import check_file
+from agentevo.progress import bar
 from agentevo.store.store import StepRecord, Store, StoredTask, StoredTrajectory, TrajectoryFilter
 from agentevo.store.streams import PAGE
 from agentevo.types import Call, Trajectory
@@ -56,10 +57,11 @@ async def export_jsonl(store: Store, path: Path | str, **filters: Unpack[Traject
     Raises StoreError for another extension and for a path that can't be written.
     """
     count = 0
-    with whole_file(Path(path)) as file:
+    with whole_file(Path(path)) as file, bar("trajectories") as written:
         async for stored in store.trajectories(**filters):
             file.write(_JSON.encode(_flat(stored)) + b"\n")
             count += 1
+            written.advance()
     return count
 
 
@@ -70,14 +72,17 @@ async def export_store(store: Store, path: Path | str) -> int:
     raises StoreError, and leaves the path as it was, if something did.
     """
     count = 0
-    with whole_file(Path(path)) as file:
+    before = await _progress(store)
+    total = sum(before[0].get(kind, 0) for kind in ("tasks", "trajectories", "steps"))
+    total += await store.num_calls()
+    with whole_file(Path(path)) as file, bar("store export", total) as written:
 
         def write(kind: str, fields: dict[str, Any]) -> None:
             nonlocal count
             file.write(_JSON.encode({"kind": kind} | fields) + b"\n")
             count += 1
+            written.advance()
 
-        before = await _progress(store)
         async for task in store.tasks():
             write("task", msgspec.structs.asdict(task))
         async for trajectory in store.trajectories():
@@ -138,8 +143,10 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields (kind, record) of each line."""
     check_file(path)
     try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with path.open("rb") as raw, bar("store import", path.stat().st_size, "bytes") as read:
+            file = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw
+            for number, line in enumerate(cast(IO[bytes], file), start=1):
+                read.to(raw.tell())
                 try:
                     yield _parse(line)
                 except (msgspec.MsgspecError, KeyError, ValueError) as error:

@@ -169,7 +169,11 @@ async def clear(connection: AsyncConnection) -> int:
 
 
 async def read_steps(
-    connection: AsyncConnection, *, after: int | None = None, last_only: bool = False
+    connection: AsyncConnection,
+    *,
+    after: int | None = None,
+    limit: int | None = None,
+    last_only: bool = False,
 ) -> list[StepRecord]:
     query = (
         select(steps).order_by(steps.c.step.desc()).limit(1)
@@ -178,6 +182,8 @@ async def read_steps(
     )
     if after is not None:
         query = query.where(steps.c.step > after)
+    if limit is not None:
+        query = query.limit(limit)
     return [decode_step(row._mapping) for row in await connection.execute(query)]
 
 

@@ -201,6 +201,17 @@ class Queries:
             for document in await cursor.limit(limit or 0).to_list()
         ]
 
+    async def read_numbered_summaries(
+        self, seqs: range, *, limit: int
+    ) -> list[tuple[int, TrajectorySummary]]:
+        names = ["seq", *(name for name in SUMMARY_COLUMNS if name != "id")]
+        where = {"seq": {"$gte": seqs.start, "$lt": seqs.stop}}
+        cursor = self.trajectories.find(where, names, session=self.session).sort("seq", 1)
+        return [
+            (document["seq"], decode_summary(row_of(document)))
+            for document in await cursor.limit(limit).to_list()
+        ]
+
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         async def page(after: int, length: int) -> list[tuple[int, str]]:
             where = {"state": "ready", "split": split, "seq": {"$gt": after}}
@@ -257,12 +268,18 @@ class Queries:
         return counts | {"steps": await self.steps.count_documents({}, session=self.session)}
 
     async def read_steps(
-        self, *, after: int | None = None, last_only: bool = False
+        self,
+        *,
+        after: int | None = None,
+        limit: int | None = None,
+        last_only: bool = False,
     ) -> list[StepRecord]:
+        if limit == 0:  # MongoDB's word for no limit
+            return []
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = (
             self.steps.find(where, session=self.session)
             .sort("_id", -1 if last_only else 1)
-            .limit(1 if last_only else 0)
+            .limit(1 if last_only else limit or 0)
         )
         return [decode_step(document) for document in await cursor.to_list()]

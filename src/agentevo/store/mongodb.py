@@ -296,6 +296,13 @@ class MongoDBStore(MongoCalls):
             lambda rows: rows.read_summaries(properties, limit=limit, newest_first=newest),
         )
 
+    async def written_summaries(
+        self, seqs: range, *, limit: int
+    ) -> list[tuple[int, TrajectorySummary]]:
+        return await self._run(
+            "summaries", lambda rows: rows.read_numbered_summaries(seqs, limit=limit)
+        )
+
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         rules.check_group(split, size, limit)
         return await self._run(
@@ -306,8 +313,10 @@ class MongoDBStore(MongoCalls):
         rules.check_split(split)
         return await self._run("outstanding", lambda rows: rows.outstanding(split))
 
-    async def steps(self, *, after: int | None = None) -> list[StepRecord]:
-        return await self._run("steps", lambda rows: rows.read_steps(after=after))
+    async def steps(
+        self, *, after: int | None = None, limit: int | None = None
+    ) -> list[StepRecord]:
+        return await self._run("steps", lambda rows: rows.read_steps(after=after, limit=limit))
 
     async def last_step(self) -> StepRecord | None:
         return next(

@@ -33,6 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from agentevo.credentials import without_password
 from agentevo.errors import UnusableStoreError
 from agentevo.extras import load_extra
+from agentevo.progress import bar
 from agentevo.store.clock import Clock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.sql import Lock, SQLStore, T, Work
@@ -253,7 +254,8 @@ async def _check_or_make_schema(
             )
         where = f"{store.where}: the schema {store.schema!r}"
         for migrate in migrations("postgresql", version, where):
-            await migrate(connection)
+            with bar("store: new schema"):
+                await migrate(connection)
         if version < SCHEMA_VERSION:
             await connection.execute(
                 text("UPDATE agentevo_store SET version = :version"), {"version": SCHEMA_VERSION}

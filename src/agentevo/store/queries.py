@@ -274,6 +274,14 @@ async def read_summaries(
     return [decode_summary(row._mapping) for row in rows]
 
 
+async def read_numbered_summaries(
+    connection: AsyncConnection, seqs: range, *, limit: int
+) -> list[tuple[int, TrajectorySummary]]:
+    columns = ("seq", *SUMMARY_COLUMNS)
+    rows = await _read(connection, columns, {}, seqs=seqs, limit=limit, newest_first=False)
+    return [(row.seq, decode_summary(row._mapping)) for row in rows]
+
+
 async def ready_groups(
     connection: AsyncConnection, split: Split, *, size: int, limit: int
 ) -> list[str]:

@@ -302,6 +302,14 @@ class SQLStore(Streaming):
 
         return await self._run("summaries", work)
 
+    async def written_summaries(
+        self, seqs: range, *, limit: int
+    ) -> list[tuple[int, TrajectorySummary]]:
+        return await self._run(
+            "summaries",
+            lambda connection: queries.read_numbered_summaries(connection, seqs, limit=limit),
+        )
+
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         rules.check_group(split, size, limit)
         return await self._run(
@@ -315,9 +323,11 @@ class SQLStore(Streaming):
             "outstanding", lambda connection: queries.outstanding(connection, split)
         )
 
-    async def steps(self, *, after: int | None = None) -> list[StepRecord]:
+    async def steps(
+        self, *, after: int | None = None, limit: int | None = None
+    ) -> list[StepRecord]:
         return await self._run(
-            "steps", lambda connection: ledger.read_steps(connection, after=after)
+            "steps", lambda connection: ledger.read_steps(connection, after=after, limit=limit)
         )
 
     async def last_step(self) -> StepRecord | None:

@@ -32,6 +32,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from agentevo.errors import UnusableStoreError
 from agentevo.event_loop import in_thread
+from agentevo.progress import bar
 from agentevo.store.clock import Clock, MachineClock, Now
 from agentevo.store.migrations import migrations
 from agentevo.store.sql import Lock, SQLStore, T, Work
@@ -352,7 +353,8 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
                 "pip install -U agentevo; the file was left as it is"
             )
         for migrate in migrations("sqlite", version, str(path)):
-            await migrate(connection)
+            with bar("store: new schema"):
+                await migrate(connection)
         if version < SCHEMA_VERSION:
             await _tell_the_planner(connection)
             await connection.exec_driver_sql(f"PRAGMA user_version={SCHEMA_VERSION}")

@@ -337,6 +337,15 @@ class Store(Protocol):
 
     async def summaries(self, **filters: Unpack[TrajectoryFilter]) -> list[TrajectorySummary]: ...
 
+    async def written(self, seqs: range, *, limit: int) -> list[tuple[int, StoredTrajectory]]:
+        """At most `limit` of the trajectories whose numbers are in `seqs`, with these, in order.
+        Numbers grow as rows are written, from 1 on, may be left out, and are given again only after
+        a `rewind` or `clear`."""
+
+    async def written_summaries(
+        self, seqs: range, *, limit: int
+    ) -> list[tuple[int, TrajectorySummary]]: ...
+
     async def ready_groups(self, split: Split, *, size: int, limit: int) -> list[str]:
         """Ids of up to `limit` groups that can be trained on, those whose first ready member was
         written first in front.
@@ -350,9 +359,11 @@ class Store(Protocol):
         """Tasks on their way: queued or leased, and those with a trajectory of `split` that is
         ready or reserved. The cost grows with the answer and not with the store."""
 
-    async def steps(self, *, after: int | None = None) -> list[StepRecord]:
-        """Committed steps, those above number `after` or all, in order of their number. The cost
-        grows with the answer only."""
+    async def steps(
+        self, *, after: int | None = None, limit: int | None = None
+    ) -> list[StepRecord]:
+        """Committed steps in order of their number, those above `after` or all, at most `limit`.
+        The cost grows with the answer only."""
 
     async def last_step(self) -> StepRecord | None: ...
 

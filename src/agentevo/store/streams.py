@@ -16,6 +16,7 @@ from agentevo.store.store import (
     StoredTrajectory,
     TaskState,
     TrajectoryFilter,
+    TrajectorySummary,
     checked_filters,
 )
 from agentevo.types import Task, Trajectory
@@ -88,6 +89,11 @@ class Streaming(ABC):
         """At most `limit` matching (seq, trajectory), with seq in `seqs` unless None."""
 
     @abstractmethod
+    async def written_summaries(
+        self, seqs: range, *, limit: int
+    ) -> list[tuple[int, TrajectorySummary]]: ...
+
+    @abstractmethod
     async def _task_page(
         self, state: TaskState | None, *, after: int, limit: int
     ) -> list[tuple[int, StoredTask]]:
@@ -157,6 +163,9 @@ class Streaming(ABC):
             page, self._newest_seq, size=PAGE, limit=limit, newest_first=newest_first
         ):
             yield stored
+
+    async def written(self, seqs: range, *, limit: int) -> list[tuple[int, StoredTrajectory]]:
+        return await self._page({}, seqs=seqs, limit=limit, newest_first=False)
 
     async def calls(self, **filters: Unpack[CallFilter]) -> AsyncIterator[StoredCall]:
         trajectory_id, state, limit = checked_call_filters(filters)

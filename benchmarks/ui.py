@@ -1,0 +1,366 @@
+"""What the dashboard costs: its first page, every list at a million attempts, and a training that
+fifty people watch.
+
+    .venv/bin/python benchmarks/ui.py [--only first,pages,viewers] [--attempts 1000000] [--save]
+
+    first      the runs page with style and scripts: seconds until all of it is there, and gzipped
+               bytes
+    pages      milliseconds of each list over a store that holds the attempts: SQLite, PostgreSQL.
+               Rows are written by SQL; the index is made by the real code, columns of all and turns
+               of as many as --read-s allows, and the search is timed over those
+    viewers    ratio step_time_with_viewers: CPU seconds of a training with 50 open pages and a
+               dashboard over it, over those of the same training alone, least of --pairs each. The
+               dashboard and the viewers are processes of their own
+
+A page is asked for three times before it is timed, as somebody who clicks has columns and
+connections warm; the median of --repeats counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import resource
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+TOKEN = "the-token-of-the-benchmark"
+STEP = 256
+"""Attempts of a step, in groups of 8."""
+VIEWERS = 50
+
+
+@contextlib.asynccontextmanager
+async def browsing(*words: str) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of the application, signed in, without a socket; and what its pages share."""
+    from agentevo.event_loop import in_thread
+    from agentevo.ui.access import Access
+    from agentevo.ui.app import make_app
+    from agentevo.ui.sources import Sources
+
+    app, shared = make_app(Sources(list(words)), Access(token=TOKEN))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://127.0.0.1:1", timeout=120
+    ) as client:
+        try:
+            await client.get("/", params={"token": TOKEN})
+            yield client, shared
+        finally:
+            await shared.watcher.close()
+            await shared.stores.close()
+            await in_thread(shared.indexes.close)
+
+
+async def first(folder: str) -> dict[str, float]:
+    """Seconds and gzipped bytes of the first page with all that it loads."""
+    async with browsing(folder) as (client, _):
+        began = time.perf_counter()
+        page = await client.get("/")
+        wanted = {part.split('"')[0] for part in page.text.split('"/static')[1:]}
+        answers = await asyncio.gather(*(client.get(f"/static{path}") for path in wanted))
+        took = time.perf_counter() - began
+    size = sum(len(gzip.compress(answer.content, 6)) for answer in (page, *answers))
+    return {"first_load_s": took, "first_load_gzipped_bytes": size}
+
+
+def rows_of(count: int) -> Iterator[dict[str, Any]]:
+    """Rows of `trajectories` in their order: half of a step's groups are dropped."""
+    for number in range(count):
+        step, member = divmod(number, STEP)
+        group, attempt = divmod(member, 8)
+        is_dropped, is_failed = group % 2 == 1, number % 97 == 0
+        state = "failed" if is_failed else "dropped" if is_dropped else "committed"
+        good = (number * 7919) % 10 < 4
+        yield {
+            "seq": number + 1,
+            "id": f"train-{step + 1}/train@{step + 1}-{group}#{attempt}",
+            "task_id": f"task-{(step * 32 + group) % 5000}",
+            "group_id": f"train-{step + 1}-{group}@{step + 1}",
+            "attempt": attempt,
+            "split": "train",
+            "step": step + 1,
+            "status": "failed" if is_failed else "completed",
+            "state": state,
+            "trained_step": step + 1 if state == "committed" else None,
+            "drop_reason": "no-spread" if state == "dropped" else None,
+            "reward": float(good) - (number % 13) / 100,
+            "success": good,
+            "error": "the episode took longer than agent.timeout_s=60 s" if is_failed else None,
+            "truncated": number % 31 == 0,
+            "metrics": json.dumps({"num_actions": number % 9, "reward_parts/rule": float(good)}),
+            "num_turns": 1 + number % 3,
+            "num_completion_tokens": 20 + (number * 31) % 400,
+            "started_at": 1.7e9 + number,
+            "duration_s": 1.0 + (number % 50) / 10,
+            "written_at": 1.7e9 + number,
+            "digest": b"0" * 16,
+        }
+
+
+def blobs() -> list[bytes]:
+    """The turns of a few attempts, as the store packs them: 200 words each."""
+    import random
+
+    from agentevo.store.codec import encode_trajectories
+    from agentevo.types import Message, Trajectory, Turn
+
+    dice, made = random.Random(0), []
+    words = [f"{a}{b}{c}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst"]
+    for number in range(200):
+        said = " ".join(dice.choices(words, k=100))
+        turns = [
+            Turn(
+                index=index,
+                parent=index - 1 if index else None,
+                prompt_ids=[dice.randrange(5000) for _ in range(80)],
+                completion_ids=[dice.randrange(5000) for _ in range(60)],
+                logprobs=[-dice.expovariate(1) for _ in range(60)],
+                versions=[1] * 60,
+                finish_reason="stop",
+                messages=[
+                    Message("user", f"turn {index}: {said}"),
+                    Message("assistant", said[:300]),
+                ],
+            )
+            for index in range(2)
+        ]
+        one = Trajectory(id=f"x{number}", task_id="t", group_id="g", turns=turns)
+        (encoded,) = encode_trajectories([one], "train", 1)
+        made.append(encoded.data or b"")
+    return made
+
+
+def fill_sqlite(path: Path, count: int) -> None:
+    """A store with `count` attempts; its tables were made by the real code."""
+    packed = blobs()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute("BEGIN")
+        names = list(next(rows_of(1)))
+        marks = ", ".join(f":{name}" for name in names)
+        connection.executemany(
+            f"INSERT INTO trajectories ({', '.join(names)}) VALUES ({marks})", rows_of(count)
+        )
+        connection.executemany(
+            "INSERT INTO tokens VALUES (?, ?)",
+            ((seq, packed[seq % len(packed)]) for seq in range(1, count + 1)),
+        )
+        connection.executemany("INSERT INTO steps VALUES (?, ?, ?, ?)", steps_of(count))
+        connection.execute("COMMIT")
+
+
+def steps_of(count: int) -> Iterator[tuple[int, str, int, float]]:
+    for step in range(1, count // STEP + 1):
+        record = json.dumps({"chain": str(step), "plan": {"dropped": {"no-spread": ["x"] * 128}}})
+        yield step, record, STEP // 2, 1.7e9 + step * STEP
+
+
+async def fill_postgresql(url: str, count: int) -> None:
+    """The same, by COPY."""
+    import asyncpg
+
+    address, _, schema = url.partition("&schema=")
+    packed = blobs()
+    connection = await asyncpg.connect(address.replace("postgresql://", "postgres://"))
+    names = list(next(rows_of(1)))
+    try:
+        await connection.copy_records_to_table(
+            "trajectories",
+            schema_name=schema,
+            columns=names,
+            records=(tuple(row.values()) for row in rows_of(count)),
+            timeout=3000,
+        )
+        await connection.copy_records_to_table(
+            "tokens",
+            schema_name=schema,
+            records=((seq, packed[seq % len(packed)]) for seq in range(1, count + 1)),
+            timeout=3000,
+        )
+        await connection.copy_records_to_table(
+            "steps", schema_name=schema, records=steps_of(count), timeout=600
+        )
+        await connection.execute(f"ANALYZE {schema}.trajectories")
+    finally:
+        await connection.close()
+
+
+def paths(key: str, count: int) -> dict[str, str]:
+    """Name -> path of each page that is timed."""
+    run = f"/runs/{key}"
+    middle = count // STEP // 2
+    one = f"train-{middle}/train%40{middle}-2%233"
+    return {
+        "attempts": f"{run}/attempts",
+        "attempts_by_reward": f"{run}/attempts?order=best",
+        "attempts_least_likely": f"{run}/attempts?order=unlikely",
+        "attempts_filtered": f"{run}/attempts?state=dropped&outcome=success&tokens_from=200"
+        "&order=longest",
+        "attempts_failed": f"{run}/attempts?error=timeout&order=slowest",
+        "search_one_word": f"{run}/attempts?q=bal",
+        "search_two_words": f"{run}/attempts?q=bal+gut*&outcome=success",
+        "search_nothing": f"{run}/attempts?q=centaur",
+        "step": f"{run}/steps/{middle}",
+        "attempt": f"{run}/attempt?id={one}",
+        "compare": f"{run}/attempts/compare?a={one}&b={one[:-1]}4",
+    }
+
+
+async def pages(url: str, count: int, read_s: float, repeats: int) -> dict[str, float]:
+    """Milliseconds of each page, and how long the index took."""
+    found: dict[str, float] = {}
+    async with browsing(url) as (client, shared):
+        key = (await client.get("/")).text.split('href="/runs/')[1].split('"')[0]
+        began = time.perf_counter()
+        while "is made from the store" in (await client.get(f"/runs/{key}/attempts")).text:
+            await asyncio.sleep(0.2)
+        found["index_columns_s"] = time.perf_counter() - began
+        began, left = time.perf_counter(), count
+        while left and time.perf_counter() - began < read_s:
+            await asyncio.sleep(2)
+            left = shared.indexes.state(url)[0].of
+        found["index_read_attempts"] = count - left
+        found["index_read_per_s"] = (count - left) / (time.perf_counter() - began)
+        for name, path in paths(key, count).items():
+            times = []
+            for number in range(repeats + 3):
+                begun = time.perf_counter()
+                answer = await client.get(path)
+                times.append(1000 * (time.perf_counter() - begun))
+                if answer.status_code != 200:
+                    raise SystemExit(f"{path}: {answer.status_code}: {answer.text[-500:]}")
+                if number == 0:
+                    found[f"{name}_first_ms"] = times[0]
+            found[f"{name}_ms"] = statistics.median(times[3:])
+    from agentevo.ui.index.database import cache_file
+
+    found["index_bytes"] = cache_file(url).stat().st_size
+    return found
+
+
+async def measure_pages(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By kind of store."""
+    from agentevo.store import open_store
+
+    found: dict[str, Any] = {}
+    size = (arguments.attempts, arguments.read_s, arguments.repeats)
+    for kind in arguments.stores.split(","):
+        with contextlib.ExitStack() as stack:
+            if kind == "sqlite":
+                url = f"sqlite:///{folder / 'store.sqlite'}"
+            else:
+                from servers import PostgreSQL
+
+                server = PostgreSQL()
+                server.start()
+                stack.callback(server.delete)
+                url = server.url("bench")
+            async with await open_store(url):
+                pass
+            began = time.perf_counter()
+            if kind == "sqlite":
+                fill_sqlite(folder / "store.sqlite", arguments.attempts)
+            else:
+                await fill_postgresql(url, arguments.attempts)
+            print(f"{kind}: filled in {time.perf_counter() - began:.0f} s", flush=True)
+            found[kind] = await pages(url, *size)
+            print(kind, json.dumps(found[kind], indent=1), flush=True)
+    return found
+
+
+def train_once(folder: Path, watched: bool, steps: int) -> float:
+    """CPU seconds of a training of `frozen_lake` in a process of its own."""
+    run = folder / f"runs-{watched}-{time.time_ns()}"
+    words = ["train", "frozen_lake", f"run.dir={run}/lake", f"trainer.steps={steps}"]
+    words += ["evaluation.tasks=8", "cold_start.episodes=16", "tracking.report=false"]
+    run.mkdir()
+    with contextlib.ExitStack() as stack:
+        if watched:
+            program = [sys.executable, __file__, "--watch", str(run)]
+            watcher = subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
+            stack.callback(watcher.wait)
+            stack.callback(watcher.kill)
+            assert watcher.stdout is not None
+            watcher.stdout.readline()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "agentevo", *words], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+async def watch(folder: str) -> None:
+    """A dashboard with VIEWERS people: each has an open stream of news and loads a page again every
+    few seconds. Until it is killed."""
+    async with browsing(folder) as (client, _):
+        print("watching", flush=True)
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(number / 10)
+            while True:
+                for path in ("/runs/lake", "/runs/lake/attempts", "/runs/lake/steps/1"):
+                    with contextlib.suppress(httpx.HTTPError, IndexError):
+                        await client.get(path)
+                    await asyncio.sleep(5)
+
+        await asyncio.gather(*(one(number) for number in range(VIEWERS)))
+
+
+def viewers(folder: Path, pairs: int, steps: int) -> dict[str, float]:
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(pairs):
+        for watched in (False, True):
+            seconds[watched].append(train_once(folder, watched, steps))
+            print(
+                f"{'watched' if watched else 'alone'}: {seconds[watched][-1]:.1f} s CPU", flush=True
+            )
+    return {"step_time_with_viewers": min(seconds[True]) / min(seconds[False])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="first,pages,viewers")
+    parser.add_argument("--attempts", type=int, default=1_000_000)
+    parser.add_argument("--stores", default="sqlite,postgresql")
+    parser.add_argument("--read-s", type=float, default=3600.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--save", metavar="FILE", type=Path)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"attempts": arguments.attempts}
+    with tempfile.TemporaryDirectory(prefix="agentevo-bench-ui-") as name:
+        os.environ["AGENTEVO_CACHE"] = f"{name}/cache"
+        only = arguments.only.split(",")
+        if "first" in only:
+            results |= asyncio.run(first(str(ROOT)))
+        if "pages" in only:
+            results |= asyncio.run(measure_pages(arguments, Path(name)))
+        if "viewers" in only:
+            results |= viewers(Path(name), arguments.pairs, arguments.steps)
+    text = json.dumps(results, indent=1)
+    print(text)
+    if arguments.save is not None:
+        arguments.save.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--watch"]:
+        asyncio.run(watch(sys.argv[2]))
+    main()

@@ -1,0 +1,206 @@
+"""The command that shows runs in a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentevo.cli.arguments import seconds
+from agentevo.errors import AgentEvoError
+
+if TYPE_CHECKING:
+    from agentevo.observability.top_view import RunLine
+    from agentevo.store import Store
+    from agentevo.ui.run_state import RunReader, RunView
+
+SHORTEST_LOOK_S = 0.2
+MOST_STORES = 20
+"""Runs under way whose store is asked at each look."""
+KEYS = {"j": 1, "\x1b[B": 1, "k": -1, "\x1b[A": -1}
+"""Key -> how far the choice moves."""
+_KEY = re.compile(r"\x1b\[[0-9;]*[A-Za-z~]|.", re.DOTALL)
+
+
+def top(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUNS]...",
+            help="Folders of runs or sweeps, or folders that hold some. Default: runs.",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print, and end.")] = False,
+    every_s: Annotated[
+        float,
+        typer.Option(
+            "--every", metavar="SECONDS", parser=seconds, help="How often to look, 0.2 at least."
+        ),
+    ] = 2.0,
+) -> None:
+    """Follow runs in a terminal: state, step, reward, success, tokens per second, failures; j and k
+    choose a run, Enter shows what it plays. Without a terminal, lines when something has
+    changed."""
+    look = _Looks(runs or [])
+    every_s = max(every_s, SHORTEST_LOOK_S)
+    if once:
+        _print(look())
+        return
+    from agentevo.console import open_console
+
+    console = open_console(sys.stdout, None)
+    with suppress(KeyboardInterrupt):
+        if console is None or not sys.stdin.isatty():
+            _follow_plainly(look, every_s)
+        else:
+            _follow(look, every_s, console)
+
+
+class _Looks:
+    """Reads the runs again at every call, newest first, those under way before all others."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        from agentevo.ui.sources import Sources
+
+        self._sources = Sources(words, stores=False)
+        self._sources.check()
+        self._readers: dict[str, RunReader] = {}
+
+    def __call__(self) -> list[RunLine]:
+        from agentevo.ui.run_state import RunReader
+
+        found = {key: one for key, one in self._sources.runs().items() if one.folder is not None}
+        for key, source in found.items():
+            reader = self._readers.setdefault(key, RunReader(source))
+            reader.read()
+        views = [self._readers[key].view for key in found]
+        views.sort(key=lambda view: (view.state != "running", -(view.changed_at or 0.0), view.name))
+        asked = {view.key for view in views[:MOST_STORES] if view.state == "running"}
+        return [_line_of(view, ask=view.key in asked) for view in views]
+
+
+def _line_of(view: RunView, *, ask: bool) -> RunLine:
+    from agentevo.observability.top_view import RunLine
+
+    table = view.table
+    failed = [table.latest(name) for name in table.columns if name.startswith("rollout/failed/")]
+    calls, warnings = (None, ()) if not ask else _of_store(view)
+    speed = next(
+        (
+            value
+            for name in ("perf/throughput", "perf/tokens_per_s_logical", "engine/tokens_per_s")
+            if (value := table.latest(name)) is not None
+        ),
+        None,
+    )
+    return RunLine(
+        name=view.name,
+        state=view.state,
+        step=view.step,
+        planned=view.planned,
+        reward=table.latest("critic/score/mean"),
+        success=table.latest("train/success"),
+        tokens_per_s=speed,
+        staleness=table.latest("staleness/mean"),
+        playing=None if calls is None else len(calls),
+        failed=sum(value or 0.0 for value in failed) if failed else None,
+        rewards=tuple(table.series("critic/score/mean")[1][-20:]),
+        warnings=tuple(map(str, view.summary.get("warnings") or warnings)),
+        problem=view.problem,
+        calls=tuple(calls or ()),
+    )
+
+
+def _of_store(view: RunView) -> tuple[list[str] | None, tuple[str, ...]]:
+    """What the run plays, and the warnings of its newest step; (None, ()) if its store is away."""
+    from agentevo.observability.call_view import running_lines
+    from agentevo.runs.folder import read_store
+
+    async def read(store: Store) -> tuple[list[str], tuple[str, ...]]:
+        calls = [stored async for stored in store.calls(state="running")]
+        newest = await store.last_step()
+        progress: Any = newest.record.get("progress") if newest is not None else None
+        warnings = progress.get("warnings") if isinstance(progress, dict) else ()
+        return running_lines(calls, time.time()), tuple(warnings or ())
+
+    try:
+        assert view.source.folder is not None
+        return read_store(view.source.folder, read, wait_s=0.0)
+    except (AgentEvoError, OSError):
+        return None, ()
+
+
+def _print(lines: Sequence[RunLine]) -> None:
+    from agentevo.observability.top_view import plain_lines
+
+    print("\n".join(plain_lines(lines, calls=True)) if lines else "no run yet", flush=True)
+
+
+def _follow_plainly(look: Callable[[], list[RunLine]], every_s: float) -> None:
+    shown: list[RunLine] | None = None
+    while True:
+        lines = look()
+        if lines != shown:
+            print(time.strftime("%H:%M:%S"))
+            _print(lines)
+            shown = lines
+        time.sleep(every_s)
+
+
+def _follow(look: Callable[[], list[RunLine]], every_s: float, console: Any) -> None:
+    from rich.live import Live
+
+    from agentevo.observability.top_view import draw
+
+    chosen, calls, lines = 0, False, look()
+    with _keys() as next_key, Live(console=console, screen=True, auto_refresh=False) as live:
+        looked = time.monotonic()
+        while True:
+            chosen = max(0, min(chosen, len(lines) - 1))
+            size = {"height": console.height, "width": console.width}
+            live.update(draw(lines, chosen, calls=calls, **size), refresh=True)
+            key = next_key(max(looked + every_s - time.monotonic(), 0.0))
+            if key in ("q", "\x03", "\x04"):
+                return
+            if key in ("\n", "\r"):
+                calls = not calls
+            elif key == "\x1b":
+                calls = False
+            chosen += KEYS.get(key, 0)
+            if time.monotonic() - looked >= every_s:
+                name = lines[chosen].name if 0 <= chosen < len(lines) else ""
+                lines, looked = look(), time.monotonic()
+                names = [line.name for line in lines]
+                chosen = names.index(name) if name in names else chosen
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits for a key, so many seconds at most; "" where none came. The terminal is
+    left as it was."""
+    import termios
+    import tty
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+
+    waiting: list[str] = []
+
+    def next_key(within_s: float) -> str:
+        if not waiting and select.select([number], [], [], within_s)[0]:
+            read = os.read(number, 64).decode("utf-8", "replace")
+            waiting.extend(_KEY.findall(read) or ["q"])  # nothing: the terminal is gone
+        return waiting.pop(0) if waiting else ""
+
+    try:
+        tty.setcbreak(number)
+        yield next_key
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)

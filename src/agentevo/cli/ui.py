@@ -1,0 +1,36 @@
+"""The command that shows runs in a browser."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from agentevo.cli.arguments import Port
+
+
+def ui(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUNS|STORE_URL]...",
+            help="Folders of runs or sweeps, folders that hold some, or URLs of stores. Default: "
+            "runs.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0: all, for other machines.")
+    ] = "127.0.0.1",
+    port: Port = 0,
+    tls: Annotated[
+        bool | None,
+        typer.Option(
+            help="Encrypt, with a certificate of its own. Default: unless --host is this machine."
+        ),
+    ] = None,
+) -> None:
+    """Show runs in a browser, live: curves, comparisons, every attempt. It only reads, and prints
+    the URL to open."""
+    from agentevo.ui.server import serve_dashboard
+
+    serve_dashboard(runs or [], host=host, port=port, tls=tls)

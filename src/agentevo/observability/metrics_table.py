@@ -1,0 +1,171 @@
+"""metrics.jsonl as columns, read on while a run writes it.
+
+    table = MetricsTable(path)
+    while table.read_more(): ...
+    if table.is_replaced: table = MetricsTable(path)
+
+Invariants. Only whole lines are read, and each one once; of a file that was replaced, as a resumed
+run does, or that became shorter, nothing more is read. A line that is no row is left out and
+counted. A column holds the row numbers at which its metric was logged, and the values; null is NaN.
+Columns only grow, so another thread may look at them meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from agentevo.observability.metrics import RESERVED
+
+CHUNK_BYTES = 8 * 2**20
+"""Read at once; a line that is longer is no row."""
+MAX_METRICS = 20_000
+"""Names of metrics that are kept."""
+
+_DECODER: msgspec.json.Decoder[dict[str, float | None]] = msgspec.json.Decoder(
+    dict[str, float | None]
+)
+
+
+class Column:
+    """The values of one metric, and in which rows they were."""
+
+    __slots__ = ("rows", "values")
+
+    def __init__(self) -> None:
+        self.rows = array("q")
+        self.values = array("d")
+
+
+class MetricsTable:
+    """See the module."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps = array("q")
+        self.times = array("d")
+        """Unix time of each row, NaN where it has none."""
+        self.columns: dict[str, Column] = {}
+        self.num_bad_lines = 0
+        self.first_bad_line: int | None = None
+        self._num_lines = 0
+        self._place = 0
+        self._inode: tuple[int, int] | None = None
+        self.is_replaced = False
+        """Whether the file is another one now, or none."""
+        self._rest = b""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1] if self.steps else 0
+
+    def read_more(self) -> bool:
+        """Reads what has been written since, at most CHUNK_BYTES; True if there was anything
+        new. Raises OSError where the file can't be read; a missing one has no rows."""
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except FileNotFoundError:
+            self.is_replaced = self._inode is not None
+            return False
+        try:
+            what = os.fstat(handle)
+            if not stat.S_ISREG(what.st_mode):
+                raise OSError(f"{self.path} is no file")
+            inode = (what.st_dev, what.st_ino)
+            if self._inode not in (None, inode) or what.st_size < self._place:
+                self.is_replaced = True
+                return False
+            self._inode = inode
+            os.lseek(handle, self._place, os.SEEK_SET)
+            read = os.read(handle, CHUNK_BYTES)
+        finally:
+            os.close(handle)
+        self._place += len(read)
+        return self._add(read)
+
+    def _add(self, read: bytes) -> bool:
+        lines = (self._rest + read).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > CHUNK_BYTES:  # its end will be no row either
+            self._rest = b"!"
+        for line in lines:
+            self._num_lines += 1
+            if line.strip():
+                self._add_line(line)
+        return bool(read)
+
+    def _add_line(self, line: bytes) -> None:
+        try:
+            row = _DECODER.decode(line)
+            step = row.pop("step", None)
+            if step is None or step != int(step):
+                raise ValueError("no step")
+            self.add_row(int(step), row.pop("time", None), row)
+        except (msgspec.DecodeError, ValueError, OverflowError):
+            self.num_bad_lines += 1
+            if self.first_bad_line is None:
+                self.first_bad_line = self._num_lines
+
+    def add_row(self, step: int, time: float | None, row: Mapping[str, float | None]) -> None:
+        """Adds a row that was read elsewhere. Raises OverflowError for a step that no run makes."""
+        self.steps.append(step)
+        self.times.append(math.nan if time is None else time)
+        place = len(self.steps) - 1
+        for name, value in row.items():
+            column = self.columns.get(name)
+            if column is None:
+                if len(self.columns) >= MAX_METRICS or name in RESERVED:
+                    continue
+                column = self.columns[name] = Column()
+            column.values.append(math.nan if value is None else value)
+            column.rows.append(place)
+
+    def series(self, name: str) -> tuple[Sequence[int], Sequence[float]]:
+        """Row numbers and values of a metric; none of one that was never logged."""
+        column = self.columns.get(name)
+        if column is None:
+            return (), ()
+        num = len(column.rows)
+        return column.rows[:num], column.values[:num]
+
+    def latest(self, name: str) -> float | None:
+        """The newest value that is a number."""
+        column = self.columns.get(name)
+        if column is None:
+            return None
+        for value in reversed(column.values):
+            if math.isfinite(value):
+                return value
+        return None
+
+    def has(self, name: str, row: int) -> bool:
+        """Whether the metric was logged in that row, as a number or not."""
+        column = self.columns.get(name)
+        if column is None:
+            return False
+        place = bisect_left(column.rows, row)
+        return place < len(column.rows) and column.rows[place] == row
+
+    def value_at(self, name: str, row: int) -> float | None:
+        """The value in that row; None where it was not logged or is no number."""
+        if not self.has(name, row):
+            return None
+        column = self.columns[name]
+        value = column.values[bisect_left(column.rows, row)]
+        return value if math.isfinite(value) else None
+
+    def row(self, number: int) -> dict[str, float]:
+        """The numbers of one row."""
+        values = {name: self.value_at(name, number) for name in list(self.columns)}
+        return {name: value for name, value in values.items() if value is not None}

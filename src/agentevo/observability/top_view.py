@@ -1,0 +1,116 @@
+"""Runs as the table of `agentevo top`: one row each, and the calls of one of them below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentevo.observability.live import sparkline
+from agentevo.observability.trajectory_view import visible
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+HEAD = ("run", "state", "step", "reward", "success", "tok/s", "stale", "playing", "failed", "warns")
+SHOWN_WARNINGS = 3
+LONGEST_NAME = 40
+SPARKS_SHOWN = 20
+HELP = "j/k choose   enter calls   q quit"
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """What one row says."""
+
+    name: str
+    state: str
+    step: int = 0
+    planned: int | None = None
+    reward: float | None = None
+    success: float | None = None
+    tokens_per_s: float | None = None
+    staleness: float | None = None
+    playing: int | None = None
+    """Attempts under way; None where the store was not asked, or is away."""
+    failed: float | None = None
+    """Attempts of the newest step that failed."""
+    rewards: tuple[float, ...] = ()
+    warnings: tuple[str, ...] = ()
+    problem: str = ""
+    calls: tuple[str, ...] = field(default=(), compare=False)
+    """A line for each attempt under way."""
+
+    def cells(self) -> tuple[str, ...]:
+        return (
+            visible(self.name)[:LONGEST_NAME],
+            self.state,
+            str(self.step) if self.planned is None else f"{self.step}/{self.planned}",
+            _number(self.reward, "{:.3f}"),
+            _number(self.success, "{:.0%}"),
+            _number(self.tokens_per_s, "{:,.0f}"),
+            _number(self.staleness, "{:.1f}"),
+            _number(self.playing, "{:d}"),
+            _number(self.failed, "{:.0f}"),
+            str(len(self.warnings)) if self.warnings else "-",
+        )
+
+    def words(self) -> list[str]:
+        """What went wrong, the newest last."""
+        found = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
+        return [*([f"! {visible(self.problem)}"] if self.problem else []), *found]
+
+
+def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
+    """The table without a terminal."""
+    rows = [HEAD, *(run.cells() for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    for run in runs:
+        own = [*run.words(), *(run.calls if calls else ())]
+        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in own]
+    return lines
+
+
+def draw(
+    runs: Sequence[RunLine], chosen: int, *, calls: bool, height: int, width: int = 120
+) -> RenderableType:
+    """The table for a terminal of that size, the chosen run marked, and what belongs to it below.
+    A narrow one has the first columns, whole."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, expand=True, pad_edge=False, header_style="bold")
+    rows = [run.cells() for run in runs]
+    heads = (*HEAD, "rewards")
+    widths = [max(len(row[column]) for row in [HEAD, *rows]) for column in range(len(HEAD))]
+    widths.append(SPARKS_SHOWN)
+    fitting = [sum(widths[: number + 1]) + number < width for number in range(len(heads))]
+    num_columns = max(fitting.count(True), 2)
+    for number, title in enumerate(heads[:num_columns]):
+        table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
+    room = max(height // 2, 3)
+    first = max(0, min(chosen - room // 2, len(runs) - room))
+    for number, run in enumerate(runs[first : first + room], start=first):
+        style = "reverse" if number == chosen else "" if run.state == "running" else "dim"
+        cells = (*run.cells(), sparkline(run.rewards[-SPARKS_SHOWN:]))
+        table.add_row(*(Text(cell) for cell in cells[:num_columns]), style=style)
+    below: list[RenderableType] = []
+    if runs:
+        run = runs[chosen]
+        below += [Text(line, "yellow") for line in run.words()]
+        if calls:
+            shown = list(run.calls) or ["nothing is running"]
+            left = max(height - room - len(below) - 6, 3)
+            below += [Text(), Text(visible(run.name), "bold"), *(Text(one) for one in shown[:left])]
+            if len(shown) > left:
+                below.append(Text(f"and {len(shown) - left} more", "dim"))
+    return Group(table, Text(), *below, Text(), Text(HELP, "dim"))
+
+
+def _number(value: float | int | None, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)

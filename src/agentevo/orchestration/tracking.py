@@ -1,0 +1,205 @@
+"""The trackers of one run: which ones its configuration names, what they are told when it begins,
+and what they get at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from agentevo.config import RunConfig
+from agentevo.config.interpolation import escaped
+from agentevo.errors import AgentEvoError, MissingExtraError
+from agentevo.trackers import Row, Table, TrackedRun, TrackerConfig, Tracking, trackers
+from agentevo.trackers.secrets import without_secrets
+from agentevo.trackers.tracker import State
+from agentevo.trackers.tracking import clean_table
+from agentevo.types import Trajectory
+
+BOARD = "tensorboard"
+LONGEST_TEXT = 4000
+"""Characters of what was said in an attempt, in a table for people."""
+COLUMNS = ("task", "attempt", "status", "reward", "success", "turns", "tokens", "said", "error")
+
+
+class Hearer(Protocol):
+    """Who passes on what trackers have to say, such as a LiveView."""
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A Hearer that makes a line of either."""
+
+    note: Callable[[str], None]
+
+    def warn(self, text: str) -> None:
+        self.note(text)
+
+
+def chosen(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
+    """The options of each tracker; TensorBoard is one unless it is off. `board`: the run has a
+    folder for it."""
+    backends = [one for one in config.tracking.backends if one.name != BOARD]
+    named = len(backends) < len(config.tracking.backends)
+    wanted = board and (named or config.tracking.tensorboard)
+    return [*([TrackerConfig(name=BOARD)] if wanted else []), *backends]
+
+
+def check_tracking(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker that can't begin, whatever the network does: its package is
+    missing, or its key."""
+    for one in chosen(config):
+        try:
+            trackers.get(one.name).check(one)
+        except MissingExtraError as error:
+            if one.name != BOARD:
+                raise
+            raise MissingExtraError(
+                "tracking.tensorboard=true needs the package tensorboard: pip install "
+                "tensorboard, or set tracking.tensorboard=false"
+            ) from error
+
+
+@contextmanager
+def tracked(
+    config: RunConfig,
+    kind: str,
+    hearer: Hearer,
+    is_stopped: Callable[[], bool] = lambda: False,
+    *,
+    folder: Path | None = None,
+) -> Iterator[Tracking]:
+    """The trackers of a run, ended with the block by what it came to. One of several processes that
+    train together tells them; the others have none. `folder`: of what has no run's folder, such as
+    an evaluation."""
+    tracking = Tracking(
+        [(one, trackers.get(one.name)) for one in chosen(config, board=folder is None)]
+        if _is_first()
+        else [],
+        _described(config, kind, folder),
+        note=hearer.note,
+        warn=hearer.warn,
+        flush_s=config.tracking.flush_s,
+        keep_record=folder is None,
+    )
+    state: State = "failed"
+    try:
+        yield tracking
+        state = "stopped" if is_stopped() else "finished"
+    except (KeyboardInterrupt, SystemExit):
+        state = "stopped"
+        raise
+    finally:
+        if tracking:
+            _end(tracking, config, state, config.run_dir if folder is None else None)
+
+
+def report_evaluation(
+    config: RunConfig,
+    metrics: Mapping[str, float],
+    *,
+    step: int = 0,
+    folder: Path,
+    hearer: Hearer,
+) -> None:
+    """An evaluation as a run of its own in the trackers that the configuration lists; their files
+    go below `folder`. TensorBoard has none of them: it belongs to a run's folder."""
+    if not chosen(config, board=False):
+        return
+    with tracked(config, "eval", hearer, folder=folder) as tracking:
+        tracking.put(Row(step=step, time=time.time(), metrics=dict(metrics)))
+
+
+def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tuple[Table, ...]:
+    """The first attempts of a step for people, as many as the configuration lets out."""
+    count = config.tracking.attempts
+    if not count or not trajectories:
+        return ()
+    rows = [
+        (
+            one.task_id,
+            one.attempt,
+            one.status,
+            one.reward,
+            one.success,
+            len(one.turns),
+            one.num_completion_tokens(),
+            _said(one),
+            one.error or "",
+        )
+        for one in trajectories[:count]
+    ]
+    return (clean_table(Table("attempts", COLUMNS, tuple(rows))),)
+
+
+def _said(trajectory: Trajectory) -> str:
+    parts = []
+    for turn in trajectory.turns:
+        for message in turn.messages:
+            calls = "".join(f"\n-> {one.name}({one.arguments})" for one in message.tool_calls)
+            parts.append(f"[{message.role}] {message.text}{calls}")
+    text = "\n".join(parts)
+    left_out = len(text) - LONGEST_TEXT
+    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}... ({left_out} characters more)"
+
+
+def _described(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
+    section = config.tracking
+    name = section.name or config.run.name
+    return TrackedRun(
+        folder=folder or config.run_dir,
+        project=section.project,
+        name=f"{name}-eval" if kind == "eval" else name,
+        group=section.group,
+        tags=section.tags,
+        notes=section.notes,
+        kind=kind,
+        config=without_secrets(cast("dict[str, Any]", escaped(config.model_dump(mode="json")))),
+    )
+
+
+def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | None) -> None:
+    """What a run's folder has for trackers goes to them, and all that still waits."""
+    figures: dict[str, Path] = {}
+    artifacts: dict[str, Path] = {}
+    summary: dict[str, Any] = {}
+    if folder is not None:
+        figures = {f"plots/{path.stem}": path for path in sorted((folder / "plots").glob("*.png"))}
+        kept = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
+        artifacts = {name: path for name, path in kept.items() if path.is_file()}
+        with suppress(OSError, ValueError):
+            summary = without_secrets(json.loads((folder / "summary.json").read_bytes()))
+        if config.tracking.log_model and state == "finished":
+            artifacts |= _best_checkpoint(config)
+    tracking.close(state, summary, figures=figures, artifacts=artifacts)
+
+
+def _best_checkpoint(config: RunConfig) -> dict[str, Path]:
+    from agentevo.training.checkpoint import Checkpoints
+
+    folder = config.run_dir / "checkpoints"
+    try:
+        return {"model": Checkpoints(folder, config.checkpoint.keep_last).find("best")}
+    except AgentEvoError:
+        model = config.run_dir / "model"
+        return {"model": model} if model.is_dir() else {}
+
+
+def _is_first() -> bool:
+    """Whether this process is the first of those that train together (training/parallel.py); one
+    that a launcher has started and that has not joined the others yet knows by RANK."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"

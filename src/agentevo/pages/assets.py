@@ -1,0 +1,61 @@
+"""Style sheet and scripts, as files to serve and as text inside one file.
+
+The URL of a file has a digest of what it holds, so browsers keep it for good.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+
+KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PREFIX = "/static"
+UPLOT = "vendor/uplot-1.6.32.min.js"
+HTMX = "vendor/htmx-4.0.1.min.js"
+
+
+@cache
+def contents(name: str) -> bytes:
+    """Of one file below static/, whose name is one that a template gives."""
+    return files("agentevo.pages").joinpath("static", *name.split("/")).read_bytes()
+
+
+@cache
+def names() -> frozenset[str]:
+    """Every file that may be asked for."""
+    static = files("agentevo.pages").joinpath("static")
+    return frozenset(
+        f"{folder}{entry.name}"
+        for folder, where in (("", static), ("vendor/", static.joinpath("vendor")))
+        for entry in where.iterdir()
+        if entry.is_file() and kind(entry.name)
+    )
+
+
+def kind(name: str) -> str | None:
+    """The media type of a file that is served; None of another, such as a licence."""
+    return next((media for ending, media in KINDS.items() if name.endswith(ending)), None)
+
+
+@cache
+def digest(name: str) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of a file's contents."""
+    return hashlib.sha256(contents(name)).hexdigest()[:12]
+
+
+def url(name: str) -> str:
+    """Where the dashboard serves it."""
+    return f"{PREFIX}/{digest(name)}/{name}"
+
+
+def inline_style() -> str:
+    """The style sheet, to stand in a `<style>` of a file that is alone."""
+    return contents("agentevo.css").decode()
+
+
+def inline_script(*more: str) -> str:
+    """Charts and pages' own script, to stand in a `<script>` of a file that is alone. No text in
+    them ends that element."""
+    parts = [contents(name).decode() for name in (UPLOT, "charts.js", "agentevo.js", *more)]
+    return "\n".join(parts).replace("</script", "<\\/script")

@@ -1,0 +1,65 @@
+"""What a chart shows, as plain data: for uPlot in a browser, and as a still picture for readers
+without a script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from agentevo.pages import words
+from agentevo.pages.drawing import line_chart
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over the chart's x, NaN where there is none; `low` and `high`: the band around it."""
+
+    name: str
+    values: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    color: int | None = None
+    """One of the eight colours of lines; None: by its place."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over a common x, which rises."""
+
+    title: str
+    x: Sequence[float]
+    lines: Sequence[Line]
+    share: bool = False
+    """Whether values are shares, from 0 to 1."""
+    name_of_x: str = "step"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """For charts.js, which says what the fields mean."""
+        lines = []
+        for line in self.lines:
+            told: dict[str, Any] = {"name": line.name, "values": list(line.values)}
+            if line.low is not None and line.high is not None:
+                told |= {"low": list(line.low), "high": list(line.high)}
+            if line.color is not None:
+                told["color"] = line.color
+            lines.append(told)
+        return {"x": list(self.x), "lines": lines, "share": self.share, "name_of_x": self.name_of_x}
+
+    @property
+    def picture(self) -> Markup:
+        """The still one."""
+        return line_chart(self.x, [(line.name, line.values) for line in self.lines])
+
+    @property
+    def last(self) -> str:
+        """The newest value, where there is one line."""
+        if len(self.lines) != 1:
+            return ""
+        values = self.lines[0].values
+        newest = next((value for value in reversed(values) if math.isfinite(value)), None)
+        return words.percent(newest) if self.share else words.number(newest)

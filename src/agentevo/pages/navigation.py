@@ -1,0 +1,29 @@
+"""The pages of a run, in the order of its tabs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from urllib.parse import quote
+
+
+class Tab(NamedTuple):
+    """One page of a run: below `/runs/{run}`."""
+
+    name: str
+    title: str
+    path: str
+
+
+TABS: tuple[Tab, ...] = (
+    Tab("now", "Now", ""),
+    Tab("metrics", "Metrics", "/metrics"),
+    Tab("attempts", "Attempts", "/attempts"),
+    Tab("config", "Configuration", "/config"),
+)
+
+
+def run_url(key: str, *parts: object) -> str:
+    """The URL of a run's page: `run_url("coins", "steps", 3)` is `/runs/coins/steps/3`."""
+    return "/".join(
+        ["/runs", quote(key, safe="~+=,@"), *(quote(str(one), safe="") for one in parts)]
+    )

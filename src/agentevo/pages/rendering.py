@@ -1,0 +1,53 @@
+"""Templates, rendered: everything is escaped, and a name that a page does not give is an error."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from urllib.parse import urlencode
+
+import jinja2
+
+from agentevo.pages import assets, drawing, navigation, words
+from agentevo.pages.text import one_line, shown
+
+FILTERS = {
+    "shown": shown,
+    "one_line": one_line,
+    "number": words.number,
+    "chance": words.chance,
+    "percent": words.percent,
+    "count": words.count,
+    "duration": words.duration,
+    "ago": words.ago,
+    "moment": words.moment,
+}
+"""What templates may do with a value; all of them give plain text."""
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """The one environment of all templates."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("agentevo.pages"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    made.filters.update(FILTERS)
+    made.globals.update(
+        asset=assets.url,
+        query=urlencode,
+        run_url=navigation.run_url,
+        sparkline=drawing.sparkline,
+        scale=drawing.scale,
+        json=drawing.as_json,
+    )
+    return made
+
+
+def render(template: str, **data: Any) -> str:
+    """The HTML of `templates/TEMPLATE` with these values."""
+    return environment().get_template(template).render(**data)

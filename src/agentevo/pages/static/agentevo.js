@@ -1,0 +1,108 @@
+// Theme, keyboard, live news. Pages read well without any of it.
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const one = (selector, from = document) => from.querySelector(selector);
+  const all = (selector, from = document) => [...from.querySelectorAll(selector)];
+
+  // --- theme: a cookie, so that the server sends the page in it
+  function toggleTheme() {
+    const dark = root.dataset.theme
+      ? root.dataset.theme === "dark"
+      : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    document.cookie = `agentevo-theme=${root.dataset.theme}; path=/; max-age=31536000; SameSite=Strict`;
+    document.dispatchEvent(new CustomEvent("theme"));
+  }
+
+  // --- rows by keyboard
+  let row = "";
+  function mark() {
+    for (const one of all("[data-row]")) one.classList.toggle("here", Boolean(row) && one.id === row);
+  }
+  function move(by) {
+    const rows = all("[data-row]").filter((one) => one.offsetParent !== null);
+    rows.forEach((one, place) => { one.id ||= `row-number-${place}`; });
+    if (!rows.length) return;
+    const here = rows.findIndex((one) => one.id === row);
+    const next = Math.min(Math.max(here + by, 0), rows.length - 1);
+    row = rows[next].id;
+    mark();
+    rows[next].scrollIntoView({ block: "nearest" });
+    const link = one("a[href]", rows[next]);
+    if (link) link.focus({ preventScroll: true });
+  }
+
+  let before = "";
+  function press(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    const target = event.target;
+    if (event.key === "Escape" && target.matches("input")) { event.preventDefault(); return target.blur(); }
+    if (target.matches("input:not([type=checkbox]), textarea, select")) return;
+    const key = event.key;
+    const go = before === "g" ? one(`[data-go="${CSS.escape(key)}"]`) : null;
+    before = key;
+    if (go) return location.assign(go.href);
+    if (key === "/") {
+      const search = one("input[type=search]");
+      if (search) { event.preventDefault(); search.focus(); search.select(); }
+    } else if (key === "j") move(1);
+    else if (key === "k") move(-1);
+    else if (key === "x") {
+      const box = one(".here input[type=checkbox]");
+      if (box) box.click();
+    } else if (key === "?") { const help = one("#help"); if (help) help.showModal(); }
+    else if (key === "t") toggleTheme();
+  }
+
+  document.addEventListener("keydown", press);
+  document.addEventListener("click", (event) => {
+    const asked = event.target.closest("[data-do]");
+    if (!asked) return;
+    if (asked.dataset.do === "theme") toggleTheme();
+    if (asked.dataset.do === "help") one("#help").showModal();
+    if (asked.dataset.do === "close") asked.closest("dialog").close();
+  });
+
+  // --- how many runs are chosen
+  function countChosen() {
+    for (const bar of all("[data-chosen]")) {
+      const form = bar.closest("form") || document;
+      const chosen = all("input[name=run]:checked", form).length;
+      bar.hidden = chosen === 0;
+      const shown = one("[data-number]", bar);
+      if (shown) shown.textContent = String(chosen);
+    }
+  }
+  document.addEventListener("change", countChosen);
+
+  // --- live: one stream of news while the page is seen; what has changed is asked for again
+  let stream = null;
+  const known = new Map(Object.entries(JSON.parse(document.body.dataset.versions || "{}")));
+  function news(event) {
+    const told = JSON.parse(event.data);
+    if (known.get(told.run) === told.version) return;
+    known.set(told.run, told.version);
+    document.dispatchEvent(new CustomEvent("news", { detail: told }));
+    if (window.htmx) for (const part of all("[data-live]")) window.htmx.trigger(part, "news");
+  }
+  function listen() {
+    const about = document.body.dataset.news;
+    if (!about || document.hidden || stream) return;
+    stream = new EventSource(about);
+    const pulse = one(".pulse");
+    const tell = (on) => { if (pulse) { pulse.dataset.on = on ? "yes" : "no"; pulse.textContent = on ? "live" : "not connected"; } };
+    stream.addEventListener("open", () => tell(true));
+    stream.addEventListener("error", () => tell(false));
+    stream.addEventListener("run", news);
+  }
+  function rest() {
+    if (document.hidden && stream) { stream.close(); stream = null; } else listen();
+  }
+  document.addEventListener("visibilitychange", rest);
+  addEventListener("pagehide", () => { if (stream) { stream.close(); stream = null; } });
+  addEventListener("pageshow", () => { listen(); countChosen(); });
+  document.addEventListener("htmx:after:swap", () => { countChosen(); mark(); document.dispatchEvent(new CustomEvent("swapped")); });
+
+  window.agentevo = { one, all, toggleTheme };
+})();

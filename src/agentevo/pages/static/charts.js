@@ -1,0 +1,124 @@
+// Charts: every figure.chart holds its numbers as JSON, or says where they are. The still picture
+// in it is what readers without a script see.
+//   {"x": [...], "lines": [{"name", "values", "low"?, "high"?, "color"?, "faint"?}], "unit"?, "share"?}
+"use strict";
+(() => {
+  const charts = new Map();
+  const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const number = (value) => {
+    if (value == null) return "–";
+    const size = Math.abs(value);
+    if (size && (size < 1e-4 || size >= 1e7)) return value.toExponential(2);
+    if (size >= 100 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");
+    return String(Number(value.toPrecision(3)));
+  };
+
+  function smoothed(values, weight) {
+    if (!weight) return values;
+    let mean = null, share = 0;
+    return values.map((value) => {
+      if (value == null) return null;
+      share = share * weight + (1 - weight);
+      mean = (mean == null ? 0 : mean) * weight + value * (1 - weight);
+      return mean / share;
+    });
+  }
+
+  function draw(figure, told) {
+    const body = figure.querySelector(".body");
+    const old = charts.get(figure);
+    const weight = Number(figure.dataset.smooth || 0);
+    const data = [told.x], series = [{}], bands = [];
+    told.lines.forEach((line, place) => {
+      const color = styled(`--c${(line.color ?? place) % 8}`);
+      if (line.low) {
+        data.push(line.high, line.low);
+        series.push({ stroke: "transparent", label: "" }, { stroke: "transparent", label: "" });
+        bands.push({ series: [series.length - 2, series.length - 1], fill: `color-mix(in srgb, ${color} 16%, transparent)` });
+      }
+      if (weight) {
+        data.push(line.values);
+        series.push({ stroke: `color-mix(in srgb, ${color} 28%, transparent)`, width: 1, points: { show: false }, label: "" });
+      }
+      data.push(smoothed(line.values, weight));
+      const few = line.values.filter((value) => value != null).length < 3;
+      series.push({ stroke: color, width: 1.6, label: line.name, spanGaps: true, points: { show: few, size: 5 } });
+    });
+    const axis = { stroke: styled("--soft"), grid: { stroke: styled("--line"), width: 1 }, ticks: { show: false }, font: `11px ${styled("--sans")}`, gap: 4 };
+    const show = (value) => (told.share ? `${number(value * 100)}%` : number(value));
+    const options = {
+      width: body.clientWidth, height: body.clientHeight, legend: { show: false }, padding: [6, 8, 0, 0],
+      cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, sync: figure.dataset.sync ? { key: figure.dataset.sync } : undefined },
+      scales: { x: { time: Boolean(told.time) }, y: told.share ? { range: [-0.02, 1.02] } : { range: (chart, low, high) => span(low, high) } },
+      axes: [{ ...axis, size: 22 }, { ...axis, size: 46, values: (chart, ticks) => ticks.map(show) }],
+      series, bands,
+      hooks: { setCursor: [(chart) => read(figure, body, chart, told, show)] },
+    };
+    if (old) old.destroy();
+    body.replaceChildren();
+    charts.set(figure, new uPlot(options, data, body));
+    body.title = "";
+  }
+
+  function span(low, high) {
+    if (low == null) return [0, 1];
+    const least = Math.max(Math.abs(low), Math.abs(high)) * 0.02 || 1;
+    const room = Math.max(high - low, least) * 0.08;
+    return high - low < least ? [low - least / 2, high + least / 2] : [low - room, high + room];
+  }
+
+  function read(figure, body, chart, told, show) {
+    let label = body.querySelector(".reading");
+    const place = chart.cursor.idx;
+    if (place == null || chart.cursor.left < 0) { if (label) label.remove(); return; }
+    if (!label) { label = document.createElement("div"); label.className = "reading"; body.append(label); }
+    const values = told.lines.filter((line) => line.values[place] != null)
+      .map((line) => (told.lines.length > 1 ? `${line.name} ${show(line.values[place])}` : show(line.values[place])));
+    label.textContent = `${told.name_of_x || "step"} ${number(told.x[place])} · ${values.slice(0, 6).join(" · ")}`;
+    const left = Math.min(chart.cursor.left + 56, body.clientWidth - label.offsetWidth - 4);
+    label.style.left = `${Math.max(left, 0)}px`;
+    label.style.top = "4px";
+  }
+
+  async function fill(figure) {
+    const inside = figure.querySelector("script[type='application/json']");
+    let told = null;
+    if (figure.dataset.from) {
+      const answer = await fetch(figure.dataset.from, { credentials: "same-origin" });
+      if (answer.ok) told = await answer.json();
+    } else if (inside) told = JSON.parse(inside.textContent);
+    if (told && figure.isConnected) { figure.told = told; draw(figure, told); update(figure, told); }
+  }
+  function update(figure, told) {
+    const last = figure.querySelector(".last");
+    if (!last || told.lines.length !== 1) return;
+    const values = told.lines[0].values.filter((value) => value != null);
+    if (values.length) last.textContent = told.share ? `${number(values.at(-1) * 100)}%` : number(values.at(-1));
+  }
+
+  // A chart is drawn when it comes into view: a page may have hundreds.
+  const seen = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      seen.unobserve(entry.target);
+      fill(entry.target).catch(() => {});
+    }
+  }, { rootMargin: "200px" });
+  const all = () => [...document.querySelectorAll("figure.chart")];
+  function begin() {
+    for (const figure of [...charts.keys()]) if (!figure.isConnected) { charts.get(figure).destroy(); charts.delete(figure); }
+    for (const figure of all()) if (!charts.has(figure)) seen.observe(figure);
+  }
+  const again = () => { for (const figure of all()) if (figure.told) draw(figure, figure.told); };
+  let waiting = null;
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(again, 120); });
+  document.addEventListener("theme", again);
+  document.addEventListener("swapped", begin);
+  document.addEventListener("news", () => { for (const figure of charts.keys()) if (figure.dataset.from) fill(figure).catch(() => {}); });
+  document.addEventListener("input", (event) => {
+    if (!event.target.matches("[data-smooths]")) return;
+    for (const figure of all()) figure.dataset.smooth = event.target.value;
+    again();
+  });
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", begin); else begin();
+})();

@@ -1,0 +1,59 @@
+"""Texts that somebody else wrote, made fit to be shown: whatever they hold, they are only text.
+
+`shown` is the one function for that. What it returns is plain text, which templates escape.
+"""
+
+from __future__ import annotations
+
+import re
+
+LIMIT = 20_000
+"""Characters of one text that a page shows, unless told otherwise."""
+
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES[0x7F] = 0x2421
+_TURNING = {
+    0x061C: "ALM",
+    0x200E: "LRM",
+    0x200F: "RLM",
+    0x202A: "LRE",
+    0x202B: "RLE",
+    0x202C: "PDF",
+    0x202D: "LRO",
+    0x202E: "RLO",
+    0x2066: "LRI",
+    0x2067: "RLI",
+    0x2068: "FSI",
+    0x2069: "PDI",
+}
+"""Marks that turn the direction of writing, by which a text could look like another."""
+_SYMBOLS: dict[int, str | int] = {
+    **_PICTURES,
+    **{code: f"⟨{name}⟩" for code, name in _TURNING.items()},
+    **{code: f"⟨{code:02X}⟩" for code in range(0x80, 0xA0)},
+    0x2028: "⟨LS⟩",
+    0x2029: "⟨PS⟩",
+    0xFEFF: "⟨BOM⟩",
+}
+_BROKEN = re.compile("[\ud800-\udfff\ufffe\uffff]")
+
+
+def shown(value: object, limit: int = LIMIT) -> str:
+    """`value` as text for a page. Control characters, ANSI escapes among them, and marks that turn
+    the direction of writing become symbols that can be seen; what is no character becomes U+FFFD;
+    bytes are read as UTF-8. Of a text longer than `limit` the beginning stays, and the end says how
+    long it was."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        whole = bytes(value[: 4 * limit + 4]).decode("utf-8", "replace")
+        length = max(len(value), len(whole))
+    else:
+        whole = value if isinstance(value, str) else str(value)
+        length = len(whole)
+    cut = whole[:limit].replace("\r\n", "\n")
+    text = _BROKEN.sub("\ufffd", cut).translate(_SYMBOLS)
+    return text if length <= limit else f"{text}… ({length:,} characters)"
+
+
+def one_line(value: object, limit: int = 200) -> str:
+    """`shown`, on one line."""
+    return shown(" ".join(str(value)[: 4 * limit].split()) or "", limit)

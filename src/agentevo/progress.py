@@ -1,0 +1,222 @@
+"""Progress of work that takes a while: a bar, the rate and the time left, on stderr.
+
+    with bar("store export", total=50_000, unit="rows") as progress:
+        for row in rows:
+            progress.advance()
+
+Where a command has said `showing(stderr)`, one thread looks at the number now and then and draws
+it: a bar on a terminal, which is gone at the end; elsewhere a line after FIRST_LINE_S and then
+every LINE_S, each of which stands on its own. Work that is over before leaves nothing. Without
+`showing`, as from Python, nothing is ever drawn, and within a bar no other one is. The time left is
+what the pace of the last WINDOW_S says, a standstill included. `advance` costs an addition.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from agentevo.console import format_duration, open_console, print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+T = TypeVar("T")
+FIRST_BAR_S = 1.0
+FIRST_LINE_S = 2.0
+LINE_S = 15.0
+FRAME_S = 0.2
+WINDOW_S = 30.0
+LEAST_PACE_S = 2.0
+"""Before so much has been seen of the pace, no time left is said."""
+
+
+class Display:
+    """Where bars are drawn, one at a time."""
+
+    def __init__(self, stream: TextIO, plain: bool | None = None) -> None:
+        self.stream, self.plain = stream, plain
+        self.taken = threading.Lock()
+
+
+_display: ContextVar[Display | None] = ContextVar("agentevo_progress", default=None)
+
+
+@contextmanager
+def showing(stream: TextIO, *, plain: bool | None = None) -> Iterator[None]:
+    """Bars within this block are drawn on the stream. `plain=None` decides by whether it is a
+    terminal."""
+    token = _display.set(Display(stream, plain))
+    try:
+        yield
+    finally:
+        _display.reset(token)
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """No bar is drawn within this block: somebody else shows what is done."""
+    token = _display.set(None)
+    try:
+        yield
+    finally:
+        _display.reset(token)
+
+
+def is_shown() -> bool:
+    """Whether a bar that begins now would be drawn."""
+    display = _display.get()
+    return display is not None and not display.taken.locked()
+
+
+class Bar:
+    """The number of what is done, for whoever does it."""
+
+    def __init__(
+        self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
+    ) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.done = 0.0
+        self._look = look
+        self._began = time.monotonic()
+        self._seen: deque[tuple[float, float]] = deque([(self._began, 0.0)])
+
+    def advance(self, count: float = 1) -> None:
+        self.done += count
+
+    def to(self, done: float) -> None:
+        """So much is done in all."""
+        self.done = done
+
+    def pace(self) -> float:
+        """Done per second, lately. For one thread."""
+        if self._look is not None:
+            self.done = self._look()
+        now = time.monotonic()
+        self._seen.append((now, self.done))
+        while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_S:
+            self._seen.popleft()
+        began, before = self._seen[0]
+        return max(self.done - before, 0.0) / (now - began) if now > began else 0.0
+
+    def left(self, pace: float) -> float | None:
+        """Seconds, or None where nobody can know."""
+        if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
+            return None
+        return max(self.total - self.done, 0.0) / pace
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def counted(self) -> str:
+        """`12,000 of 50,000 rows (24%)`; of what has no number nothing."""
+        if self.total is None:
+            return f"{_amount(self.done, self.unit)}" if self.done else ""
+        share = f" ({min(self.done / self.total, 1.0):.0%})" if self.total else ""
+        done, total = _amount(self.done, self.unit), _amount(self.total, self.unit)
+        return f"{done.removesuffix(f' {self.unit}')} of {total}{share}"
+
+    def facts(self) -> list[str]:
+        """The number, the rate, and the time left, or else the time taken."""
+        pace = self.pace()
+        left = self.left(pace)
+        found = [self.counted(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
+        found.append(
+            f"{format_duration(self.elapsed)} so far"
+            if left is None
+            else f"about {format_duration(left)} left"
+        )
+        return [fact for fact in found if fact]
+
+
+@contextmanager
+def bar(
+    what: str,
+    total: float | None = None,
+    unit: str = "rows",
+    look: Callable[[], float] | None = None,
+) -> Iterator[Bar]:
+    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
+    nobody counts it; it is called by another thread."""
+    made, display = Bar(what, total, unit, look), _display.get()
+    if display is None or not display.taken.acquire(blocking=False):
+        yield made
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_draw, args=(made, display, over), daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        over.set()
+        thread.join(5.0)  # a terminal that takes nothing more holds nobody up
+        display.taken.release()
+
+
+def over(
+    items: Iterable[T], what: str, total: float | None = None, unit: str = "rows"
+) -> Iterator[T]:
+    """The items, counted as they go by."""
+    with bar(what, total, unit) as made:
+        for item in items:
+            yield item
+            made.advance()
+
+
+def _draw(made: Bar, display: Display, over: threading.Event) -> None:
+    if over.wait(FIRST_BAR_S):
+        return
+    try:
+        console = open_console(display.stream, display.plain)
+        if console is None:
+            _print_lines(made, display.stream, over)
+        else:
+            _draw_frames(made, console, over)
+    except (OSError, ValueError):  # its reader is gone, or its file is full
+        return
+
+
+def _print_lines(made: Bar, stream: TextIO, over: threading.Event) -> None:
+    if over.wait(FIRST_LINE_S - FIRST_BAR_S):
+        return
+    while True:
+        print_line(stream, f"{made.what}: {', '.join(made.facts())}")
+        if over.wait(LINE_S):
+            end = _amount(made.done, made.unit) if made.done else "done"
+            print_line(stream, f"{made.what}: {end} in {format_duration(made.elapsed)}")
+            return
+
+
+def _draw_frames(made: Bar, console: Console, over: threading.Event) -> None:
+    from rich.live import Live
+
+    frame = _frame(made)
+    with Live(
+        frame, console=console, transient=True, auto_refresh=False, redirect_stdout=False
+    ) as live:
+        while not over.wait(FRAME_S):
+            live.update(_frame(made), refresh=True)
+
+
+def _frame(made: Bar) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    share = ProgressBar(total=made.total, completed=made.done, width=30, pulse=made.total is None)
+    grid.add_row(Text(made.what), share, Text(", ".join(made.facts()), "dim"))
+    return grid
+
+
+def _amount(count: float, unit: str, *, rate: bool = False) -> str:
+    if unit == "bytes":
+        return f"{count / 1e6:,.1f} MB"
+    number = f"{count:,.1f}" if rate and count < 10 else f"{count:,.0f}"
+    return f"{number} {unit}"

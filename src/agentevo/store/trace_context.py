@@ -1,0 +1,127 @@
+"""Where a call stands in a trace, and the header `traceparent` of W3C's Trace Context
+(https://www.w3.org/TR/trace-context/) that tells other programs, in any language.
+
+    trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
+
+So every process of a run that takes part in an attempt means the same trace without asking anybody.
+Whether an attempt is traced at all follows from its trace id, as OpenTelemetry's sampler
+TraceIdRatioBased decides it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from agentevo.types import Message
+
+if TYPE_CHECKING:
+    from agentevo.store.call_log import RunningCall
+
+HEADER = "traceparent"
+_LOW_64 = 2**64 - 1
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+LONGEST = 512
+"""Characters of a header that is read."""
+
+
+class AttemptTrace(NamedTuple):
+    """The trace of one attempt. One that is not sampled has no spans, and programs are told so."""
+
+    trace_id: int
+    is_sampled: bool
+
+
+class Place(NamedTuple):
+    """One span in a trace."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+    @property
+    def header(self) -> str:
+        """The value of `traceparent`."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
+
+
+def trace_of(run: str, attempt: str, share: float) -> AttemptTrace:
+    """The trace of an attempt, where `share` of all attempts are traced."""
+    trace_id = _id(f"{run}\n{attempt}", 16)
+    return AttemptTrace(trace_id, trace_id & _LOW_64 < round(share * 2**64))
+
+
+def span_of(call_id: str) -> int:
+    """The id of the span that a recorded call is."""
+    return _id(call_id, 8)
+
+
+def _id(text: str, size: int) -> int:
+    """Never 0, which no id may be."""
+    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).digest()
+    return int.from_bytes(digest, "big") or 1
+
+
+def read_traceparent(text: str) -> Place | None:
+    """The place that a header names. None for what is no header of this form: a program's bad
+    header is as good as none, as the standard has it."""
+    found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
+        return None
+    trace_id, span_id, flags = (int(found[number], 16) for number in (2, 3, 4))
+    return Place(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
+
+
+class Tracing(Protocol):
+    """Makes spans of the calls that are recorded (tracing/tracer.py)."""
+
+    @property
+    def contents(self) -> bool:
+        """Whether spans say what was said."""
+        ...
+
+    @property
+    def token2text(self) -> bool:
+        """Whether they have the texts of tokens."""
+        ...
+
+    def trace_of(self, trajectory_id: str) -> AttemptTrace: ...
+
+    def ended(self, call: RunningCall) -> None:
+        """A call of a sampled trace has ended. Takes no time, and never fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What was said in the call of a model, for its span. The store has it in the trajectory."""
+
+    asked: Sequence[Message] = ()
+    answers: Sequence[Message] = ()
+    tools: str = ""
+    """Their JSON schemas."""
+    finish_reasons: Sequence[str] = ()
+    temperature: float | None = None
+    texts: Callable[[], tuple[str, list[str]]] | None = None
+    """Decodes the tokens of the prompt and of each answer; called by the thread that makes
+    spans."""
+
+
+@dataclass(eq=False)
+class Asker:
+    """A program for which a call is made: the place in a trace that its request named, and the call
+    that it then was."""
+
+    place: Place | None
+    outer: RunningCall | None
+    """The call that is current where the request comes in."""
+    call: RunningCall | None = None
+
+    @property
+    def answer(self) -> str | None:
+        """The header of its answer: the place of the call."""
+        place = None if self.call is None else self.call.place
+        return None if place is None else place.header

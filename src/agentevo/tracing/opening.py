@@ -1,0 +1,154 @@
+"""What a recipe's section `tracing` and OpenTelemetry's variables come to: a tracer, or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
+
+import agentevo
+from agentevo.config import RunConfig
+from agentevo.config.tracing import TracingSection
+from agentevo.credentials import with_environment
+from agentevo.errors import ConfigError, DiskError
+from agentevo.files import create_atomic
+from agentevo.tracing import conventions as names
+from agentevo.tracing.otlp_json import JsonLines
+from agentevo.tracing.span import Source
+from agentevo.tracing.spans import RunFacts, Spans
+from agentevo.tracing.texts import Texts
+from agentevo.tracing.tracer import Exporter, Limits, Tracer
+
+FOLDER = "tracing"
+"""In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
+LENGTH, QUEUE, BATCH, DELAY_MS = 16384, 4096, 512, 1000
+_UNSAFE = re.compile(r"[^\w.-]")
+_TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
+"""Of the variable for contents, in all spellings that instrumentations know."""
+
+
+def open_tracing(
+    config: RunConfig,
+    *,
+    process: str,
+    tell: Callable[[str], None],
+    is_remote: bool,
+) -> AbstractAsyncContextManager[Tracer | None]:
+    """A tracer of this process, for an `async with`; None where the run is not traced. `process`
+    says which one it is, in the name of its file; `is_remote`: the engine is another process.
+
+    The run's folder is there. Raises ConfigError, MissingExtraError and DiskError.
+    """
+    section = config.tracing
+    if section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, "")):
+        return nullcontext(None)
+    run_id = run_id_of(config.run_dir)
+    contents = contents_of(section)
+    run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
+    return Tracer(
+        _exporter(config, process),
+        Spans(run, Texts(length_of(section)), contents=contents),
+        run_id=run_id,
+        share=section.share,
+        contents=contents,
+        token2text=section.token2text,
+        limits=_limits(section),
+        tell=tell,
+    )
+
+
+def check_tracing(config: RunConfig) -> None:
+    """Raises MissingExtraError and ConfigError, before anything is created, for a tracer that could
+    not be made."""
+    section = config.tracing
+    length_of(section)
+    _limits(section)
+    if section.backend not in (None, "jsonl"):
+        _exporter(config, "").close()
+
+
+def run_id_of(run_dir: Path) -> str:
+    """What tells this run from all others, drawn once and kept in its folder: every process of the
+    run makes the same trace ids of it."""
+    path = run_dir / FOLDER / "run_id"
+    try:
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_atomic(path, secrets.token_hex(16))
+        return path.read_text().strip()
+    except OSError as error:
+        raise DiskError(f"tracing: {path} can't be written: {error}") from error
+
+
+def contents_of(section: TracingSection) -> bool:
+    """Whether spans hold what was said."""
+    given = section.contents
+    return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if given is None else given
+
+
+def length_of(section: TracingSection) -> int:
+    """The longest text of an attribute. Raises ConfigError."""
+    if section.max_length is not None:
+        return section.max_length
+    return next((n for name in names.ENV_LENGTHS if (n := _number(name)) is not None), LENGTH)
+
+
+def source() -> Source:
+    """What OpenTelemetry calls the resource: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
+    attributes = {names.SERVICE_NAME: names.SCOPE}
+    for pair in os.environ.get(names.ENV_RESOURCE, "").split(","):
+        key, separator, value = pair.partition("=")
+        if separator and key.strip():
+            attributes[key.strip()] = value.strip()
+    if service := os.environ.get(names.ENV_SERVICE):
+        attributes[names.SERVICE_NAME] = service
+    attributes["process.pid"] = str(os.getpid())
+    return Source(attributes=attributes, version=agentevo.__version__)
+
+
+def _exporter(config: RunConfig, process: str) -> Exporter:
+    section = config.tracing
+    endpoint = None if section.endpoint is None else with_environment(section.endpoint)
+    if section.backend == "jsonl":
+        name = _UNSAFE.sub("_", process)[:80]
+        path = config.run_dir / FOLDER / f"{name}-{secrets.token_hex(4)}.jsonl"
+        try:
+            return JsonLines(path, source())
+        except OSError as error:
+            raise DiskError(f"tracing: {path} can't be written: {error}") from error
+    if section.backend == "otlp":
+        from agentevo.tracing.otlp import OTLP
+
+        return OTLP(source(), endpoint)
+    from agentevo.tracing.mlflow import mlflow_exporter
+
+    uri = endpoint or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = uri or f"sqlite:///{config.run_dir / FOLDER / 'mlruns.db'}"
+    experiment = section.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.run.name
+    return mlflow_exporter(uri, experiment, source())
+
+
+def _limits(section: TracingSection) -> Limits:
+    queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
+    batch = _number(names.ENV_BATCH) or BATCH
+    delay_ms = _number(names.ENV_DELAY_MS)
+    return Limits(
+        queue=queue, batch=batch, delay_s=(DELAY_MS if delay_ms is None else delay_ms) / 1000
+    )
+
+
+def _number(name: str) -> int | None:
+    """A variable of the environment. Raises ConfigError for what is no such number."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ConfigError(f"the environment variable {name} is {text[:40]!r}: give a number")
+    return int(text)
+
+
+def _is_true(text: str) -> bool:
+    return text.strip().lower() in _TRUE

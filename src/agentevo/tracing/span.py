@@ -1,0 +1,45 @@
+"""A span as this package makes it, before an exporter gives it a form of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Value = str | bool | int | float | list[str]
+Kind = Literal["internal", "server", "client"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened in a span."""
+
+    name: str
+    at_ns: int
+    attributes: dict[str, Value]
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module. Ids are never 0."""
+
+    name: str
+    kind: Kind
+    trace_id: int
+    span_id: int
+    parent_id: int | None
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Value]
+    events: list[Event] = []
+    links: list[tuple[int, int]] = []
+    """Trace and span ids of what it belongs to in other traces."""
+    is_error: bool = False
+    message: str = ""
+    """Why it failed."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where spans come from: what OpenTelemetry calls the resource and the scope."""
+
+    attributes: dict[str, Any]
+    version: str
+    """Of this package."""

@@ -1,0 +1,216 @@
+"""A span of each recorded call.
+
+    attempt      invoke_agent AGENT     the whole attempt; scorers come after its end
+    policy       chat MODEL             in process, or CLIENT where the engine is another process
+    remote       chat MODEL             CLIENT
+    tool         execute_tool TOOL
+    scorer       score REWARD           with an event gen_ai.evaluation.result
+    any other    KIND NAME              environment, process, sandbox, and what an agent records
+
+A span's parent is the call around it; of a call that a client's request made, the span that the
+request named, if that is in the attempt's trace, and else the request's span is linked.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from agentevo.store.trace_context import AttemptTrace, Place, Said, span_of
+from agentevo.tracing import conventions as names
+from agentevo.tracing.span import Event, Kind, Span, Value
+from agentevo.tracing.texts import Texts
+from agentevo.types import Call
+
+_ATTEMPT = re.compile(
+    r"(?P<task>.*)/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::(?P<agent>[^#/@]{0,200}))?#(?P<number>\d{1,9})",
+    re.DOTALL,
+)
+"""Of a trajectory's id, which sampler.group_name and types.group_of_agent make."""
+_OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem")
+"""Facts of a call that are what somebody wrote, besides those that have a name."""
+_NANO = 10**9
+
+
+class RunFacts(NamedTuple):
+    """What holds of every span of a run."""
+
+    name: str
+    id: str
+    model: str
+    """The policy's name."""
+    is_remote: bool
+    """Whether the engine is another process."""
+
+
+class Spans:
+    """Makes spans of calls. `contents`: they hold what was said."""
+
+    def __init__(self, run: RunFacts, texts: Texts, *, contents: bool) -> None:
+        self._run, self._texts, self._contents = run, texts, contents
+
+    def of(
+        self,
+        call: Call,
+        trace: AttemptTrace,
+        *,
+        said: Said | None = None,
+        asker: Place | None = None,
+        around: int | None = None,
+    ) -> Span:
+        """The span of a call that has ended. `around`: the id of the span around it, where its
+        record names none."""
+        parent = span_of(call.parent) if call.parent is not None else around
+        links: list[tuple[int, int]] = []
+        if asker is not None and asker.trace_id == trace.trace_id:
+            parent = asker.span_id
+        elif asker is not None:
+            links.append((asker.trace_id, asker.span_id))
+        name, kind, attributes = self._described(call)
+        attributes |= self._identity(call) | self._facts(call)
+        attributes |= {} if said is None else self._said(said)
+        ended_at = call.started_at if call.ended_at is None else call.ended_at
+        is_error = call.status == "failed"
+        message = self._texts.shown(call.error or "") if is_error else ""
+        if is_error:
+            attributes[names.ERROR_TYPE] = _kind_of(message)
+        if call.kind == "tool" and not self._contents:
+            message = ""  # it is the tool's result
+        return Span(
+            name=self._texts.shown(name, 200),
+            kind=kind,
+            trace_id=trace.trace_id,
+            span_id=span_of(call.id),
+            parent_id=parent,
+            start_ns=round(call.started_at * _NANO),
+            end_ns=round(ended_at * _NANO),
+            attributes=attributes,
+            events=self._events(call, round(ended_at * _NANO)),
+            links=links,
+            is_error=is_error,
+            message=message,
+        )
+
+    def _described(self, call: Call) -> tuple[str, Kind, dict[str, Value]]:
+        """The span's name and kind, and what the conventions say of it."""
+        facts, model = call.attributes, self._run.model
+        if call.kind == "attempt":
+            attributes: dict[str, Value] = {
+                names.OPERATION: names.INVOKE_AGENT,
+                names.AGENT_NAME: call.name,
+                names.PROVIDER_NAME: names.PROVIDER,
+                names.REQUEST_MODEL: model,
+            }
+            return f"{names.INVOKE_AGENT} {call.name}", "internal", attributes
+        if call.kind in ("policy", "remote"):
+            model = call.name if call.kind == "remote" else model
+            attributes = {
+                names.OPERATION: names.CHAT,
+                names.PROVIDER_NAME: names.PROVIDER,
+                names.REQUEST_MODEL: model,
+                names.RESPONSE_MODEL: model,
+            }
+            for fact, name in _COUNTS.items():
+                if isinstance(count := facts.get(fact), int):
+                    attributes[name] = count
+            is_remote = call.kind == "remote" or self._run.is_remote
+            return f"{names.CHAT} {model}", "client" if is_remote else "internal", attributes
+        if call.kind == "tool" and not call.name.startswith("open "):
+            attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: call.name}
+            for fact, name in _TOOL_CONTENTS.items():
+                if self._contents and isinstance(text := facts.get(fact), str):
+                    attributes[name] = self._texts.shown(text)
+            return f"{names.EXECUTE_TOOL} {call.name}", "internal", attributes
+        kind = {"scorer": "score", "tool": ""}.get(call.kind, call.kind)
+        return f"{kind} {call.name}".strip(), "internal", {}
+
+    def _identity(self, call: Call) -> dict[str, Value]:
+        attributes: dict[str, Value] = {
+            names.RUN_NAME: self._run.name,
+            names.RUN_ID: self._run.id,
+            names.TRAJECTORY_ID: self._texts.shown(call.trajectory_id),
+            names.CONVERSATION_ID: self._texts.shown(call.trajectory_id),
+            names.CALL_ID: call.id,
+            names.STATUS: call.status or "",
+        }
+        found = _ATTEMPT.fullmatch(call.trajectory_id)
+        if found is not None:
+            attributes |= {
+                names.TASK_ID: self._texts.shown(found["task"]),
+                names.GROUP_ID: self._texts.shown(call.trajectory_id.rpartition("#")[0]),
+                names.LABEL: found["label"],
+                names.STEP: int(found["step"]),
+                names.ATTEMPT: int(found["number"]),
+            }
+        return attributes
+
+    def _facts(self, call: Call) -> dict[str, Value]:
+        """What the call noted that the conventions have no name for."""
+        told = {*_COUNTS, *_TOOL_CONTENTS, "reason" if call.kind == "scorer" else ""}
+        return {
+            names.OWN + name: self._texts.shown(value) if isinstance(value, str) else value
+            for name, value in call.attributes.items()
+            if name not in told and (self._contents or name not in _OUTPUT)
+        }
+
+    def _said(self, said: Said) -> dict[str, Value]:
+        attributes: dict[str, Value] = {}
+        if said.finish_reasons:
+            attributes[names.FINISH_REASONS] = list(said.finish_reasons)
+        if said.temperature is not None:
+            attributes[names.REQUEST_TEMPERATURE] = said.temperature
+        if self._contents:
+            reasons = said.finish_reasons
+            if said.asked:
+                attributes[names.INPUT_MESSAGES] = self._texts.messages(said.asked)
+            if said.answers:
+                answers = self._texts.messages(said.answers, finish_reasons=reasons)
+                attributes[names.OUTPUT_MESSAGES] = answers
+            if said.tools:
+                attributes[names.TOOL_DEFINITIONS] = self._texts.shown(said.tools)
+        if said.texts is not None:
+            prompt, completions = said.texts()
+            attributes[names.PROMPT_TEXT] = self._texts.shown(prompt)
+            shown = [self._texts.shown(text) for text in completions]
+            attributes[names.COMPLETION_TEXT] = shown[0] if len(shown) == 1 else shown
+        return attributes
+
+    def _events(self, call: Call, at_ns: int) -> list[Event]:
+        score = call.attributes.get("score")
+        if call.kind != "scorer" or not isinstance(score, (int, float)):
+            return []
+        attributes: dict[str, Value] = {
+            names.EVALUATION_NAME: call.name,
+            names.EVALUATION_SCORE: float(score),
+        }
+        reason = call.attributes.get("reason")
+        if self._contents and isinstance(reason, str):
+            attributes[names.EVALUATION_EXPLANATION] = self._texts.shown(reason)
+        return [Event(name=names.EVALUATION_EVENT, at_ns=at_ns, attributes=attributes)]
+
+
+_COUNTS = {
+    "prompt_tokens": names.INPUT_TOKENS,
+    "completion_tokens": names.OUTPUT_TOKENS,
+    "completions": names.REQUEST_CHOICES,
+}
+_TOOL_CONTENTS = {
+    "arguments": names.TOOL_ARGUMENTS,
+    "code": names.TOOL_ARGUMENTS,
+    "result": names.TOOL_RESULT,
+    "output": names.TOOL_RESULT,
+}
+
+
+def attempt_of(trajectory_id: str) -> str:
+    """What the trace of a trajectory is of: the attempt, which all of several agents share."""
+    found = _ATTEMPT.fullmatch(trajectory_id)
+    if found is None or found["agent"] is None:
+        return trajectory_id
+    return f"{found['task']}/{found['label']}@{found['step']}#{found['number']}"
+
+
+def _kind_of(message: str) -> str:
+    """The name of an error, of few values, as `described` begins a message with it."""
+    name = message.partition(":")[0]
+    return name if name.isidentifier() and len(name) <= 100 else "error"

@@ -1,0 +1,121 @@
+"""Texts as spans hold them: of bounded length, and without credentials.
+
+Left out are passwords in URLs (credentials.py), the values of environment variables whose names
+speak of keys, secrets, tokens or passwords, and what looks like a key anywhere. Not promised: that
+a secret is recognised which looks like any other word and is in no such variable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from agentevo.credentials import without_passwords
+from agentevo.errors import storable
+from agentevo.types import Message, ToolCall
+
+HIDDEN = "***"
+SHORTEST_SECRET = 8
+"""Characters: shorter values are words of any text."""
+_SECRET_NAME = re.compile(
+    r"(?i)(?:^|_)(?:key|apikey|token|secret|password|passwd|pwd|pat|credentials?|headers)(?:_|$)"
+)
+_SECRET = re.compile(
+    r"\b(?:(?:sk|pk|rk)[-_]|gh[opsu]_|github_pat_|glpat-|hf_|xox[abprs]-)[A-Za-z0-9_-]{16,}"
+    r"|\bA[KS]IA[A-Z0-9]{16}\b"
+    r"|(?i:\bbearer)\s[A-Za-z0-9._~+/-]{20,}=*"
+    r"|(?i:(?<=\bauthorization: )(?:basic|token)\s)[A-Za-z0-9._~+/=-]+"
+)
+_MARGIN = 64
+"""Characters of a text besides what is said, such as the count of what is left out."""
+
+
+class Texts:
+    """See the module. `longest`: characters of one text."""
+
+    def __init__(self, longest: int, environment: Mapping[str, str] = os.environ) -> None:
+        self.longest = longest
+        values = {
+            value
+            for name, value in environment.items()
+            if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET
+        }
+        whole = sorted(values, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, whole))) if whole else None
+
+    def shown(self, text: str, longest: int | None = None) -> str:
+        """The text without credentials, storable, and shortened in its middle."""
+        longest = self.longest if longest is None else longest
+        # What is cut is looked at first, so that half a secret is none that is left.
+        text = shortened(text, longest + 2 * LONGEST_SECRET)
+        if self._known is not None:
+            text = self._known.sub(HIDDEN, text)
+        text = _SECRET.sub(HIDDEN, without_passwords(text))
+        return storable(shortened(text, longest), longest)
+
+    def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
+        """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
+        newest messages are kept, and of a long message head and tail."""
+        left, told = self.longest, list[dict[str, Any]]()
+        for number in range(len(messages) - 1, -1, -1):
+            if left <= _MARGIN:
+                told.append(_note(f"{number + 1} earlier messages are left out"))
+                break
+            one = self._message(messages[number], left)
+            if finish_reasons:
+                one["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
+            told.append(one)
+            left -= len(msgspec.json.encode(one))
+        return msgspec.json.encode(told[::-1]).decode()
+
+    def _message(self, message: Message, longest: int) -> dict[str, Any]:
+        parts: list[dict[str, Any]] = []
+        if message.role == "tool":
+            parts.append(
+                {
+                    "type": "tool_call_response",
+                    "id": message.tool_call_id,
+                    "response": self.shown(message.text, longest),
+                }
+            )
+        else:
+            if message.reasoning:
+                parts.append(
+                    {"type": "reasoning", "content": self.shown(message.reasoning, longest)}
+                )
+            if message.text:
+                parts.append({"type": "text", "content": self.shown(message.text, longest)})
+            parts += [self._call(call, longest) for call in message.tool_calls]
+        named = {} if message.name is None else {"name": self.shown(message.name, longest)}
+        return {"role": message.role, **named, "parts": parts}
+
+    def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:
+        given = self.shown(call.arguments, longest)
+        arguments: Any = given
+        with suppress(msgspec.MsgspecError, RecursionError):  # the policy may write no JSON
+            arguments = msgspec.json.decode(given)
+        told = {"type": "tool_call", "name": self.shown(call.name, longest), "arguments": arguments}
+        return told | ({"id": call.id} if call.id else {})
+
+
+LONGEST_SECRET = 4096
+"""Characters of a text beyond its limit that are searched for secrets which begin within it."""
+
+
+def shortened(text: str, longest: int) -> str:
+    """Head and tail of a text, with the number of characters that are left out between them."""
+    if len(text) <= longest:
+        return text
+    note = f" ... [{len(text) - longest} characters] ... "
+    room = max(longest - len(note), 0)
+    head = room - room // 2
+    return f"{text[:head]}{note}{text[len(text) - room // 2 :]}"[:longest]
+
+
+def _note(text: str) -> dict[str, Any]:
+    return {"role": "system", "parts": [{"type": "text", "content": f"[{text}]"}]}

@@ -1,0 +1,222 @@
+"""One tracker on a thread of its own, so that what it does costs the run nothing.
+
+    put ─► bounded queue ─► thread: begin, log, ..., end ─► record of what was delivered
+
+Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest goes where there
+would be more; a row is tried ATTEMPTS times and then left out; whatever goes wrong is said once.
+`close` waits for a deadline that it is given and leaves the thread behind, which is a daemon. Not
+promised: that a row that a tracker was just given, when the process was killed, is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agentevo.credentials import without_passwords
+from agentevo.errors import described
+from agentevo.files import write_atomic
+from agentevo.trackers.tracker import Row, TrackedRun, Tracker
+
+MAX_WAITING = 1000
+"""Rows that a slow tracker may be behind."""
+ATTEMPTS = 6
+FIRST_PAUSE_S = 1.0
+"""Between the first two attempts at one call; twice as long each time."""
+HANG_S = 60.0
+"""After so long in one call a tracker is said to hang."""
+LONGEST_WORDS = 300
+"""Characters of an error that a warning shows."""
+
+
+class Record:
+    """tracking.json in the run's folder: what each tracker calls the run, and the last step that it
+    has. Written by the trackers' threads."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: nothing is kept, as for a run that is never resumed."""
+        self._path, self._lock = path, threading.Lock()
+        self._entries: dict[str, dict[str, Any]] = {}
+        if path is not None and path.is_file():
+            try:
+                read = json.loads(path.read_bytes())
+                self._entries = {name: dict(entry) for name, entry in read.items()}
+            except (OSError, ValueError, AttributeError, TypeError):
+                self._entries = {}  # it only helps to go on: without it a run is told anew
+
+    def of(self, name: str) -> tuple[str, int]:
+        """(id, last step) of a tracker; ("", -1) if it has never begun."""
+        entry = self._entries.get(name, {})
+        known, step = entry.get("id"), entry.get("step")
+        is_known = isinstance(known, str) and type(step) is int
+        return (str(known), int(step)) if is_known and step is not None else ("", -1)
+
+    def keep(self, name: str, known: str, step: int) -> None:
+        """Raises OSError."""
+        with self._lock:
+            self._entries[name] = {"id": known, "step": step}
+            if self._path is not None:
+                write_atomic(self._path, json.dumps(self._entries, indent=1))
+
+
+class Delivery:
+    """Starts its thread at once. `say` is called by that thread and must be quick."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Tracker],
+        run: TrackedRun,
+        record: Record,
+        say: Callable[[str, bool], None],
+        *,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        """say(text, is_warning)."""
+        self.name = name
+        self._make, self._run, self._record, self._say = make, run, record, say
+        self._first_pause_s = first_pause_s
+        self._rows: deque[Row] = deque()
+        self._last: list[Callable[[Tracker], None]] | None = None
+        self._wake = threading.Condition()
+        self._id, self._step = run.id, run.last_step
+        self._warned = self._given_up = False
+        self._left_out = 0
+        self._busy: tuple[float, str] | None = None
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, row: Row) -> None:
+        """Rows come in rising order of steps; what the tracker has is passed over."""
+        with self._wake:
+            if self._given_up or self._last is not None or row.step <= self._run.last_step:
+                return
+            if len(self._rows) >= MAX_WAITING:
+                self._rows.popleft()
+                self._left_out += 1
+            self._rows.append(row)
+            self._wake.notify()
+        if self._left_out:
+            self._warn(f"it is {MAX_WAITING} steps behind, and the oldest of them are left out")
+        self.look()
+
+    def look(self) -> None:
+        """Warns of a call that does not come back. For the run's thread."""
+        busy = self._busy
+        if busy is not None and time.monotonic() - busy[0] > HANG_S:
+            self._warn(f"{busy[1]} has not come back for {HANG_S:g} s")
+
+    def finish(self, last: list[Callable[[Tracker], None]]) -> None:
+        """No more rows: `last` is done after those that wait, and then the thread ends."""
+        with self._wake:
+            self._last = last
+            self._wake.notify()
+
+    def wait(self, until: float) -> None:
+        """Waits for the end, until that time of the monotonic clock; says what is not delivered."""
+        self._thread.join(max(until - time.monotonic(), 0.0))
+        missing = self._left_out + len(self._rows)
+        if self._thread.is_alive():
+            with self._wake:
+                self._given_up = True
+                self._wake.notify()
+            self._warn(
+                f"it did not take everything before the deadline (tracking.flush_s); "
+                f"{missing} steps were still to come"
+            )
+        elif missing:
+            self._say(f"{self.name}: {missing} steps are not in it; metrics.jsonl has them", False)
+
+    def _warn(self, what: str) -> None:
+        """Once in the life of a run: a tracker is not worth more of a person's attention."""
+        if self._warned:
+            return
+        self._warned = True
+        self._say(
+            f"tracker {self.name}: {what}. Training goes on; metrics.jsonl in the run's folder has "
+            "every number, and a resumed run goes on with this tracker",
+            True,
+        )
+
+    def _work(self) -> None:
+        tracker = self._begun()
+        if tracker is None:
+            with self._wake:
+                self._given_up = True
+            return
+        while (row := self._next()) is not None:
+            if self._tried(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
+                self._step = row.step
+                self._keep()
+            else:
+                self._left_out += 1
+        for act in self._last or ():
+            self._tried("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
+
+    def _begun(self) -> Tracker | None:
+        made: list[Tracker] = []
+
+        def begin() -> None:
+            tracker = self._make()
+            begun = tracker.begin(self._run)
+            self._id = begun.id
+            if begun.where:
+                self._say(f"{self.name}: {without_passwords(begun.where)}", False)
+            made.append(tracker)
+
+        if not self._tried("its beginning", begin):
+            return None
+        self._keep()
+        return made[0]
+
+    def _keep(self) -> None:
+        self._tried("tracking.json", self._kept, attempts=1)
+
+    def _kept(self) -> None:
+        self._record.keep(self.name, self._id, self._step)
+
+    def _next(self) -> Row | None:
+        """The next row; None at the end."""
+        with self._wake:
+            while not self._rows and self._last is None and not self._given_up:
+                self._wake.wait()
+            return self._rows.popleft() if self._rows and not self._given_up else None
+
+    def _tried(self, what: str, call: Callable[[], None], attempts: int = ATTEMPTS) -> bool:
+        """Whether one of the attempts has worked."""
+        for number in range(attempts):
+            if number:
+                with self._wake:
+                    self._wake.wait_for(
+                        lambda: self._given_up, self._first_pause_s * 2 ** (number - 1)
+                    )
+            if self._given_up:
+                return False
+            self._busy = (time.monotonic(), what)
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 (whatever a tracker raises is its own)
+                words = without_passwords(described(error)).split("\n")[0]
+                if len(words) > LONGEST_WORDS:
+                    words = f"{words[:LONGEST_WORDS]}..."
+                self._warn(f"{what} failed: {words}")
+            else:
+                return True
+            finally:
+                self._busy = None
+        return False
+
+
+def with_identity(run: TrackedRun, name: str, record: Record, new_id: str) -> TrackedRun:
+    """The run as the tracker of that name knows it."""
+    known, step = record.of(name)
+    return msgspec.structs.replace(
+        run, id=known or new_id, resumed=bool(known), last_step=step if known else -1
+    )

@@ -1,0 +1,161 @@
+"""The tracker contract: what one is told of a run, and how it is registered by name.
+
+    begin(run) ─► log(row) ... ─► figure, artifact ... ─► end(state, summary)
+
+One object serves one run, and all its methods are called from one thread of its own (delivery.py),
+one after the other. They may block and may raise: that costs a warning and the row. Rows come in
+rising order of steps, each step once, and no step that a run may still take back.
+
+Another package lists its class under the entry-point group `agentevo.trackers`; one in a user's own
+module is registered by `@agentevo.tracker(NAME)`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import msgspec
+import pydantic
+
+from agentevo.errors import MissingExtraError
+from agentevo.registry import Registry
+
+State = Literal["finished", "stopped", "failed"]
+"""How a run ended: to its last step, by a signal, by an error."""
+
+
+class TrackerConfig(pydantic.BaseModel):
+    """A tracker in a recipe's list `tracking.backends`: its name, its options."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    name: str
+    """Registered name of the tracker."""
+
+
+class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tracker is told of a run when it begins, or goes on."""
+
+    folder: Path
+    """The run's own; a tracker's local files belong below it."""
+    project: str
+    name: str
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str = ""
+    kind: str = "train"
+    """The command: train, sft, learn, loop, rm or eval."""
+    config: Mapping[str, Any] = {}
+    """The resolved configuration, without secrets."""
+    id: str = ""
+    """What the tracker called the run when it began; of a new run, a random one that the tracker
+    may take."""
+    resumed: bool = False
+    last_step: int = -1
+    """The last step that the tracker has of it."""
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Attempts of a step, say: a row each."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | int | bool | None, ...], ...]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a run says of one step."""
+
+    step: int
+    time: float
+    """Unix seconds."""
+    metrics: Mapping[str, float]
+    """By verl's names; a number may be NaN or infinite."""
+    tables: Sequence[Table] = ()
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """What came of `begin`."""
+
+    id: str
+    """Under which a resumed run finds it again."""
+    where: str = ""
+    """Where a person sees it: a URL, or the command that shows it."""
+
+
+class Tracker(ABC):
+    """Base of every tracker; `Class(config)` makes one for one run and does nothing yet."""
+
+    Config: ClassVar[type[TrackerConfig]] = TrackerConfig
+    packages: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(module that it imports, what pip calls the package)."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Refuses what can't work, at once and without a network: called before a run creates
+        anything. Raises MissingExtraError or ConfigError."""
+        for module, package in cls.packages:
+            if importlib.util.find_spec(module) is None:
+                raise MissingExtraError(
+                    f"tracking.backends: {config.name} needs the package {package!r}: "
+                    f"pip install {package}"
+                )
+
+    @abstractmethod
+    def begin(self, run: TrackedRun) -> Begun:
+        """Opens the run there, or the one of `run.id` where `run.resumed`."""
+
+    @abstractmethod
+    def log(self, row: Row) -> None:
+        """One step."""
+
+    def figure(self, name: str, path: Path) -> None:  # noqa: B027
+        """A picture of the run's end, as a PNG file. Default: it is not shown."""
+
+    def artifact(self, name: str, path: Path) -> None:  # noqa: B027
+        """A file or a folder that belongs to the run. Default: it is not kept."""
+
+    @abstractmethod
+    def end(self, state: State, summary: Mapping[str, Any]) -> None:
+        """The run has ended, and everything is to be delivered now."""
+
+
+T = TypeVar("T", bound=type[Tracker])
+_HERE = "agentevo.trackers"
+trackers: Registry[type[Tracker]] = Registry(
+    "trackers",
+    {
+        "tensorboard": f"{_HERE}.tensorboard:TensorBoard",
+        "wandb": f"{_HERE}.wandb:WandB",
+        "mlflow": f"{_HERE}.mlflow:MLflow",
+        "swanlab": f"{_HERE}.swanlab:SwanLab",
+        "trackio": f"{_HERE}.trackio:Trackio",
+    },
+)
+"""Name -> class."""
+
+
+def tracker(name: str) -> Callable[[T], T]:
+    """Decorator: registers a subclass of `Tracker` under a name, for recipes that import its
+    module (key `import`)."""
+    return trackers.register(name)  # type: ignore[return-value]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration with dotted keys; lists stay values."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,118 @@
+"""All trackers of a run, for the run's own thread: it puts rows in, hears what went wrong, and ends
+them together within one deadline."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.trackers.delivery import Delivery, Record, with_identity
+from agentevo.trackers.secrets import clean_text, known_secrets
+from agentevo.trackers.tracker import Row, State, Table, TrackedRun, Tracker, TrackerConfig
+
+RECORD = "tracking.json"
+
+
+class Tracking:
+    """Begins at once, on the trackers' threads. Not thread-safe: `note` and `warn` are called by
+    whoever calls its methods."""
+
+    def __init__(
+        self,
+        made: Sequence[tuple[TrackerConfig, Callable[[TrackerConfig], Tracker]]],
+        run: TrackedRun,
+        *,
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+        flush_s: float,
+        keep_record: bool = True,
+    ) -> None:
+        """made: for each tracker its options, and its class. `keep_record`: the run has a folder
+        and may be resumed."""
+        self._note, self._warn, self._flush_s = note, warn, flush_s
+        self._said: deque[tuple[str, bool]] = deque()
+        record = Record(run.folder / RECORD if keep_record else None)
+        self._deliveries = [
+            Delivery(
+                config.name,
+                lambda make=make, config=config: make(config),  # type: ignore[misc]
+                with_identity(run, config.name, record, secrets.token_hex(8)),
+                record,
+                lambda text, is_warning: self._said.append((text, is_warning)),
+            )
+            for config, make in made
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._deliveries)
+
+    def put(self, row: Row) -> None:
+        """Hands a step over, which the run never takes back. Returns at once."""
+        for delivery in self._deliveries:
+            delivery.put(row)
+        self.hear()
+
+    def hear(self) -> None:
+        """Passes on what the trackers had to say since."""
+        for delivery in self._deliveries:
+            delivery.look()
+        while self._said:
+            text, is_warning = self._said.popleft()
+            (self._warn if is_warning else self._note)(text)
+
+    def close(
+        self,
+        state: State,
+        summary: Mapping[str, Any],
+        *,
+        figures: Mapping[str, Path] | None = None,
+        artifacts: Mapping[str, Path] | None = None,
+    ) -> None:
+        """Gives the trackers what belongs to the end, and so long as `flush_s` for all that is not
+        delivered; then they are left alone."""
+        last = [
+            *(
+                lambda tracker, name=name, path=path: tracker.figure(name, path)
+                for name, path in (figures or {}).items()
+            ),
+            *(
+                lambda tracker, name=name, path=path: tracker.artifact(name, path)
+                for name, path in (artifacts or {}).items()
+            ),
+            lambda tracker: tracker.end(state, summary),
+        ]
+        for delivery in self._deliveries:
+            delivery.finish(list(last))
+        until = time.monotonic() + self._flush_s
+        for delivery in self._deliveries:
+            delivery.wait(until)
+        self.hear()
+
+
+def merged(before: Row | None, row: Row) -> Row:
+    """Two rows of one step as one: of a name that both have, the later value."""
+    if before is None:
+        return row
+    return Row(
+        step=row.step,
+        time=row.time,
+        metrics={**before.metrics, **row.metrics},
+        tables=(*before.tables, *row.tables),
+    )
+
+
+def clean_table(table: Table) -> Table:
+    """The same without secrets in its texts."""
+    known = known_secrets()
+    return Table(
+        table.name,
+        table.columns,
+        tuple(
+            tuple(clean_text(cell, known) if isinstance(cell, str) else cell for cell in row)
+            for row in table.rows
+        ),
+    )

@@ -1,0 +1,12 @@
+"""The dashboard in the browser: `agentevo ui`. It reads runs and stores and changes nothing.
+
+server.py    listens, prints the URL, ends on a signal
+access.py    who may see anything: token, cookie, host
+app.py       puts the pages together
+sources.py   which runs and stores there are, and their stores, opened once
+watching.py  what is known of each run, kept up to date while somebody looks
+live.py      server-sent events
+index/       the attempts of a store, to be searched and sorted
+context.py   what a page's handler needs
+*_page.py    one page each, with a router of its own
+"""

@@ -1,0 +1,114 @@
+"""The application: its pages, its static files, and what becomes of whatever goes wrong.
+
+To add a page: a module with a `router`, its template in `pages/templates`, a line in ROUTERS, and a
+line in `pages/navigation.py` if it belongs to a run.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import agentevo
+from agentevo.console import to_stderr
+from agentevo.errors import AgentEvoError, described
+from agentevo.pages import assets
+from agentevo.ui import (
+    attempt_page,
+    attempts_page,
+    compare_page,
+    live,
+    metrics_page,
+    run_page,
+    runs_page,
+)
+from agentevo.ui.access import Access, Guard
+from agentevo.ui.context import Dashboard, NotFoundError, page
+from agentevo.ui.indexes import Indexes
+from agentevo.ui.sources import Sources
+from agentevo.ui.stores import Stores
+from agentevo.ui.watching import UnknownRunError, Watcher
+
+ROUTERS: tuple[APIRouter, ...] = (
+    runs_page.router,
+    compare_page.router,
+    run_page.router,
+    metrics_page.router,
+    live.router,
+    attempts_page.router,
+    attempt_page.router,
+)
+FOR_GOOD = "private, max-age=31536000, immutable"
+
+
+def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
+    """The application behind its guard, and what is to be closed at the end. Made on the event loop
+    on which it runs."""
+    app = FastAPI(
+        title="AgentEvo dashboard", version=agentevo.__version__, docs_url=None, redoc_url=None
+    )
+    shared = Dashboard(sources, Watcher(sources), Stores(sources), access, Indexes())
+    app.state.dashboard = shared
+    for router in ROUTERS:
+        app.include_router(router)
+    app.get("/static/{digest}/{name:path}", include_in_schema=False)(_static)
+    app.exception_handler(UnknownRunError)(_unknown_run)
+    app.exception_handler(NotFoundError)(_not_found)
+    app.exception_handler(AgentEvoError)(_refused)
+    app.exception_handler(TimeoutError)(_late)
+    app.exception_handler(RequestValidationError)(_wrong_words)
+    app.exception_handler(HTTPException)(_http)
+    app.exception_handler(Exception)(_broken)
+    return Guard(app, access), shared
+
+
+async def _static(digest: str, name: str) -> Response:
+    if name not in assets.names() or digest != assets.digest(name):
+        raise HTTPException(404)
+    return Response(
+        assets.contents(name), media_type=assets.kind(name), headers={"cache-control": FOR_GOOD}
+    )
+
+
+def _problem(request: Request, status: int, heading: str, text: str) -> Response:
+    return page(request, "problem.html", status=status, heading=heading, text=text)
+
+
+async def _unknown_run(request: Request, error: Exception) -> Response:
+    shown = request.app.state.dashboard.sources.shown
+    text = f"There is no run {error} in {shown}. It may have been moved or deleted."
+    return _problem(request, 404, "No such run", text)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return _problem(request, 404, "Not found", str(error))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return _problem(request, 503, "This can't be shown", str(error))
+
+
+async def _late(request: Request, error: Exception) -> Response:
+    text = "The disk or the database took too long. Load the page again."
+    return _problem(request, 503, "This takes too long", text)
+
+
+async def _wrong_words(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    wrong = "; ".join(
+        f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:5] if one.get("loc")
+    )
+    return _problem(request, 422, "This address is not right", wrong)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _problem(request, error.status_code, "Not found", "There is no such page.")
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    to_stderr(f"ui: {request.url.path}: {described(error)}")
+    text = "This page has failed; the reason is where `agentevo ui` was started."
+    return _problem(request, 500, "Something is wrong here", text)

@@ -1,0 +1,224 @@
+"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts beside
+each other, and one token on its way to the gradient."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.event_loop import in_thread
+from agentevo.store.calls import StoredCall
+from agentevo.store.store import StoredTrajectory
+from agentevo.ui import attempt_tokens, attempt_view
+from agentevo.ui.attempt_training import Tools, tools_of, training_of
+from agentevo.ui.attempts_page import reader_of
+from agentevo.ui.context import NotFoundError, dashboard, part, run_of
+from agentevo.ui.index.reader import IndexAway, Row
+from agentevo.ui.run_page import run_page
+from agentevo.ui.run_state import RunView
+
+router = APIRouter()
+
+WITHIN_S = 20.0
+"""How long a page may take, all in all."""
+
+
+async def _load(request: Request, view: RunView, name: str) -> tuple[StoredTrajectory, Row | None]:
+    """An attempt from the store, and its row in the index. Raises NotFoundError."""
+    reader, _ = await reader_of(request, view)
+    try:
+        row = await in_thread(reader.find, name)
+    except IndexAway:
+        row = None
+    async with dashboard(request).stores.reading(view.source) as store:
+        if row is not None:
+            for _, stored in await store.written(range(row.seq, row.seq + 1), limit=1):
+                if stored.trajectory.id == name:
+                    return stored, row
+        try:
+            trajectory = await store.trajectory(name)
+        except AgentEvoError as error:
+            raise NotFoundError(f"There is no attempt {name[:200]} in this run's store.") from error
+        async for stored in store.trajectories(group_id=trajectory.group_id):
+            if stored.trajectory.id == name:
+                return stored, row
+    raise NotFoundError(f"The attempt {name[:200]} was deleted just now.")
+
+
+async def _calls(request: Request, view: RunView, name: str) -> list[StoredCall]:
+    async with dashboard(request).stores.reading(view.source) as store:
+        return [
+            call async for call in store.calls(trajectory_id=name, limit=2 * attempt_view.MAX_CALLS)
+        ]
+
+
+@router.get("/runs/{run}/attempt", response_class=HTMLResponse)
+async def attempt(
+    request: Request, run: str, id: str, show: str = "messages", leaf: int | None = None
+) -> HTMLResponse:
+    """The attempt, as messages or as tokens."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S):
+        stored, row = await _load(request, view, id)
+        calls = await _calls(request, view, id)
+        trajectory = stored.trajectory
+        messages, tokens, tools = None, None, None
+        if show == "tokens":
+            tools = await tools_of(view)
+            if tools is not None:
+                tokens = await _tokens(request, view, stored, row, (0, 0), leaf, tools)
+        else:
+            messages = await in_thread(
+                lambda: attempt_view.part_of(trajectory, calls, start=0, leaf=leaf)
+            )
+    ends = attempt_view.leaves(trajectory.turns)
+    return run_page(
+        request,
+        "attempt.html",
+        view,
+        "attempts",
+        stored=stored,
+        one=trajectory,
+        row=row,
+        show="tokens" if show == "tokens" else "messages",
+        leaf=leaf,
+        part=messages,
+        tokens=tokens,
+        shades=None if tokens is None else _shades(tokens),
+        remote=attempt_view.remote_part(trajectory.remote_turns),
+        timeline=attempt_view.timeline(calls),
+        num_calls=len(calls),
+        verdicts=attempt_view.verdicts(calls),
+        tree=attempt_view.tree(trajectory.turns, leaf),
+        leaves=ends if attempt_view.is_branched(trajectory.turns) else [],
+        turn_rewards=[(t.index, t.reward) for t in trajectory.turns if t.reward][:60],
+        files=[(path, len(data)) for path, data in list(trajectory.files.items())[:50]],
+        can_decode=tools is None or tools.decode is not None,
+    )
+
+
+async def _tokens(
+    request: Request,
+    view: RunView,
+    stored: StoredTrajectory,
+    row: Row | None,
+    start: tuple[int, int],
+    leaf: int | None,
+    tools: Tools,
+) -> dict[str, Any]:
+    """A part of the tokens, with why what is missing is missing."""
+    reader, _ = await reader_of(request, view)
+    async with dashboard(request).stores.reading(view.source) as store:
+        training, why = await training_of(view, store, reader, stored, row, tools.rule)
+    found = await in_thread(
+        lambda: attempt_tokens.tokens_part(
+            stored.trajectory, tools.decode, training, start=start, leaf=leaf
+        )
+    )
+    return {"found": found, "why": why, "training": training}
+
+
+def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(name, title, why it can't be chosen) of each way to shade tokens."""
+    blocks = tokens["found"].blocks
+    greedy = "every turn was greedy: nothing was drawn"
+    has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
+    has_advantages = tokens["training"].advantages is not None
+    return [
+        ("lp", "log-prob", "" if has_logprobs else greedy),
+        ("adv", "advantage", "" if has_advantages else tokens["why"]),
+        ("ver", "version", ""),
+        ("on", "trained", ""),
+        (
+            "entropy",
+            "entropy",
+            "engines tell the log-prob of the drawn token alone: its "
+            "distribution's entropy is not kept; actor/entropy has the mean of each step",
+        ),
+        (
+            "ratio",
+            "ratio",
+            "the trainer's own log-probs are not kept by the store; "
+            "actor/ppo_kl and actor/pg_clipfrac have the step's means",
+        ),
+    ]
+
+
+@router.get("/runs/{run}/attempt/turns", response_class=HTMLResponse)
+async def turns(
+    request: Request, run: str, id: str, start: int = 0, leaf: int | None = None
+) -> HTMLResponse:
+    """Further turns as messages."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S):
+        stored, _ = await _load(request, view, id)
+        calls = await _calls(request, view, id)
+        found = await in_thread(
+            lambda: attempt_view.part_of(stored.trajectory, calls, start=max(start, 0), leaf=leaf)
+        )
+    return part("attempt_turns.html", view=view, part=found, one=stored.trajectory, leaf=leaf)
+
+
+@router.get("/runs/{run}/attempt/tokens", response_class=HTMLResponse)
+async def tokens(
+    request: Request, run: str, id: str, turn: int = 0, at: int = 0, leaf: int | None = None
+) -> HTMLResponse:
+    """Further tokens."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S):
+        stored, row = await _load(request, view, id)
+        tools = await tools_of(view)
+        if tools is None:
+            raise TimeoutError
+        start = (max(turn, 0), max(at, 0))
+        found = await _tokens(request, view, stored, row, start, leaf, tools)
+    return part("attempt_tokens.html", view=view, tokens=found, one=stored.trajectory, leaf=leaf)
+
+
+@router.get("/runs/{run}/attempt/text", response_class=HTMLResponse)
+async def text(
+    request: Request, run: str, id: str, turn: int, message: int, start: int = 0
+) -> HTMLResponse:
+    """More of a long message."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S):
+        stored, _ = await _load(request, view, id)
+    try:
+        more, rest = attempt_view.text_part(stored.trajectory, turn, message, start)
+    except IndexError:
+        raise NotFoundError(f"Turn {turn} has no message {message}.") from None
+    data = {"turn": turn, "message": message, "start": start + attempt_view.MORE}
+    return part("attempt_text.html", view=view, one=stored.trajectory, text=more, rest=rest, **data)
+
+
+@router.get("/runs/{run}/attempt/token", response_class=HTMLResponse)
+async def token(request: Request, run: str, id: str, turn: int, position: int) -> HTMLResponse:
+    """One token from its draw to its gradient step: what `agentevo audit --token` says."""
+    from agentevo.audit.token_history import follow
+
+    view = await run_of(request, run)
+    folder = view.source.folder
+    async with asyncio.timeout(WITHIN_S), dashboard(request).stores.reading(view.source) as store:
+        try:
+            history = await follow(store, folder or Path(), id, turn, position)
+        except ConfigError as error:
+            raise NotFoundError(str(error)) from error
+    return part("attempt_token.html", view=view, history=history, lines=history.lines())
+
+
+@router.get("/runs/{run}/attempts/compare", response_class=HTMLResponse)
+async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
+    """Two attempts beside each other."""
+    view = await run_of(request, run)
+    async with asyncio.timeout(WITHIN_S):
+        left, _ = await _load(request, view, a)
+        right, _ = await _load(request, view, b)
+        rows = await in_thread(attempt_view.diff, left.trajectory, right.trajectory)
+    return run_page(
+        request, "attempts_diff.html", view, "attempts", left=left, right=right, rows=rows
+    )

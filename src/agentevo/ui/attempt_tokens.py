@@ -1,0 +1,153 @@
+"""The tokens of an attempt with their numbers, a part at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agentevo.pages.text import shown
+from agentevo.types import Trajectory, Turn
+from agentevo.ui.attempt_view import selected
+
+TOKENS = 1_500
+"""Drawn tokens in one part of the page."""
+PROMPT = 4_000
+"""Characters of a prompt that stand before them."""
+LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
+"""Probabilities: a token below the n-th of them is shaded by n or more."""
+
+
+class Block(NamedTuple):
+    """Drawn tokens of one turn, with the prompt before them where they begin with the first."""
+
+    turn: int
+    note: str
+    is_shared: bool
+    prompt: str
+    num_prompt: int
+    tokens: list[tuple[str, int]]
+    """(text, level of surprise)."""
+    numbers: dict[str, Any]
+    """For the script: id, log-prob, version, advantage and whether it was trained, of each."""
+    start: int
+
+
+class Tokens(NamedTuple):
+    """A part, and where the next one begins: (place among the turns, token)."""
+
+    blocks: list[Block]
+    next: tuple[int, int] | None
+
+
+class Training(NamedTuple):
+    """What a step did with an attempt's tokens."""
+
+    step: int | None
+    """The step that it was committed to."""
+    bound: int | None
+    """The oldest age that it trained on; None where its plan does not say."""
+    advantages: dict[int, np.ndarray] | float | None
+    """By turn, or one for all of its tokens."""
+
+
+def level(logprob: float) -> int:
+    """0 for a token that was all but certain, 5 for a great surprise."""
+    probability = math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else 0.0
+    return next((n for n, lowest in enumerate(LEVELS) if probability >= lowest), len(LEVELS))
+
+
+def tokens_part(
+    trajectory: Trajectory,
+    decode: Callable[[Sequence[int]], str] | None,
+    training: Training,
+    *,
+    start: tuple[int, int] = (0, 0),
+    leaf: int | None = None,
+) -> Tokens:
+    """About TOKENS tokens from `start` on. Without `decode` tokens are their ids."""
+    order, shared = selected(trajectory.turns, leaf)
+    blocks: list[Block] = []
+    left = TOKENS
+    for place in range(start[0], len(order)):
+        turn = trajectory.turns[order[place]]
+        first = start[1] if place == start[0] else 0
+        if left <= 0:
+            return Tokens(blocks, (place, 0))
+        size = min(left, len(turn.completion_ids) - first)
+        before = order[place - 1] if place else None
+        blocks.append(_block(turn, first, size, before, order[place] in shared, decode, training))
+        left -= size + 20
+        if first + size < len(turn.completion_ids):
+            return Tokens(blocks, (place, first + size))
+    return Tokens(blocks, None)
+
+
+def _block(
+    turn: Turn,
+    first: int,
+    size: int,
+    before: int | None,
+    is_shared: bool,
+    decode: Callable[[Sequence[int]], str] | None,
+    training: Training,
+) -> Block:
+    place = slice(first, first + size)
+    ids, logprobs = list(turn.completion_ids[place]), list(turn.logprobs[place])
+    versions = list(turn.versions[place])
+    is_greedy = turn.temperature == 0
+    note = ""
+    if turn.parent != before:
+        note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+    prompt = "" if first else _text(list(turn.prompt_ids[: 4 * PROMPT]), decode)
+    return Block(
+        turn.index,
+        note,
+        is_shared,
+        prompt,
+        0 if first else len(turn.prompt_ids),
+        [
+            (_token(token, decode), 0 if is_greedy else level(logprob))
+            for token, logprob in zip(ids, logprobs, strict=True)
+        ],
+        {
+            "turn": turn.index,
+            "at": first,
+            "id": ids,
+            "lp": None if is_greedy else [round(value, 5) for value in logprobs],
+            "ver": versions,
+            "adv": _advantages(turn, place, training),
+            "on": [_is_trained(turn, version, training) for version in versions],
+        },
+        first,
+    )
+
+
+def _advantages(turn: Turn, place: slice, training: Training) -> list[float] | None:
+    of = training.advantages
+    if of is None or turn.overrides is not None:
+        return None
+    if isinstance(of, float):
+        return [round(of, 6)] * len(turn.completion_ids[place])
+    values = of.get(turn.index)
+    return None if values is None else [round(float(v), 6) for v in values[place]]
+
+
+def _is_trained(turn: Turn, version: int, training: Training) -> int:
+    if training.step is None or turn.overrides is not None:
+        return 0
+    age = training.step - 1 - version
+    return int(training.bound is None or age <= training.bound)
+
+
+def _token(token: int, decode: Callable[[Sequence[int]], str] | None) -> str:
+    if decode is None:
+        return f"{token} "
+    return shown(decode([token]).replace("\n", "↵\n").replace("\t", "⇥\t"), 200) or "∅"
+
+
+def _text(ids: list[int], decode: Callable[[Sequence[int]], str] | None) -> str:
+    text = " ".join(map(str, ids)) if decode is None else decode(ids)
+    return shown(text, PROMPT)

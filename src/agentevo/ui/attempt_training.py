@@ -1,0 +1,159 @@
+"""What its step made of an attempt: advantages, and which tokens were young enough."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import in_thread
+from agentevo.store.store import Store, StoredTrajectory
+from agentevo.types import Sample, Trajectory
+from agentevo.ui.attempt_tokens import Training
+from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
+from agentevo.ui.index.reader import IndexAway, IndexReader, Row
+from agentevo.ui.run_state import RunView
+
+T = TypeVar("T")
+
+MAX_ATTEMPTS = 2_048
+"""Attempts of a step that are read for the advantages of one of them."""
+
+
+class Cache(Generic[T]):
+    """The few last results of something slow. Belongs to one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._held = size, OrderedDict[object, T]()
+
+    async def get(self, key: object, make: Callable[[], Awaitable[T]]) -> T:
+        """What is held, or what `make` gives; what raises is not held."""
+        if key not in self._held:
+            self._held[key] = await make()
+            while len(self._held) > self._size:
+                self._held.popitem(last=False)
+        self._held.move_to_end(key)
+        return self._held[key]
+
+
+class Tools(NamedTuple):
+    """What the tokens of a run are read with."""
+
+    decode: Callable[[Sequence[int]], str] | None
+    """Ids to text; None where the run's tokenizer is not here."""
+    rule: Rule | str
+    """How advantages are made, or why they can't be made again."""
+
+
+READY_S = 2.0
+"""How long a page waits for them: torch and the tokenizer take seconds the first time."""
+_tools: OrderedDict[str, asyncio.Task[Tools]] = OrderedDict()
+
+
+async def tools_of(view: RunView) -> Tools | None:
+    """None while they are made ready: ask again."""
+    task = _tools.get(view.key)
+    is_old = task is not None and (
+        task.get_loop() is not asyncio.get_running_loop() or _failed(task)
+    )
+    if task is None or is_old:
+        folder = view.source.folder
+        task = _tools[view.key] = asyncio.ensure_future(in_thread(_make_tools, folder))
+        while len(_tools) > 8:
+            _tools.popitem(last=False)
+    await asyncio.wait([task], timeout=READY_S)
+    return task.result() if task.done() else None
+
+
+def _failed(task: asyncio.Task[Tools]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _make_tools(folder: Path | None) -> Tools:
+    from agentevo.runs.folder import saved_tokenizer
+
+    rule = rule_of(config_of(folder))
+    tokenizer = None
+    if folder is not None:
+        with suppress(AgentEvoError):  # a damaged tokenizer: ids are shown
+            tokenizer = saved_tokenizer(folder)
+    if tokenizer is None:
+        return Tools(None, rule)
+    return Tools(
+        lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)), rule
+    )
+
+
+steps: Cache[dict[str, list[Sample]]] = Cache(2)
+
+
+async def training_of(
+    view: RunView,
+    store: Store,
+    reader: IndexReader,
+    stored: StoredTrajectory,
+    row: Row | None,
+    rule: Rule | str,
+) -> tuple[Training, str]:
+    """And why there are no advantages; empty where there are."""
+    step = stored.trained_step if stored.state == "committed" else None
+    if step is None:
+        why = f"it was not trained on: {stored.drop_reason or stored.state}"
+        return Training(None, None, None), why
+    bound = await in_thread(_bound, reader, step)
+    if isinstance(rule, str):
+        return Training(step, bound, None), rule
+    if not rule.advantage.is_recursion:
+        known = None if row is None else row.advantage
+        why = "" if known is not None else "the advantages of its step are not made again yet"
+        return Training(step, bound, known), why
+    try:
+        samples = await _samples(view, store, step, rule)
+    except AgentEvoError as error:
+        return Training(step, bound, None), str(error)
+    found = by_turn(stored.trajectory, samples.get(stored.trajectory.id, []))
+    return Training(step, bound, found), ""
+
+
+def _bound(reader: IndexReader, step: int) -> int | None:
+    try:
+        facts = next((plan for number, _, _, plan in reader.steps() if number == step), {})
+    except IndexAway:
+        return None
+    bound = facts.get("staleness")
+    return bound if isinstance(bound, int) else None
+
+
+async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[str, list[Sample]]:
+    """Id -> its samples, of a whole step. Raises AgentEvoError."""
+
+    async def make() -> dict[str, list[Sample]]:
+        found = await store.steps(after=step - 1, limit=1)
+        if not found or found[0].step != step or found[0].num_trajectories > MAX_ATTEMPTS:
+            raise AgentEvoError("its step is too large to make its advantages again for a page")
+        read = [without_words(s.trajectory) async for s in store.trajectories(trained_step=step)]
+        samples: dict[str, list[Sample]] = {}
+        for sample in await in_thread(step_samples, step, found[0].record, read, rule):
+            samples.setdefault(sample.trajectory_id, []).append(sample)
+        return samples
+
+    return await steps.get((view.key, step), make)
+
+
+def by_turn(trajectory: Trajectory, samples: list[Sample]) -> dict[int, np.ndarray]:
+    """Turn -> the advantage of each of its tokens, from the samples that it was trained in."""
+    from agentevo.training.batching.samples import trajectory_rows
+
+    found: dict[int, np.ndarray] = {}
+    for row, sample in zip(trajectory_rows(trajectory), samples, strict=False):
+        trained = sample.advantages[sample.loss_mask]
+        if len(trained) == len(row.turns):
+            for turn in np.unique(row.turns):
+                found[int(turn)] = trained[row.turns == turn]
+    return found

@@ -1,0 +1,424 @@
+"""One attempt as its page shows it: plain data made of what the store has, a part at a time, so
+that an attempt of any size costs what is looked at."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from agentevo.pages.worlds import Piece, pieces
+from agentevo.store.calls import StoredCall
+from agentevo.types import ImagePart, Message, RemoteTurn, TextPart, Trajectory, Turn
+
+TURNS = 12
+"""Turns of one part of the page."""
+FIRST = 6_000
+"""Characters of a message that are shown at first."""
+MORE = 50_000
+"""Characters of each further part of it."""
+ARGUMENTS = 4_000
+MAX_CALLS = 400
+MAX_TREE = 150
+
+
+class ToolUse(NamedTuple):
+    """A call of a tool: what the policy wrote, and what became of it."""
+
+    name: str
+    arguments: str
+    id: str
+    took_s: float | None
+    status: str
+    error: str
+
+
+class Said(NamedTuple):
+    """One message."""
+
+    number: int
+    role: str
+    who: str
+    thought: str
+    pieces: list[Piece]
+    images: list[str]
+    tools: list[ToolUse]
+    rest: int
+    """Characters that are not shown yet."""
+
+
+class TurnView(NamedTuple):
+    """One turn as messages."""
+
+    number: int
+    note: str
+    """Where it goes on from, if not from the turn before."""
+    is_shared: bool
+    """Whether another branch has it, too, which is shown before."""
+    messages: list[Said]
+    num_prompt: int
+    num_completion: int
+    reward: float
+    versions: str
+    finish: str
+    how: str
+    """How it was drawn, where not by the recipe."""
+
+
+class Part(NamedTuple):
+    """Some turns, and where the next ones begin."""
+
+    turns: list[TurnView]
+    next: int | None
+    total: int
+
+
+def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
+    """The turns from the root to `leaf`, with it."""
+    path = [leaf]
+    while (parent := turns[path[-1]].parent) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+def leaves(turns: Sequence[Turn]) -> list[int]:
+    """Turns that nothing goes on from."""
+    parents = {turn.parent for turn in turns}
+    return [turn.index for turn in turns if turn.index not in parents]
+
+
+def is_branched(turns: Sequence[Turn]) -> bool:
+    """Whether two turns go on from the same one."""
+    parents = Counter(turn.parent for turn in turns if turn.parent is not None)
+    return any(count > 1 for count in parents.values())
+
+
+def selected(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
+    """The turns to show, and those of them that an earlier branch has, too."""
+    if leaf is None or not 0 <= leaf < len(turns):
+        return list(range(len(turns))), set()
+    path = path_to(turns, leaf)
+    earlier: set[int] = set()
+    for other in leaves(turns):
+        if other < leaf:
+            earlier.update(path_to(turns, other))
+    return path, earlier & set(path)
+
+
+def part_of(
+    trajectory: Trajectory, calls: Sequence[StoredCall], *, start: int = 0, leaf: int | None = None
+) -> Part:
+    """TURNS turns from the `start`-th of those to show."""
+    shown, shared = selected(trajectory.turns, leaf)
+    uses = _uses(trajectory, calls)
+    page = shown[start : start + TURNS]
+    before = dict(zip(shown[1:], shown, strict=False))
+    views = [_turn(trajectory.turns[i], before.get(i), i in shared, uses) for i in page]
+    more = start + TURNS
+    return Part(views, more if more < len(shown) else None, len(shown))
+
+
+def _turn(
+    turn: Turn, before: int | None, is_shared: bool, uses: dict[tuple[int, int], StoredCall]
+) -> TurnView:
+    low, high = min(turn.versions, default=None), max(turn.versions, default=None)
+    note = ""
+    if turn.parent != before:
+        note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
+    place = 0
+    messages = []
+    for number, message in enumerate(turn.messages):
+        tools = []
+        for call in message.tool_calls:
+            tools.append(
+                _tool_use(call.name, call.arguments, call.id, uses.get((turn.index, place)))
+            )
+            place += 1
+        messages.append(said(message, number, tools))
+    how = ["greedy" if turn.temperature == 0 else ""]
+    how += (
+        [f"with {', '.join(turn.overrides.given())} of its own: never trained"]
+        if turn.overrides
+        else []
+    )
+    how += ["under a grammar"] if turn.constraint else []
+    how += ["with penalties"] if turn.penalties else []
+    return TurnView(
+        number=turn.index,
+        note=note,
+        is_shared=is_shared,
+        messages=messages,
+        num_prompt=len(turn.prompt_ids),
+        num_completion=len(turn.completion_ids),
+        reward=turn.reward,
+        versions="" if low is None else f"{low}" if low == high else f"{low} to {high}",
+        finish=turn.finish_reason,
+        how=", ".join(filter(None, how)),
+    )
+
+
+def said(message: Message, number: int, tools: list[ToolUse]) -> Said:
+    """A message with its first FIRST characters."""
+    text = message.text
+    return Said(
+        number=number,
+        role=message.role,
+        who=message.name or "",
+        thought=message.reasoning or "",
+        pieces=pieces(text[:FIRST]) if text else [],
+        images=_images(message),
+        tools=tools,
+        rest=max(0, len(text) - FIRST),
+    )
+
+
+def _images(message: Message) -> list[str]:
+    if isinstance(message.content, str):
+        return []
+    return [
+        f"{part.media_type}, SHA-256 {part.sha256[:16]}…"
+        for part in message.content
+        if isinstance(part, ImagePart)
+    ]
+
+
+def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) -> ToolUse:
+    took = None
+    if call is not None and call.call.ended_at is not None:
+        took = call.call.ended_at - call.call.started_at
+    return ToolUse(
+        name,
+        pretty(arguments),
+        call_id,
+        took,
+        "" if call is None else call.call.status or call.state,
+        "" if call is None else call.call.error or "",
+    )
+
+
+def pretty(arguments: str) -> str:
+    """JSON on lines of its own; what is no JSON as it was written."""
+    if len(arguments) > ARGUMENTS:
+        return arguments
+    try:
+        return json.dumps(json.loads(arguments), indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int, int], StoredCall]:
+    """(turn, number of the call in it) -> the recorded call, where a tool was called as often as
+    the messages say: calls do not say which message asked for them."""
+    asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for turn in trajectory.turns:
+        names = [call.name for message in turn.messages for call in message.tool_calls]
+        for place, name in enumerate(names):
+            asked[name].append((turn.index, place))
+    made: dict[str, list[StoredCall]] = defaultdict(list)
+    for stored in sorted(calls, key=lambda one: one.call.started_at):
+        if stored.call.kind == "tool":
+            made[stored.call.name].append(stored)
+    return {
+        place: stored
+        for name, places in asked.items()
+        if len(places) == len(made[name])
+        for place, stored in zip(places, made[name], strict=True)
+    }
+
+
+def text_part(trajectory: Trajectory, turn: int, number: int, start: int) -> tuple[str, int]:
+    """MORE characters of a message from `start`, and how many there are behind them. IndexError for
+    a message that is not there."""
+    if turn < 0 or number < 0 or start < 0:
+        raise IndexError(turn)
+    text = trajectory.turns[turn].messages[number].text
+    return text[start : start + MORE], max(0, len(text) - start - MORE)
+
+
+class CallRow(NamedTuple):
+    """A call in the timeline."""
+
+    depth: int
+    title: str
+    took_s: float | None
+    state: str
+    error: str
+    facts: str
+    x: float
+    width: float
+    """Its place in the attempt's time, in hundredths."""
+
+
+def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
+    """Calls in the order of their starts, each below the one in which it was made."""
+    ordered = sorted(calls[:MAX_CALLS], key=lambda stored: stored.call.started_at)
+    if not ordered:
+        return []
+    begin = ordered[0].call.started_at
+    end = max(one.call.ended_at or one.call.started_at for one in ordered)
+    span = max(end - begin, 1e-6)
+    depths: dict[str, int] = {}
+    rows = []
+    for stored in ordered:
+        call = stored.call
+        depths[call.id] = min(depths.get(call.parent or "", -1) + 1, 5)
+        took = None if call.ended_at is None else call.ended_at - call.started_at
+        facts = ", ".join(
+            f"{name} {value}"
+            for name, value in call.attributes.items()
+            if name not in ("reason",) and len(str(value)) < 80
+        )
+        rows.append(
+            CallRow(
+                depths[call.id],
+                f"{call.kind} {call.name}",
+                took,
+                stored.state if call.status is None else call.status,
+                call.error or "",
+                facts,
+                100 * (call.started_at - begin) / span,
+                max(0.6, 100 * (took or 0.0) / span),
+            )
+        )
+    return rows
+
+
+class Verdict(NamedTuple):
+    """What a scorer said."""
+
+    name: str
+    score: float | None
+    reason: str
+
+
+def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
+    """The words of those who scored it, such as a judge's."""
+    found = []
+    for stored in calls:
+        if stored.call.kind == "scorer":
+            score = stored.call.attributes.get("score")
+            reason = stored.call.attributes.get("reason", "")
+            number = float(score) if isinstance(score, int | float) else None
+            found.append(Verdict(stored.call.name, number, str(reason or stored.call.error or "")))
+    return found
+
+
+class Node(NamedTuple):
+    """A turn in the picture of the branches."""
+
+    number: int
+    x: int
+    y: int
+    parent: tuple[int, int] | None
+    leaf: int
+    """The branch that a click shows."""
+    is_on: bool
+
+
+def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
+    """The turns as a tree from left to right; empty where there are no branches, or more turns than
+    a picture shows."""
+    if not is_branched(turns) or len(turns) > MAX_TREE:
+        return []
+    shown = set(selected(turns, leaf)[0])
+    children: dict[int | None, list[int]] = defaultdict(list)
+    for turn in turns:
+        children[turn.parent].append(turn.index)
+    places: dict[int, tuple[int, int]] = {}
+    firsts: dict[int, int] = {}
+    for lane, end in enumerate(leaves(turns)):
+        for index in path_to(turns, end):
+            if index not in places:
+                parent = turns[index].parent
+                places[index] = (0 if parent is None else places[parent][0] + 1, lane)
+                firsts[index] = end
+    return [
+        Node(
+            turn.index,
+            *places[turn.index],
+            None if turn.parent is None else places[turn.parent],
+            firsts[turn.index],
+            turn.index in shown,
+        )
+        for turn in turns
+    ]
+
+
+def remote_part(
+    turns: Sequence[RemoteTurn], limit: int = 40
+) -> list[tuple[RemoteTurn, list[Said]]]:
+    """What remote models said, the first `limit` of it."""
+    return [
+        (
+            turn,
+            [
+                said(m, i, [_tool_use(c.name, c.arguments, c.id, None) for c in m.tool_calls])
+                for i, m in enumerate(turn.messages)
+            ],
+        )
+        for turn in turns[:limit]
+    ]
+
+
+def lines_of(trajectory: Trajectory) -> list[tuple[str, str]]:
+    """(who, line) of all that was said, for a comparison; at most MAX_LINES."""
+    lines: list[tuple[str, str]] = []
+    for turn in trajectory.turns:
+        for message in turn.messages:
+            texts = [message.reasoning or "", *_texts(message)]
+            texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
+            for text in filter(None, texts):
+                lines += [(message.role, line) for line in text[:MORE].split("\n")]
+                if len(lines) > MAX_LINES:
+                    return lines[:MAX_LINES]
+    return lines
+
+
+MAX_LINES = 1_500
+
+
+def _texts(message: Message) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [part.text for part in message.content if isinstance(part, TextPart)]
+
+
+class DiffRow(NamedTuple):
+    """Lines beside each other. `kind`: same, gone, new, changed, or skipped."""
+
+    kind: str
+    who: str
+    left: str
+    right: str
+    skipped: int = 0
+
+
+CONTEXT = 3
+
+
+def diff(left: Trajectory, right: Trajectory) -> list[DiffRow]:
+    """What two attempts said, line beside line; long stretches that are the same are skipped."""
+    from difflib import SequenceMatcher
+
+    one, two = lines_of(left), lines_of(right)
+    rows: list[DiffRow] = []
+    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=len(one) > 300).get_opcodes():
+        if kind == "equal":
+            rows += _same(one[a:b])
+            continue
+        for place in range(max(b - a, d - c)):
+            old = one[a + place] if a + place < b else None
+            new = two[c + place] if c + place < d else None
+            who = (old or new or ("", ""))[0]
+            what = "changed" if old and new else "gone" if old else "new"
+            rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))
+    return rows
+
+
+def _same(lines: Sequence[tuple[str, str]]) -> list[DiffRow]:
+    rows = [DiffRow("same", who, line, line) for who, line in lines]
+    if len(rows) <= 2 * CONTEXT + 2:
+        return rows
+    left_out: Any = len(rows) - 2 * CONTEXT
+    return [*rows[:CONTEXT], DiffRow("skipped", "", "", "", left_out), *rows[-CONTEXT:]]

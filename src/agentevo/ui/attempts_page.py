@@ -1,0 +1,278 @@
+"""Lists of attempts: `/runs/{run}/attempts` (all of them), `/runs/{run}/steps/{step}` (one step's
+groups). Both read the index alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.errors import ConfigError
+from agentevo.event_loop import in_thread
+from agentevo.pages.histograms import Bar, histogram
+from agentevo.pages.navigation import run_url
+from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
+from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, Row
+from agentevo.ui.index.selection import ORDERS, Selection
+from agentevo.ui.run_page import run_page
+from agentevo.ui.run_state import RunView
+
+router = APIRouter()
+
+HISTOGRAMS = (("reward", "Reward"), ("tokens", "Tokens drawn"), ("age", "Age in versions"))
+TITLES = {
+    "split": "Split",
+    "state": "Ledger",
+    "status": "Status",
+    "outcome": "Outcome",
+    "kind": "Kind of task",
+    "agent": "Agent",
+    "error": "Error",
+    "reason": "Dropped for",
+}
+WHY_NOT = {
+    "advantage": "no attempt here was trained on, or its advantages can't be made again",
+    "unlikely": "no drawn token here, or the log-probs are not read yet",
+    "judge": "the recipe has no judge beside a rule, or neither has said anything here",
+    "oldest-tokens": "no attempt here was trained on, or the versions are not read yet",
+}
+NO_CHANGE = (
+    "largest log-prob change",
+    "the trainer's own log-probs are not kept by the store; actor/ppo_kl has their mean",
+)
+
+
+FIRST_S = 1.5
+"""How long a page waits for an index that is made for the first time."""
+
+
+class Choice(NamedTuple):
+    """One filter by a word: its values with where each leads."""
+
+    title: str
+    name: str
+    chosen: str
+    words: list[tuple[str, int, str]]
+    """(word, how many, link); the link of the chosen one takes it back."""
+
+
+class View(NamedTuple):
+    """What both pages show of a selection."""
+
+    selection: Selection
+    choices: list[Choice]
+    orders: list[tuple[str, str, str]]
+    """(title, link, why it can't be chosen)."""
+    pictures: list[tuple[str, Any, str]]
+    """(title, histogram, link that takes its range back, or nothing)."""
+    size: int
+    successes: int
+    mean: float | None
+    spread: float | None
+
+
+async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
+    """The index of a run, and the URL of its store. Raises ConfigError."""
+    shared = dashboard(request)
+    url = await in_thread(shared.sources.store_url, view.source)
+    return shared.indexes.reader(url, view.source.folder), url
+
+
+def _selection(query: Mapping[str, str]) -> Selection:
+    """Raises NotFoundError, which says what is wrong with the address."""
+    try:
+        return Selection.of(query)
+    except ConfigError as error:
+        raise NotFoundError(str(error)) from error
+
+
+def _view(reader: IndexReader, selection: Selection, base: str) -> View:
+    def link(**changes: Any) -> str:
+        keys = selection.query(**changes)
+        return f"{base}?{urlencode(keys)}" if keys else base
+
+    choices = []
+    for name, title in TITLES.items():
+        chosen = selection.choices.get(name, "")
+        words = reader.words(selection, name)
+        if len(words) > 1 or chosen:
+            links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
+            choices.append(Choice(title, name, chosen, links))
+    has = reader.has_values(selection)
+    orders = [
+        (
+            title,
+            "" if name == selection.order else link(order=name if name != "newest" else None),
+            "" if has[name] or name not in WHY_NOT else WHY_NOT[name],
+        )
+        for name, (_, _, title) in ORDERS.items()
+    ]
+    orders.append((NO_CHANGE[0], "", NO_CHANGE[1]))
+    pictures = []
+    for name, title in HISTOGRAMS:
+        edges = (f"{name}_from", f"{name}_to")
+        low, high = selection.ranges.get(name, (math.nan, math.nan))
+        bars = [
+            Bar(
+                bar.low,
+                bar.high,
+                bar.size,
+                bar.good,
+                link(**{edges[0]: f"{bar.low:.9g}", edges[1]: f"{bar.high:.9g}"}),
+                is_chosen=low <= bar.low + 1e-9 and bar.high - 1e-9 <= high,
+            )
+            for bar in reader.histogram(selection, name)
+        ]
+        picture = histogram(title, bars, is_whole=name != "reward")
+        back = link(**dict.fromkeys(edges)) if name in selection.ranges else ""
+        pictures.append((title, picture, back))
+    return View(selection, choices, orders, pictures, *reader.count(selection))
+
+
+@router.get("/runs/{run}/attempts", response_class=HTMLResponse)
+async def attempts(request: Request, run: str) -> HTMLResponse:
+    """All attempts of a run, filtered, sorted and searched."""
+    view = await run_of(request, run)
+    reader, url = await reader_of(request, view)
+    selection = _selection(request.query_params)
+    base = run_url(run, "attempts")
+
+    def read() -> tuple[View, Listing]:
+        with reader.steady():
+            return _view(reader, selection, base), reader.listing(selection)
+
+    return await _answer(request, view, url, "attempts.html", read, selection, base)
+
+
+@router.get("/runs/{run}/steps/{step}", response_class=HTMLResponse)
+async def step(request: Request, run: str, step: int) -> HTMLResponse:
+    """One step: its groups side by side."""
+    view = await run_of(request, run)
+    reader, url = await reader_of(request, view)
+    query = dict(request.query_params) | {"step": str(step)}
+    after = query.pop("after", None)
+    selection = _selection(query)
+    base = run_url(run, "steps", step)
+
+    def read() -> tuple[View, Any]:
+        with reader.steady():
+            groups, more, total = reader.step_groups(selection, after=after)
+            shown = _view(reader, selection, base)
+            return shown, _StepGroups(
+                [_group(rows) for rows in groups],
+                None if more is None else f"{base}?{urlencode(selection.query(after=more))}",
+                total,
+                _neighbours(reader, step),
+            )
+
+    return await _answer(request, view, url, "step.html", read, selection, base, step=step)
+
+
+class Group(NamedTuple):
+    """The attempts of a task beside each other."""
+
+    id: str
+    rows: list[Row]
+    mean: float
+    spread: float
+    successes: int
+    why: str
+    """Why it was not trained on; empty where it was, or may be."""
+
+
+class _StepGroups(NamedTuple):
+    groups: list[Group]
+    next: str | None
+    total: int
+    facts: dict[str, Any]
+
+
+def _group(rows: Sequence[Row]) -> Group:
+    rewards = [row.reward for row in rows if row.status == "completed"]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else 0.0
+    reasons = sorted({row.drop_reason for row in rows if row.drop_reason})
+    return Group(
+        rows[0].group_id,
+        list(rows),
+        mean,
+        spread,
+        sum(row.success for row in rows),
+        ", ".join(reasons),
+    )
+
+
+def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
+    """The committed steps around one, and what is known of it."""
+    known = reader.steps()
+    numbers = [one[0] for one in known]
+    here = next((one for one in known if one[0] == step), None)
+    return {
+        "before": max((n for n in numbers if n < step), default=None),
+        "after": min((n for n in numbers if n > step), default=None),
+        "committed_at": here[1] if here else None,
+        "num_trained": here[2] if here else None,
+        "plan": here[3] if here else {},
+    }
+
+
+async def _answer(
+    request: Request,
+    view: RunView,
+    url: str,
+    template: str,
+    read: Any,
+    selection: Selection,
+    base: str,
+    **more: Any,
+) -> HTMLResponse:
+    """The page; without an index it says how far that is."""
+    shared = dashboard(request)
+    state, trouble = await in_thread(shared.indexes.state, url)
+    until = time.monotonic() + FIRST_S
+    while not state.at and time.monotonic() < until:
+        await asyncio.sleep(0.05)
+        state, trouble = await in_thread(shared.indexes.state, url)
+    shown, found = None, None
+    with suppress(IndexAway):
+        if state.at:
+            shown, found = await in_thread(read)
+    return run_page(
+        request,
+        template,
+        view,
+        "attempts",
+        shown=shown,
+        found=found,
+        index=state,
+        trouble=trouble,
+        selection=selection,
+        base=base,
+        kept=_kept(selection),
+        **more,
+    )
+
+
+def _kept(selection: Selection) -> dict[str, str]:
+    """What a form of the page sends again beside its own fields."""
+    free = msgspec.structs.replace(selection, text="", after=None)
+    return {name: value for name, value in free.query().items() if name != "step"}
+
+
+@router.get("/runs/{run}/attempts/state", response_class=HTMLResponse)
+async def index_state(request: Request, run: str) -> HTMLResponse:
+    """How far the index is; asked again and again while it is not whole."""
+    view = await run_of(request, run)
+    _, url = await reader_of(request, view)
+    state, trouble = await in_thread(dashboard(request).indexes.state, url)
+    if not is_part(request):
+        raise NotFoundError("This is a part of the page of attempts.")
+    return part("index_state.html", index=state, trouble=trouble, view=view)

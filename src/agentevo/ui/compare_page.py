@@ -1,0 +1,204 @@
+"""Any number of runs side by side: `/compare?run=...&run=...`, or all of a sweep, `?sweep=...`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.config import sources as yaml_sources
+from agentevo.event_loop import in_thread
+from agentevo.pages.charts import Chart, Line
+from agentevo.runs.result_table import PLACE_KEYS
+from agentevo.ui.context import dashboard, page
+from agentevo.ui.run_state import RunView
+from agentevo.ui.runs_page import row_of
+from agentevo.ui.series import NAMES, Axis, is_share, line_of
+from agentevo.ui.watching import UnknownRunError
+
+router = APIRouter()
+
+MOST_RUNS = 64
+FIRST = (
+    "critic/score/mean",
+    "train/success",
+    "sft/loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "response_length/mean",
+    "perf/throughput",
+    "group/zero_std_ratio",
+)
+MOST_CHARTS = 60
+MOST_KEYS = 400
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that are one line: they differ in nothing but their seed, or there is one."""
+
+    name: str
+    views: tuple[RunView, ...]
+    config: dict[str, Any]
+    seeds: list[str]
+    before: float | None
+    after: float | None
+    spread: float | None
+    """Standard deviation of `after` over the seeds."""
+    random: float | None
+    optimal: float | None
+    steps: int
+    wall_s: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """What the training has brought."""
+        if self.before is None or self.after is None:
+            return None
+        return self.after - self.before
+
+
+@router.get("/compare", response_class=HTMLResponse)
+async def compare(
+    request: Request,
+    run: list[str] = Query(default=[]),  # noqa: B008 (FastAPI's way to say it)
+    sweep: str = "",
+    by: Literal["setting", "run"] = "setting",
+    x: Axis = "step",
+    q: str = "",
+    smooth: float = 0.0,
+) -> HTMLResponse:
+    """Curves with bands, results, and what differs in the configurations."""
+    watcher = dashboard(request).watcher
+    keys = list(dict.fromkeys(run))
+    if sweep:
+        found = await in_thread(watcher.sources.runs)
+        keys += [key for key, source in found.items() if source.sweep == sweep]
+    views, missing = [], []
+    for key in keys[:MOST_RUNS]:
+        try:
+            views.append(await watcher.view(key))
+        except UnknownRunError:
+            missing.append(key)
+    lines = await in_thread(settings_of, views, by)
+    names = sorted({name for view in views for name in view.table.columns})
+    wanted = [name for name in FIRST if name in names]
+    if q:
+        wanted = [name for name in names if all(word in name for word in q.split())]
+    charts = await in_thread(
+        lambda: [one for name in wanted[:MOST_CHARTS] if (one := chart_of(lines, name, x))]
+    )
+    differences, num_same = await in_thread(differing, lines)
+    return page(
+        request,
+        "compare.html",
+        lines=lines,
+        num_runs=len(views),
+        missing=missing + [f"only {MOST_RUNS} are compared"] * (len(keys) > MOST_RUNS),
+        chosen=list(dict.fromkeys(run)),
+        sweep=sweep,
+        by=by,
+        x=x,
+        q=q,
+        smooth=min(max(smooth, 0.0), 0.99),
+        axes=NAMES,
+        names=names[:2000],
+        charts=charts,
+        differences=differences[:MOST_KEYS],
+        num_same=num_same,
+    )
+
+
+def settings_of(views: Sequence[RunView], by: str) -> list[Setting]:
+    """The lines, in the order of their first run."""
+    groups: dict[object, list[RunView]] = {}
+    configs: dict[str, dict[str, Any]] = {}
+    for view in views:
+        configs[view.key] = config = yaml_sources.leaves(view.config)
+        same = frozenset(
+            (key, repr(value)) for key, value in config.items() if key not in PLACE_KEYS
+        )
+        groups.setdefault(view.key if by == "run" else (view.name, same), []).append(view)
+    names = [group[0].name for group in groups.values()]
+    return [_setting(group, configs[group[0].key], names) for group in groups.values()]
+
+
+def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> Setting:
+    rows = [row_of(view) for view in views]
+    after = [row.after for row in rows if row.after is not None]
+    name = views[0].name
+    if names.count(name) > 1:  # the folder tells them apart
+        name = views[0].key
+    walls = [wall for view in views if (wall := view.summary.get("wall_s"))]
+    return Setting(
+        name=name,
+        views=tuple(views),
+        config=config,
+        seeds=[str(view.setting("run", "seed")) for view in views],
+        before=_mean([row.before for row in rows]),
+        after=_mean([row.after for row in rows]),
+        spread=statistics.stdev(after) if len(after) > 1 else None,
+        random=_mean([row.random for row in rows]),
+        optimal=_mean([row.optimal for row in rows]),
+        steps=max(view.step for view in views),
+        wall_s=statistics.fmean(walls) if walls else None,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None if any is missing: means over different runs could not be compared."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:
+    """One line for each setting: the mean of its runs where all of them have a value, and the band
+    from the lowest to the highest."""
+    drawn = [
+        [line for view in setting.views if (line := line_of(view, metric, axis))]
+        for setting in settings
+    ]
+    where = sorted({x for lines in drawn for line in lines for x in line[0]})
+    if not where:
+        return None
+    at = {x: place for place, x in enumerate(where)}
+    shown = []
+    for color, (setting, lines) in enumerate(zip(settings, drawn, strict=True)):
+        found: list[list[float]] = [[] for _ in where]
+        for xs, values in lines:
+            for x, value in zip(xs, values, strict=True):
+                if math.isfinite(value):
+                    found[at[x]].append(value)
+        whole = len(lines)
+        full = [one if whole and len(one) >= whole else [] for one in found]
+        bands = whole > 1
+        shown.append(
+            Line(
+                setting.name,
+                [statistics.fmean(one) if one else math.nan for one in full],
+                low=[min(one) if one else math.nan for one in full] if bands else None,
+                high=[max(one) if one else math.nan for one in full] if bands else None,
+                color=color,
+            )
+        )
+    return Chart(metric, where, shown, share=is_share(metric), name_of_x=NAMES[axis])
+
+
+def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
+    """The keys in which configurations differ, with each one's value; and how many are the same."""
+    keys = sorted({key for setting in settings for key in setting.config} - set(PLACE_KEYS))
+    differences, num_same = [], 0
+    for key in keys:
+        values = [
+            str(setting.config[key]) if key in setting.config else "–" for setting in settings
+        ]
+        if len(set(values)) > 1:
+            differences.append((key, values))
+        else:
+            num_same += 1
+    return differences, num_same

@@ -1,0 +1,81 @@
+"""What the handlers of all pages need: the run that a URL names, and an answer with a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.pages import render
+from agentevo.ui.access import Access
+from agentevo.ui.indexes import Indexes
+from agentevo.ui.run_state import RunView
+from agentevo.ui.sources import Sources
+from agentevo.ui.stores import Stores
+from agentevo.ui.watching import Watcher
+
+THEMES = ("light", "dark")
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """All that is shared by the pages of one dashboard; `request.app.state.dashboard`."""
+
+    sources: Sources
+    watcher: Watcher
+    stores: Stores
+    access: Access
+    indexes: Indexes
+
+
+class NotFoundError(Exception):
+    """What a URL names is not there; the message says what, and where it may be."""
+
+
+def dashboard(request: Request) -> Dashboard:
+    """Of the application that has got this request."""
+    found: Dashboard = request.app.state.dashboard
+    return found
+
+
+async def run_of(request: Request, run: str) -> RunView:
+    """The run that a URL names. Raises UnknownRunError, which becomes a page that says so."""
+    return await dashboard(request).watcher.view(run)
+
+
+def is_part(request: Request) -> bool:
+    """Whether htmx asks, for a part of the page."""
+    return request.headers.get("hx-request") == "true"
+
+
+def page(
+    request: Request,
+    template: str,
+    *,
+    news: list[str] | None = None,
+    status: int = 200,
+    **data: Any,
+) -> HTMLResponse:
+    """The page `templates/TEMPLATE`. `news`: keys of the runs whose changes it waits for; every
+    element with `data-live` is then asked for again (`hx-get`, `hx-trigger="news"`)."""
+    theme = request.cookies.get("agentevo-theme", "")
+    about = f"/live?{urlencode([('run', key) for key in news])}" if news else ""
+    readers = dashboard(request).watcher
+    text = render(
+        template,
+        theme=theme if theme in THEMES else "",
+        news=about,
+        versions={key: readers.version(key) for key in news or ()},
+        **data,
+    )
+    return HTMLResponse(text.encode("utf-8", "replace"), status_code=status)
+
+
+def part(template: str, **data: Any) -> HTMLResponse:
+    """A part of a page, for htmx."""
+    text = render(template, **data).encode("utf-8", "replace")
+    # It has the address of a whole page, in whose place no browser may show it.
+    return HTMLResponse(text, headers={"cache-control": "no-store", "vary": "HX-Request"})

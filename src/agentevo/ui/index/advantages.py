@@ -1,0 +1,127 @@
+"""The advantages of a committed step, made again by the trainer's own functions from its plan: no
+store keeps them.
+
+They are exact where the advantage is a function of rewards, groups and turns. What needed a model
+(a critic, a reference in the reward, process rewards) or a function of the user's is not made
+again, and `why_not` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from agentevo.errors import AgentEvoError, TrainingError
+from agentevo.types import Sample, Trajectory
+
+KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
+
+
+MAX_CELLS = 50_000_000
+"""Rows times tokens of the longest one, of a step whose advantages are made: 8 bytes each, three
+times."""
+
+
+class Rule(NamedTuple):
+    """How a run makes its advantages."""
+
+    section: Any
+    """The AlgorithmSection."""
+    advantage: Any
+    """The bound estimator."""
+
+
+def rule_of(config: dict[str, Any]) -> Rule | str:
+    """The rule of a run's config.yaml, or why its advantages can't be made again."""
+    from agentevo.algorithms.estimators import bind_advantage
+    from agentevo.config import AlgorithmSection
+
+    if config.get("agents"):
+        return "each of several agents has an algorithm of its own"
+    try:
+        section = AlgorithmSection.model_validate(config.get("algorithm") or {})
+        algorithm = section.resolved()
+        advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
+    except (AgentEvoError, ValueError, TypeError) as error:
+        return f"its algorithm can't be read: {str(error).splitlines()[0][:200]}"
+    why = _why_not(section, advantage)
+    return why or Rule(section, advantage)
+
+
+def _why_not(section: Any, advantage: Any) -> str | None:
+    if section.credit is not None:
+        return f"algorithm.credit={section.credit} is a function of the run's own"
+    if missing := sorted(set(advantage.needs) - KNOWN_NEEDS):
+        return f"advantage {advantage.name} needs {', '.join(missing)}, which no store keeps"
+    if section.kl_in == "reward" and section.kl_coef:
+        return "the reward had a KL term, which no store keeps"
+    if section.train_observations:
+        return "what the policy read was trained, too, with log-probs that no store keeps"
+    return None
+
+
+def without_words(trajectory: Trajectory) -> Trajectory:
+    """What advantages are made from: of a step with long texts all attempts are held at once."""
+    turns = [replace(turn, messages=[], tools="") for turn in trajectory.turns]
+    return replace(trajectory, turns=turns, files={}, remote_turns=[])
+
+
+def step_samples(
+    step: int, record: dict[str, Any], stored: Sequence[Trajectory], rule: Rule
+) -> list[Sample]:
+    """The samples of a committed step with their advantages, as they were before tokens that are
+    too old were left out. Raises AgentEvoError where the plan and the store do not fit together."""
+    from agentevo.training.batching.samples import advantages_of, trajectory_rows
+    from agentevo.training.batching.step_plan import Plan
+
+    plan = Plan.of(step, record)
+    by_id = {one.id: one for one in stored}
+    final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
+    rows = [row for one in final for row in trajectory_rows(one)]
+    if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
+        raise TrainingError(f"step {step} is too large to make its advantages again here")
+    return advantages_of(
+        rows,
+        rule.advantage,
+        baselines=plan.baselines,
+        weights=rule.section.reward_weights,
+    )
+
+
+def largest(samples: Sequence[Sample]) -> dict[str, float]:
+    """Id -> the advantage of a token that is farthest from 0, with its sign."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        trained = sample.advantages[sample.loss_mask]
+        if len(trained):
+            value = float(trained[abs(trained).argmax()])
+            if abs(value) >= abs(found.get(sample.trajectory_id, 0.0)):
+                found[sample.trajectory_id] = value
+    return found
+
+
+def config_of(folder: Path | None) -> dict[str, Any]:
+    """config.yaml of a run as it is written; empty for a store without a run's folder."""
+    from agentevo.config import sources
+
+    if folder is None or not (folder / "config.yaml").is_file():
+        return {}
+    tree = sources.read_yaml(folder / "config.yaml")
+    return dict(tree) if isinstance(tree, dict) else {}
+
+
+def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
+    """Name of each reward of a recipe -> its weight, and whether remote models judge."""
+    found: dict[str, tuple[float, bool]] = {}
+    rewards = config.get("rewards")
+    for entry in rewards if isinstance(rewards, list) else []:
+        of = {"name": entry} if isinstance(entry, str) else entry
+        if isinstance(of, dict) and isinstance(of.get("name"), str):
+            weight = of.get("weight", 1.0)
+            is_judge = "models" in of or of["name"] in ("llm_judge", "agentcpm")
+            if isinstance(weight, int | float) and not isinstance(weight, bool):
+                found[str(of.get("label") or of["name"])] = (float(weight), is_judge)
+    return found

@@ -1,0 +1,109 @@
+"""What a list of attempts shows and the store's columns do not say: read out of the turns."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from agentevo.types import REWARD_PARTS, Message, Task, Trajectory
+from agentevo.ui.index.database import TEXT_CHARS
+
+
+class Derived(NamedTuple):
+    """Numbers of one attempt; None where nothing says them."""
+
+    lowest_logprob: float | None
+    """Of the least likely token that was drawn; greedy turns draw none."""
+    mean_logprob: float | None
+    lowest_version: int | None
+    """Of the oldest weights that drew one of its tokens."""
+    text: bytes
+    """What was said, as `packed` made it."""
+
+
+def derived(trajectory: Trajectory) -> Derived:
+    """One pass over the turns."""
+    drawn = [
+        np.asarray(turn.logprobs, dtype=np.float32)
+        for turn in trajectory.turns
+        if turn.temperature > 0 and len(turn.logprobs)
+    ]
+    logprobs = np.concatenate(drawn) if drawn else np.zeros(0, dtype=np.float32)
+    logprobs = logprobs[np.isfinite(logprobs)]
+    versions = [min(turn.versions) for turn in trajectory.turns if len(turn.versions)]
+    return Derived(
+        lowest_logprob=float(logprobs.min()) if len(logprobs) else None,
+        mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
+        lowest_version=min(versions, default=None),
+        text=packed(said(trajectory)),
+    )
+
+
+def said(trajectory: Trajectory) -> str:
+    """The texts of an attempt in their order, one message a line, cut to TEXT_CHARS: the error,
+    what the policy read and said, the calls of tools, what remote models said."""
+    first, last = TEXT_CHARS * 3 // 4, TEXT_CHARS // 4
+    head, tail, size = "", "", 0
+    for piece in _pieces(trajectory):
+        size += len(piece) + 1
+        if len(head) < first:
+            taken = first - len(head)
+            head, piece = head + piece[:taken] + "\n", piece[taken:]
+        if piece:
+            tail = (tail + piece[-last:] + "\n")[-last:]
+    return head if not tail else f"{head}\n…\n{tail}"
+
+
+def _pieces(trajectory: Trajectory) -> Iterator[str]:
+    if trajectory.error:
+        yield trajectory.error
+    turns: Iterable[tuple[list[Message]]] = ((turn.messages,) for turn in trajectory.turns)
+    remote: Iterable[tuple[list[Message]]] = ((turn.messages,) for turn in trajectory.remote_turns)
+    for (messages,) in chain(turns, remote):
+        for message in messages:
+            if message.reasoning:
+                yield message.reasoning
+            if message.text:
+                yield message.text
+            for call in message.tool_calls:
+                yield f"{call.name} {call.arguments}"
+
+
+def packed(text: str) -> bytes:
+    return zlib.compress(text.encode("utf-8", "replace"), 1)
+
+
+def unpacked(data: bytes) -> str:
+    return zlib.decompress(data).decode("utf-8", "replace")
+
+
+def task_kind(task: Task) -> str:
+    """The kind that a task is counted under: its own word for it, else its environment."""
+    for key in ("kind", "category", "type", "subject"):
+        word = task.metadata.get(key)
+        if isinstance(word, str) and word:
+            return word[:100]
+    return task.environment or task.scorer or "question"
+
+
+def judge_gap(
+    metrics: Mapping[str, float], weights: Mapping[str, tuple[float, bool]]
+) -> float | None:
+    """How far apart judge and rule are: |mean of the judges' scores - mean of the rules'|, from 0
+    to 1 where both scores are. None where one of the two has said nothing.
+
+    `weights`: name of a reward -> its weight in the sum, and whether a remote model judges. A part
+    is the score times its weight."""
+    scores: dict[bool, list[float]] = {True: [], False: []}
+    for name, (weight, is_judge) in weights.items():
+        part = metrics.get(f"{REWARD_PARTS}{name}")
+        if part is not None and weight:
+            scores[is_judge].append(part / weight)
+    if not scores[True] or not scores[False]:
+        return None
+    judges, rules = (sum(of) / len(of) for of in (scores[True], scores[False]))
+    return abs(judges - rules)

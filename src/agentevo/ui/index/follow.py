@@ -1,0 +1,297 @@
+"""Bringing an index up to what its store has, through the Store protocol alone.
+
+    catch_up    new rows in the order of writing, columns only
+    settle      what commits and drops made of rows that were open; numbers that were skipped
+    sweep       every row from a number on compared with the store: after a rewind, or where the
+                numbers of rows differ
+    read_some   what is read out of the turns of rows that nobody has read yet, newest first
+
+Invariant: after catch_up and settle every row that the store's commits have touched is as in the
+store. Rows that a rewind has deleted are noticed by the newest step, which is then gone or another
+one, by the newest row, or by the next comparison of the numbers.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from agentevo.errors import AgentEvoError, StoreError
+from agentevo.event_loop import in_thread
+from agentevo.store.store import StepRecord, Store, StoredTrajectory
+from agentevo.ui.index.advantages import Rule, largest, step_samples, without_words
+from agentevo.ui.index.derived import derived, task_kind
+from agentevo.ui.index.writer import GAP_S, Writer, mark_of
+
+ROWS = 1_000
+"""Summaries read at once."""
+TURNS = 32
+"""Attempts read at once with their turns."""
+STEPS = 50
+"""Records of steps read at once."""
+LOOKED_AT = 2_000
+"""Open rows looked at again at once, where no step was committed; the next ones are next."""
+END = 2**62
+
+
+class Follower:
+    """One store and the index of it. `tell` hears how far it is: (what, done, of)."""
+
+    def __init__(
+        self,
+        store: Store,
+        connection: sqlite3.Connection,
+        writer: Writer,
+        tell: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> None:
+        self._store, self._db, self._writer, self._tell = store, connection, writer, tell
+        self._kinds: dict[str, str] = {}
+        self._looked_at = -1
+
+    async def refresh(self, *, compare: bool = False) -> None:
+        """All but what is read out of turns. `compare`: numbers of rows, too."""
+        back_to = await self._rewound_to()
+        if back_to is not None:
+            await self._undo(back_to)
+        await self._catch_up()
+        await self._settle()
+        if compare and not await self._agrees():
+            await self._sweep(0)
+
+    async def _rewound_to(self) -> int | None:
+        """The last step that the index and the store have in common, if the store has gone back."""
+        known = self._one("SELECT * FROM steps ORDER BY step DESC LIMIT 1")
+        newest = self._one(
+            "SELECT seq, id, written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
+        )
+        if known is not None:
+            record = await self.record_of(known["step"])
+            if record is None or mark_of(record) != known["mark"]:
+                return await self._last_common()
+        if newest is not None:
+            rows = await self._store.written_summaries(
+                range(newest["seq"], newest["seq"] + 1), limit=1
+            )
+            same = [row for _, row in rows if row.id == newest["id"]]
+            if not same or same[0].written_at != newest["written_at"]:
+                return await self._last_common()
+        return None
+
+    async def _last_common(self) -> int:
+        """By halving: the steps before a common one are common, too."""
+        marks = [
+            (row["step"], row["mark"])
+            for row in self._db.execute("SELECT * FROM steps ORDER BY step")
+        ]
+        low, high = 0, len(marks)
+        while low < high:
+            middle = (low + high) // 2
+            step, mark = marks[middle]
+            record = await self.record_of(step)
+            if record is not None and mark_of(record) == mark:
+                low = middle + 1
+            else:
+                high = middle
+        return marks[low - 1][0] if low else 0
+
+    async def _undo(self, step: int) -> None:
+        """After a rewind: compares all that may have been touched."""
+        touched = self._one(
+            "SELECT min(seq) FROM attempts WHERE alive AND (step > ? OR trained_step > ? "
+            "OR seq = (SELECT max(seq) FROM attempts WHERE alive))",
+            (step, step),
+        )
+        with self._writer.transaction():
+            self._writer.forget_steps(step)
+        await self._sweep((touched[0] or 0) if touched is not None and step else 0)
+
+    async def _sweep(self, first: int) -> None:
+        """Compares every row from number `first` on."""
+        last = self._one("SELECT max(seq) FROM attempts WHERE alive")
+        end = (last[0] or 0) if last else 0
+        while first <= end:
+            rows = await self._store.written_summaries(range(first, end + 1), limit=ROWS)
+            until = rows[-1][0] if len(rows) == ROWS else end
+            there = self._db.execute(
+                "SELECT place, id FROM attempts WHERE alive AND seq BETWEEN ? AND ?", (first, until)
+            ).fetchall()
+            names = {row.id for _, row in rows}
+            with self._writer.transaction():
+                self._writer.bury([one["place"] for one in there if one["id"] not in names])
+                self._writer.put(rows)
+            first = until + 1
+            self._tell("comparing", min(first, end), end)
+
+    async def _catch_up(self) -> None:
+        """New rows, until there are none."""
+        after = self._cursor()
+        while rows := await self._store.written_summaries(range(after + 1, END), limit=ROWS):
+            with self._writer.transaction():
+                self._writer.put(rows)
+                self._writer.note_gaps(
+                    [seq for seq, _ in rows], after, [row.written_at for _, row in rows]
+                )
+            after = rows[-1][0]
+            self._tell("listing", after, 0)
+            if len(rows) < ROWS:
+                return
+
+    def _cursor(self) -> int:
+        row = self._one("SELECT max(seq) FROM attempts WHERE alive")
+        return int(row[0] or 0) if row else 0
+
+    async def _settle(self) -> None:
+        """Steps that were committed since, rows that were open, numbers that were skipped."""
+        is_moved = await self._new_steps()
+        waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
+        rows = self._db.execute(
+            f"SELECT seq FROM attempts WHERE {waiting} ORDER BY seq LIMIT ?",
+            (-1, -1) if is_moved else (self._looked_at, LOOKED_AT),
+        ).fetchall()
+        self._looked_at = rows[-1][0] if len(rows) == LOOKED_AT and not is_moved else -1
+        await self._again(_runs([row[0] for row in rows]))
+        for gap in self._db.execute("SELECT * FROM gaps").fetchall():
+            await self._again([(gap["first"], gap["last"])])
+            if time.time() - gap["since"] > GAP_S:
+                self._db.execute("DELETE FROM gaps WHERE first = ?", (gap["first"],))
+
+    async def _new_steps(self) -> bool:
+        """Takes in the steps that were committed since; whether there are any."""
+        known = self._one("SELECT max(step) FROM steps")
+        after, is_moved = (None if known is None else known[0]), False
+        while new := await self._store.steps(after=after, limit=STEPS):
+            with self._writer.transaction():
+                self._writer.put_steps(new)
+            after, is_moved = new[-1].step, True
+        return is_moved
+
+    async def _again(self, runs: list[tuple[int, int]]) -> None:
+        """Reads rows again by their numbers."""
+        for first, last in runs:
+            while first <= last:
+                rows = await self._store.written_summaries(range(first, last + 1), limit=ROWS)
+                there = self._db.execute(
+                    "SELECT place, id FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
+                    (first, rows[-1][0] if len(rows) == ROWS else last),
+                ).fetchall()
+                names = {row.id for _, row in rows}
+                with self._writer.transaction():
+                    self._writer.bury([one["place"] for one in there if one["id"] not in names])
+                    self._writer.put(rows)
+                if len(rows) < ROWS:
+                    break
+                first = rows[-1][0] + 1
+
+    async def _agrees(self) -> bool:
+        """Whether store and index have as many rows in every split and state."""
+        counts = {
+            f"trajectories/{row['split']}/{row['state']}": row["n"]
+            for row in self._db.execute(
+                "SELECT split, state, count(*) AS n FROM attempts WHERE alive GROUP BY 1, 2"
+            )
+        }
+        found = await self._store.counts()
+        return all(
+            counts.get(name, 0) == count
+            for name, count in found.items()
+            if name.startswith("trajectories/")
+        )
+
+    async def read_some(self, limit: int = TURNS) -> int:
+        """Reads the turns of up to `limit` rows that nobody has read, the newest first; returns
+        how many."""
+        rows = self._db.execute(
+            "SELECT place, seq, id, task_id FROM attempts WHERE NOT is_read AND alive "
+            "ORDER BY seq DESC LIMIT ?",
+            (limit,),
+        ).fetchall()
+        if not rows:
+            return 0
+        places = {row["id"]: row["place"] for row in rows}
+        found: list[StoredTrajectory] = []
+        for first, last in _runs(sorted(row["seq"] for row in rows), slack=1):
+            page = await self._store.written(range(first, last + 1), limit=limit)
+            found += [stored for _, stored in page]
+        found = [stored for stored in found if stored.trajectory.id in places]
+        kinds = [await self._kind_of(stored.trajectory.task_id) for stored in found]
+        numbers = await in_thread(lambda: [derived(stored.trajectory) for stored in found])
+        with self._writer.transaction():
+            self._writer.read(
+                [
+                    (places[stored.trajectory.id], read, kind)
+                    for stored, read, kind in zip(found, numbers, kinds, strict=True)
+                ]
+            )
+            missing = places.keys() - {stored.trajectory.id for stored in found}
+            self._writer.bury(places[name] for name in missing)
+        return len(rows)
+
+    def has_steps_to_value(self) -> bool:
+        """Whether a committed step has no advantages yet."""
+        return self._one("SELECT 1 FROM steps WHERE has_advantages = 0 LIMIT 1") is not None
+
+    async def value_some(self, rule: Rule) -> bool:
+        """Makes the advantages of the newest committed step that has none yet; whether there was
+        one."""
+        row = self._one(
+            "SELECT step FROM steps WHERE has_advantages = 0 ORDER BY step DESC LIMIT 1"
+        )
+        if row is None:
+            return False
+        step = row["step"]
+        record = await self.record_of(step)
+        found: dict[str, float] = {}
+        with suppress(AgentEvoError):  # a record without a plan, or attempts that are gone
+            if record is not None:
+                stored = [
+                    without_words(one.trajectory)
+                    async for one in self._store.trajectories(trained_step=step)
+                ]
+                samples = await in_thread(step_samples, step, record.record, stored, rule)
+                found = largest(samples)
+        with self._writer.transaction():
+            self._writer.put_advantages(step, found)
+        return True
+
+    async def _kind_of(self, task_id: str) -> str:
+        if task_id not in self._kinds:
+            if len(self._kinds) > 10_000:
+                self._kinds.clear()
+            try:
+                self._kinds[task_id] = task_kind(await self._store.task(task_id))
+            except StoreError:  # attempts whose task is not in the store
+                self._kinds[task_id] = ""
+        return self._kinds[task_id]
+
+    def num_unread(self) -> int:
+        row = self._one("SELECT count(*) FROM attempts WHERE NOT is_read AND alive")
+        return int(row[0]) if row else 0
+
+    def newest_written_at(self) -> float:
+        """When the store got its newest row, in Unix time."""
+        row = self._one("SELECT written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1")
+        return float(row[0]) if row else 0.0
+
+    async def record_of(self, step: int) -> StepRecord | None:
+        """The record of a committed step."""
+        found = await self._store.steps(after=step - 1, limit=1)
+        return found[0] if found and found[0].step == step else None
+
+    def _one(self, query: str, values: tuple[Any, ...] = ()) -> sqlite3.Row | None:
+        found: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+        return found
+
+
+def _runs(numbers: list[int], slack: int = 16) -> list[tuple[int, int]]:
+    """Ranges that cover the numbers, which stand in order; those that lie near each other share
+    one."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number - runs[-1][1] <= slack:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs

@@ -1,0 +1,194 @@
+"""Keeps the index of one store while a dashboard is open, in a thread of its own.
+
+Of all processes that have the store open one writes the index: the one that holds its lock. When it
+ends another one goes on. It looks at the store at most once in EVERY_S, and rests ten times as long
+as a look took, however many people watch; what is read out of turns, it reads as long as it rested
+where the run goes on, and without a rest where it does not. A store that is away is waited for; an
+index that can't be read is made again, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import in_thread
+from agentevo.runs.store_opening import open_run_store
+from agentevo.ui.index.advantages import Rule, config_of, rewards_of, rule_of
+from agentevo.ui.index.database import cache_file, connect, is_usable, make
+from agentevo.ui.index.follow import Follower
+from agentevo.ui.index.writer import Writer
+
+EVERY_S = 1.0
+COMPARE_EVERY_S = 120.0
+"""How often the numbers of rows are compared, which costs a second at a million of them."""
+AGAIN_S = 5.0
+"""How long it waits after a failure, and for the lock."""
+SLICE_S = 0.5
+"""How long it reads turns before it looks for new rows again."""
+LIVE_S = 300.0
+"""A run that has written something within so long goes on."""
+NICENESS = 10
+
+
+class Indexer:
+    """See the module. `folder`: of the run, if there is one: it says how advantages were made."""
+
+    def __init__(self, url: str, folder: Path | None = None, *, every_s: float = EVERY_S) -> None:
+        self.url, self.path, self._folder = url, cache_file(url), folder
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.trouble = ""
+        """What keeps it from going on, in words; empty where nothing does."""
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dashboard-index", daemon=True)
+            self._thread.start()
+
+    def stop(self, within_s: float = 30.0) -> None:
+        """Ends after what it is doing; nothing is left half done however it ends."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(within_s)
+
+    def _run(self) -> None:
+        with suppress(OSError, AttributeError):  # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while not self._stop.is_set():
+            try:
+                self._with_lock()
+            except Timeout:
+                self._stop.wait(AGAIN_S)
+            except sqlite3.DatabaseError as error:
+                self._damaged(error)
+            except (AgentEvoError, OSError) as error:
+                self.trouble = str(error)
+                self._stop.wait(AGAIN_S)
+
+    def _damaged(self, error: sqlite3.DatabaseError) -> None:
+        self.trouble = f"the index {self.path} could not be used ({error})"
+        if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
+            self._stop.wait(AGAIN_S)
+        else:
+            self.trouble += ": it is made again"
+            with suppress(AgentEvoError, Timeout), FileLock(self._lock_file(), timeout=AGAIN_S):
+                make(self.path)
+
+    def _lock_file(self) -> Path:
+        return self.path.with_suffix(".lock")
+
+    def _with_lock(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(self._lock_file(), timeout=0.2):
+            was_there = self.path.exists()
+            if not is_usable(self.path):
+                make(self.path)
+                if was_there:
+                    self.trouble = "the index could not be read: it is made again"
+            asyncio.run(self._keep())
+
+    async def _keep(self) -> None:
+        config = await in_thread(config_of, self._folder)
+        with closing(connect(self.path)) as connection:
+            writer = Writer(connection, rewards_of(config))
+            async with await open_run_store(
+                self.url, create=False, within_s=AGAIN_S, tell=lambda line: None
+            ) as store:
+                follower = Follower(store, connection, writer, _teller(writer))
+                await self._follow(follower, writer, _Rules(writer, config), _inode(self.url))
+
+    async def _follow(
+        self, follower: Follower, writer: Writer, rules: _Rules, inode: int | None
+    ) -> None:
+        """Until it is stopped, or the store's file is another one."""
+        compared = float("-inf")
+        while not self._stop.is_set() and _inode(self.url) == inode:
+            began = time.monotonic()
+            due = began - compared > COMPARE_EVERY_S
+            await follower.refresh(compare=due)
+            compared = began if due else compared
+            took = time.monotonic() - began
+            self.trouble = ""
+            unread = follower.num_unread()
+            phase = "reading" if unread else ""
+            writer.set_facts(phase=phase, done=0, of=unread, listed_at=time.time())
+            rest_until = time.monotonic() + max(self._every_s, 10 * took)
+            while time.monotonic() < rest_until and not self._stop.is_set():
+                if not await self._read_for_a_while(follower, rules):
+                    if unread:
+                        break  # the next look says that all is read
+                    await self._sleep(min(0.2, max(0.0, rest_until - time.monotonic())))
+
+    async def _read_for_a_while(self, follower: Follower, rules: _Rules) -> bool:
+        """Whether there was anything to read."""
+        began = time.monotonic()
+        while time.monotonic() - began < SLICE_S and not self._stop.is_set():
+            more = await follower.read_some() > 0
+            if not more and follower.has_steps_to_value():
+                rule = await rules.get()
+                more = isinstance(rule, Rule) and await follower.value_some(rule)
+            if not more:
+                return False
+        if time.time() - follower.newest_written_at() < LIVE_S:
+            await self._sleep(time.monotonic() - began)
+        return True
+
+    async def _sleep(self, seconds: float) -> None:
+        """Ends early when it is stopped."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
+            await asyncio.sleep(min(left, 0.1))
+
+
+class _Rules:
+    """How advantages are made, found out when the first step asks: that takes torch."""
+
+    def __init__(self, writer: Writer, config: dict[str, Any]) -> None:
+        self._writer, self._config = writer, config
+        self._rule: Rule | str | None = None
+
+    async def get(self) -> Rule | str:
+        """The rule, or why there are no advantages."""
+        if self._rule is None:
+            self._rule = "the run's folder is not here, and says how they were made"
+            if self._config:
+                self._rule = await in_thread(rule_of, self._config)
+            why = self._rule if isinstance(self._rule, str) else ""
+            self._writer.set_facts(no_advantages=why)
+        return self._rule
+
+
+def _teller(writer: Writer) -> Callable[[str, int, int], None]:
+    """Writes how far it is into the file, twice a second."""
+    last = 0.0
+
+    def tell(phase: str, done: int, of: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.5:
+            writer.set_facts(phase=phase, done=done, of=of)
+            last = time.monotonic()
+
+    return tell
+
+
+def _inode(url: str) -> int | None:
+    """Of a store that is a file; another one when the run was made anew."""
+    scheme, _, path = url.partition(":///")
+    if scheme != "sqlite":
+        return None
+    try:
+        return Path(path).stat().st_ino
+    except OSError:
+        return None

@@ -1,0 +1,459 @@
+"""What pages read: only the index, never a store. Any number of threads and processes may."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from agentevo.errors import AgentEvoError
+from agentevo.store.store import SPLITS
+from agentevo.ui.index.columns import NONE, Columns
+from agentevo.ui.index.columns import WORDS as COLUMN_WORDS
+from agentevo.ui.index.database import connect
+from agentevo.ui.index.derived import unpacked
+from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selection, cursor
+
+PAGE = 50
+MAX_FOUND = 200_000
+"""Attempts that a search for a text gives at most, the newest ones."""
+BARS = 24
+SNIPPET = 160
+
+
+class IndexAway(AgentEvoError):
+    """The index is not there yet, or is being made again."""
+
+
+class State(NamedTuple):
+    """How far an index is."""
+
+    phase: str
+    """`listing`, `comparing`, `reading` (texts and log-probs), or empty: it is up to date."""
+    done: int
+    of: int
+    at: float
+    """When all that the store had was last listed, Unix time; 0 before it was."""
+    no_advantages: str
+    """Why there are none; empty where they are made."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt in a list: the summary's columns and what was derived."""
+
+    place: int
+    id: str
+    seq: int
+    task_id: str
+    group_id: str
+    attempt: int
+    split: str
+    step: int
+    status: str
+    state: str
+    trained_step: int | None
+    drop_reason: str | None
+    reward: float
+    success: bool
+    error: str | None
+    truncated: bool
+    metrics: dict[str, float]
+    num_turns: int
+    num_completion_tokens: int
+    started_at: float
+    duration_s: float
+    written_at: float
+    judge_gap: float | None
+    is_read: bool
+    lowest_logprob: float | None
+    mean_logprob: float | None
+    lowest_version: int | None
+    advantage: float | None
+    kind: str = ""
+    snippet: tuple[str, ...] = ()
+    """Of a search: text, found words and text in turn."""
+
+    @property
+    def age(self) -> int | None:
+        """Of its oldest token, in versions, at the step that it was trained in."""
+        if self.trained_step is None or self.lowest_version is None:
+            return None
+        return self.trained_step - 1 - self.lowest_version
+
+
+class Listing(NamedTuple):
+    """One page of a list."""
+
+    rows: list[Row]
+    total: int
+    """Rows of the whole list; not counted are those without a value of the order."""
+    next: str | None
+    """`after` of the next page."""
+    is_cut: bool
+    """More attempts than MAX_FOUND have the text: the list has the newest ones."""
+
+
+class Bar(NamedTuple):
+    low: float
+    high: float
+    size: int
+    good: int
+    """Successes among them."""
+
+
+class IndexReader:
+    """See the module. Every method raises IndexAway while there is no index."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns = Columns()
+        self._local = threading.local()
+
+    def state(self) -> State:
+        """How far it is."""
+        facts = dict(self._all("SELECT name, value FROM facts"))
+        return State(
+            phase=str(facts.get("phase") or ("" if "listed_at" in facts else "listing")),
+            done=int(facts.get("done") or 0),
+            of=int(facts.get("of") or 0),
+            at=float(facts.get("listed_at") or 0.0),
+            no_advantages=str(facts.get("no_advantages") or ""),
+        )
+
+    def listing(self, selection: Selection, *, size: int = PAGE) -> Listing:
+        """A page of the attempts that were selected."""
+        table = self._table()
+        where, is_cut = self._where(table, selection)
+        column, descending, _ = ORDERS[selection.order]
+        values = table[column].astype(np.float64)
+        has_value = ~np.isnan(values)
+        if column == "age":
+            has_value &= table["age"] != NONE
+        where &= has_value
+        total = int(np.count_nonzero(where))
+        seqs, sign = table["seq"], -1.0 if descending else 1.0
+        keys = sign * values
+        if selection.after is not None:
+            value, seq = sign * selection.after[0], selection.after[1]
+            where &= (keys > value) | ((keys == value) & (seqs < seq))
+        found = np.flatnonzero(where)
+        if len(found) > size:  # no sort of a million rows for the first fifty
+            bound = np.partition(keys[found], size)[size]
+            found = found[keys[found] <= bound]
+        found = found[np.lexsort((-seqs[found], keys[found]))]
+        page = found[:size]
+        more = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(found) > size else None
+        rows = self.rows((page + 1).tolist(), selection.text)
+        return Listing(rows, total, more, is_cut)
+
+    def histogram(self, selection: Selection, name: str) -> list[Bar]:
+        """Bars of `reward`, `tokens` or `age` of what was selected, whatever its range of that."""
+        ranges = {key: value for key, value in selection.ranges.items() if key != name}
+        free = msgspec.structs.replace(selection, ranges=ranges, after=None)
+        table = self._table()
+        where, _ = self._where(table, free)
+        values = table[RANGES[name]]
+        where &= values != NONE if name == "age" else np.ones(len(values), dtype=bool)
+        found, good = values[where], table["success"][where]
+        if not len(found):
+            return []
+        low, high = float(found.min()), float(found.max())
+        edges = _edges(low, high, is_whole=name != "reward")
+        counts, _ = np.histogram(found, edges)
+        successes, _ = np.histogram(found[good], edges)
+        return [
+            Bar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
+            for i in range(len(counts))
+        ]
+
+    def group(self, group_id: str) -> list[Row]:
+        """The attempts of a group in the order of their numbers."""
+        places = self._all(
+            "SELECT place FROM attempts WHERE group_id = ? AND alive "
+            "ORDER BY attempt, seq LIMIT 500",
+            (group_id,),
+        )
+        return self.rows([row[0] for row in places])
+
+    def step_groups(
+        self, selection: Selection, *, after: str | None = None, limit: int = 24
+    ) -> tuple[list[list[Row]], str | None, int]:
+        """Groups that have an attempt among those selected, whole, by their id; the id behind which
+        the next page begins; and how many groups there are."""
+        table = self._table()
+        where, _ = self._where(table, selection)
+        places = (np.flatnonzero(where) + 1).tolist()
+        names: set[str] = set()
+        for chunk in _chunks(places, 5_000):
+            marks = ", ".join("?" * len(chunk))
+            query = f"SELECT DISTINCT group_id FROM attempts WHERE place IN ({marks})"
+            names.update(row[0] for row in self._all(query, chunk))
+        ordered = sorted(names, key=_natural)
+        start = 0 if after is None else sum(_natural(name) <= _natural(after) for name in ordered)
+        page = ordered[start : start + limit]
+        more = page[-1] if start + limit < len(ordered) else None
+        return [self.group(name) for name in page], more, len(ordered)
+
+    def find(self, attempt_id: str) -> Row | None:
+        """One attempt by its id."""
+        places = self._all("SELECT place FROM attempts WHERE id = ? AND alive", (attempt_id,))
+        rows = self.rows([row[0] for row in places])
+        return rows[0] if rows else None
+
+    def words(self, selection: Selection, name: str) -> list[tuple[str, int]]:
+        """The words that a filter chooses from, with how many of the selected attempts have each,
+        whatever was chosen of it."""
+        choices = {key: value for key, value in selection.choices.items() if key != name}
+        table = self._table()
+        where, _ = self._where(table, msgspec.structs.replace(selection, choices=choices))
+        numbers: dict[int, str] = dict(enumerate(CHOICES.get(name, ())))
+        if name == "outcome":
+            values = np.where(table["success"], 0, 1)[where]
+        elif name in CHOICES:
+            values = table[name][where]
+            values = values[values >= 0]
+        else:
+            values = table[WORDS[name]][where]
+            rows = self._all("SELECT number, text FROM words")
+            numbers = {int(row[0]): str(row[1]) for row in rows}
+        counts = np.bincount(values)
+        found = [
+            (numbers[i], int(counts[i])) for i in np.flatnonzero(counts).tolist() if numbers.get(i)
+        ]
+        return sorted(found, key=lambda word: -word[1])[:50]
+
+    def count(self, selection: Selection) -> tuple[int, int, float | None, float | None]:
+        """Number, successes, mean reward and its standard deviation."""
+        table = self._table()
+        where, _ = self._where(table, selection)
+        rewards = table["reward"][where]
+        if not len(rewards):
+            return 0, 0, None, None
+        good = int(np.count_nonzero(table["success"][where]))
+        return len(rewards), good, float(rewards.mean()), float(rewards.std())
+
+    def has_values(self, selection: Selection) -> dict[str, bool]:
+        """Order -> whether any of the selected attempts has a value of it."""
+        table = self._table()
+        where, _ = self._where(table, selection)
+        found = {}
+        for order, (column, _, _) in ORDERS.items():
+            values = table[column][where]
+            known = values != NONE if column == "age" else ~np.isnan(values.astype(np.float64))
+            found[order] = bool(known.any())
+        return found
+
+    def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
+        """Committed steps: number, when, attempts, facts of the plan."""
+        rows = self._all(
+            "SELECT step, committed_at, num_trajectories, plan FROM steps ORDER BY step"
+        )
+        return [(row[0], row[1], row[2], json.loads(row[3] or "{}")) for row in rows]
+
+    def rows(self, places: Sequence[int], text: str = "") -> list[Row]:
+        """Rows in this order, with a snippet around what was searched."""
+        found: dict[int, sqlite3.Row] = {}
+        for chunk in _chunks(list(places), 500):
+            marks = ", ".join("?" * len(chunk))
+            query = (
+                "SELECT a.*, w.text AS kind_text FROM attempts a JOIN words w ON w.number = a.kind "
+                f"WHERE place IN ({marks})"
+            )
+            found.update((row["place"], row) for row in self._all(query, chunk))
+        return [self._row(found[place], text) for place in places if place in found]
+
+    def _row(self, row: sqlite3.Row, text: str) -> Row:
+        fields = {name: row[name] for name in Row.__struct_fields__[:-2]}
+        fields |= {
+            "success": bool(row["success"]),
+            "truncated": bool(row["truncated"]),
+            "is_read": bool(row["is_read"]),
+            "metrics": json.loads(row["metrics"]),
+            "kind": row["kind_text"],
+        }
+        snippet: tuple[str, ...] = ()
+        if text:
+            data = self._all("SELECT text FROM texts WHERE place = ?", (row["place"],))
+            snippet = _snippet(unpacked(data[0][0]), text) if data else ()
+        return Row(**fields, snippet=snippet)
+
+    def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
+        """[N] bool: which rows are selected; and whether a search was cut."""
+        where = table["alive"].copy()
+        if selection.step is not None:
+            trained = table["trained_step"] == selection.step
+            waiting = (table["trained_step"] == NONE) & (table["step"] == selection.step)
+            where &= trained | waiting
+            if "split" not in selection.choices:
+                where &= table["split"] == SPLITS.index("train")
+        for name, value in selection.choices.items():
+            if name == "outcome":
+                where &= table["success"] == (value == "success")
+            elif name in COLUMN_WORDS:
+                where &= table[name] == COLUMN_WORDS[name].index(value)
+            else:
+                number = self._all("SELECT number FROM words WHERE text = ?", (value,))
+                where &= table[WORDS[name]] == (number[0][0] if number else -2)
+        for name, (low, high) in selection.ranges.items():
+            values = table[RANGES[name]]
+            where &= (values >= low) & (values <= high)
+            if name == "age":
+                where &= values != NONE
+        if not selection.text:
+            return where, False
+        places, is_cut = self._search(selection.text)
+        has_text = np.zeros(len(where), dtype=bool)
+        has_text[places[places < len(where)]] = True
+        return where & has_text, is_cut
+
+    def _search(self, text: str) -> tuple[np.ndarray, bool]:
+        """Places in the columns of the attempts with the text, the newest ones; whether there are
+        more."""
+        held = getattr(self._local, "held", None)
+        if held is not None and text in held:
+            found: tuple[np.ndarray, bool] = held[text]
+            return found
+        query, places = match_of(text), np.zeros(0, dtype=np.int64)
+        if query:
+            rows = self._all(
+                "SELECT rowid FROM search WHERE search MATCH ? ORDER BY rowid DESC LIMIT ?",
+                (query, MAX_FOUND + 1),
+                plain=True,
+            )
+            places = np.fromiter((row[0] for row in rows), dtype=np.int64, count=len(rows)) - 1
+        found = (places[:MAX_FOUND], len(places) > MAX_FOUND)
+        if held is not None:
+            held[text] = found
+        return found
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """Within it this thread reads the columns once, and searches once for a text: for a page
+        that asks for many numbers of one selection."""
+        self._local.held = {}
+        try:
+            yield
+        finally:
+            self._local.held = None
+
+    def _table(self) -> dict[str, np.ndarray]:
+        held = getattr(self._local, "held", None)
+        if held is None:
+            return self._read_table()
+        if "" not in held:
+            held[""] = self._read_table()
+        table: dict[str, np.ndarray] = held[""]
+        return table
+
+    def _read_table(self) -> dict[str, np.ndarray]:
+        try:
+            table = self._columns.table(self._connection())
+        except (sqlite3.Error, TypeError) as error:
+            raise self._away(error) from error
+        ages = table["trained_step"] - 1 - table["lowest_version"]
+        unknown = (table["trained_step"] == NONE) | (table["lowest_version"] == NONE)
+        table["age"] = np.where(unknown, NONE, ages)
+        table["surprise"] = np.abs(table["advantage"])
+        return table
+
+    def _all(self, query: str, values: Sequence[Any] = (), *, plain: bool = False) -> list[Any]:
+        """All rows; `plain`: as tuples."""
+        try:
+            cursor = self._connection().cursor()
+            if plain:
+                cursor.row_factory = None
+            return cursor.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._away(error) from error
+
+    def _away(self, error: BaseException) -> IndexAway:
+        self._local.connection = None
+        return IndexAway(f"the index is not there yet, or is being made again ({error})")
+
+    def _connection(self) -> sqlite3.Connection:
+        """One for each thread; another one when the file was made again. Raises sqlite3.Error."""
+        try:
+            inode = self._path.stat().st_ino
+        except OSError as error:
+            raise sqlite3.OperationalError("no index") from error
+        held = getattr(self._local, "connection", None)
+        if held is None or self._local.inode != inode:
+            if held is not None:
+                held.close()
+            self._local.connection = held = connect(self._path)
+            self._local.inode = inode
+        connection: sqlite3.Connection = held
+        return connection
+
+
+def match_of(text: str) -> str:
+    """What a person types as FTS5's query: all words must be there, "a phrase" as it stands, the
+    beginning of a word with *, -word not. Every word is quoted: nothing typed is syntax."""
+    wanted: list[str] = []
+    unwanted: list[str] = []
+    for minus, phrase, word in re.findall(r'(-?)(?:"([^"]*)"|([^\s"]+))', text):
+        said = (phrase or word).strip("*")
+        if not re.search(r"\w", said):
+            continue
+        term = '"' + said.replace('"', "") + '"' + ("*" if word.endswith("*") else "")
+        (unwanted if minus else wanted).append(term)
+    if not wanted:
+        return ""
+    return " AND ".join(wanted) + "".join(f" NOT {term}" for term in unwanted)
+
+
+def _snippet(said: str, text: str) -> tuple[str, ...]:
+    """Text, found word and text in turn, around the first place."""
+    words = [w.strip('*"') for w in re.findall(r'"[^"]*"|[^\s"]+', text) if not w.startswith("-")]
+    words = [word for word in words if word]
+    if not words:
+        return ()
+    pattern = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
+    first = pattern.search(said)
+    if first is None:  # the search knows other forms of letters than this does
+        return (said[:SNIPPET],)
+    start = max(0, first.start() - SNIPPET // 3)
+    shown = said[start : start + SNIPPET]
+    pieces = ["…" if start else ""]
+    end = 0
+    for match in pattern.finditer(shown):
+        pieces[-1] += shown[end : match.start()]
+        pieces += [match[0], ""]
+        end = match.end()
+    pieces[-1] += shown[end:]
+    return tuple(pieces)
+
+
+def _edges(low: float, high: float, *, is_whole: bool) -> np.ndarray:
+    """Of whole numbers at whole places: no bar holds more of them than its neighbours."""
+    if is_whole:
+        width = max(1, -(-int(high - low + 1) // BARS))
+        return (
+            np.arange(low, high + 1 + width, width) - 0.5
+            if high > low
+            else np.array([low - 0.5, low + 0.5])
+        )
+    if high <= low:
+        return np.array([low - 0.5, high + 0.5])
+    return np.linspace(low, high, BARS + 1)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Numbers in names by their size."""
+    return [
+        (0, int(piece), "") if piece.isdecimal() else (1, 0, piece)
+        for piece in re.split(r"(\d{1,18})", name)
+        if piece
+    ]
+
+
+def _chunks(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -1,0 +1,129 @@
+"""Which attempts a page shows, in which order, and from where on: read from a page's address and
+written into it, so that every list is a link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from agentevo.errors import ConfigError
+from agentevo.store.store import SPLITS, TRAJECTORY_STATES
+from agentevo.ui.index.columns import STATUSES
+
+ORDERS: dict[str, tuple[str, bool, str]] = {
+    "newest": ("seq", True, "newest first"),
+    "oldest": ("seq", False, "oldest first"),
+    "best": ("reward", True, "highest reward"),
+    "worst": ("reward", False, "lowest reward"),
+    "longest": ("num_completion_tokens", True, "longest"),
+    "shortest": ("num_completion_tokens", False, "shortest"),
+    "advantage": ("surprise", True, "largest |advantage|"),
+    "unlikely": ("lowest_logprob", False, "least likely token"),
+    "judge": ("judge_gap", True, "judge against rule"),
+    "oldest-tokens": ("age", True, "oldest tokens"),
+    "slowest": ("duration_s", True, "slowest"),
+}
+"""Order -> the column, whether large values stand first, and what a page calls it. A row without a
+value is not in the list."""
+RANGES = {"reward": "reward", "tokens": "num_completion_tokens", "age": "age"}
+"""Range in an address -> its column."""
+CHOICES: dict[str, tuple[str, ...]] = {
+    "split": SPLITS,
+    "state": TRAJECTORY_STATES,
+    "status": STATUSES,
+    "outcome": ("success", "no success"),
+}
+WORDS = {"kind": "kind", "agent": "agent", "error": "error_kind", "reason": "reason"}
+"""Filter by a word -> its column."""
+MAX_TEXT = 500
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """See the module. An empty choice leaves that free."""
+
+    step: int | None = None
+    """Trained in this step, or sampled for it; of the split `train`, unless another is chosen."""
+    choices: dict[str, str] = {}
+    """Of CHOICES and WORDS."""
+    ranges: dict[str, tuple[float, float]] = {}
+    """Of RANGES: from (with), to (with)."""
+    text: str = ""
+    """What was said in it."""
+    order: str = "newest"
+    after: tuple[float, int] | None = None
+    """Value and number of the last row of the page before."""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> Selection:
+        """From an address. Raises ConfigError for what is no value of a filter; keys of other
+        parts of the page are left alone."""
+        choices = {}
+        for name in (*CHOICES, *WORDS):
+            value = query.get(name, "")
+            if value and name in CHOICES and value not in CHOICES[name]:
+                raise ConfigError(
+                    f"{name}={value[:50]!r} is unknown: use one of {', '.join(CHOICES[name])}"
+                )
+            if value:
+                choices[name] = value[:200]
+        ranges = {name: found for name in RANGES if (found := _range(name, query)) is not None}
+        order = query.get("order") or "newest"
+        if order not in ORDERS:
+            raise ConfigError(f"order={order[:50]!r} is unknown: use one of {', '.join(ORDERS)}")
+        step = query.get("step") or None
+        return cls(
+            step=None if step is None else int(_number("step", step)),
+            choices=choices,
+            ranges=ranges,
+            text=query.get("q", "")[:MAX_TEXT].strip(),
+            order=order,
+            after=_after(query.get("after", "")),
+        )
+
+    def query(self, **changes: Any) -> dict[str, str]:
+        """The keys of an address; `changes` replace some, None takes one away. Another filter or
+        order begins at the first page."""
+        keys: dict[str, str] = dict(self.choices)
+        for name, (low, high) in self.ranges.items():
+            keys |= {f"{name}_from": f"{low:g}"} if math.isfinite(low) else {}
+            keys |= {f"{name}_to": f"{high:g}"} if math.isfinite(high) else {}
+        keys |= {"step": str(self.step)} if self.step is not None else {}
+        keys |= {"q": self.text} if self.text else {}
+        keys |= {"order": self.order} if self.order != "newest" else {}
+        keys |= {name: str(value) for name, value in changes.items() if value is not None}
+        return {name: value for name, value in keys.items() if changes.get(name, "") is not None}
+
+
+def cursor(value: float, seq: int) -> str:
+    """`after` of the page that begins behind this row."""
+    return f"{value!r}~{seq}"
+
+
+def _after(text: str) -> tuple[float, int] | None:
+    if not text:
+        return None
+    value, _, seq = text.partition("~")
+    return _number("after", value), int(_number("after", seq))
+
+
+def _range(name: str, query: Mapping[str, str]) -> tuple[float, float] | None:
+    low, high = query.get(f"{name}_from", ""), query.get(f"{name}_to", "")
+    if not low and not high:
+        return None
+    return (
+        _number(f"{name}_from", low) if low else -math.inf,
+        _number(f"{name}_to", high) if high else math.inf,
+    )
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text[:40])
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or abs(value) > 2**53:
+        raise ConfigError(f"{name}={text[:40]!r} is no number: give one such as 3 or 0.5")
+    return value

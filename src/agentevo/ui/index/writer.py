@@ -1,0 +1,236 @@
+"""Writing rows of an index. Every method is one transaction, or part of the caller's.
+
+Invariants. (1) `change` of a row is above that of all rows changed before. (2) A row whose
+content is another than it was (it was written at another time, or at another place) has nothing
+left of what was read out of the old one. (3) The search knows the text of a row if and only if
+`texts` does.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from agentevo.rollout.failures import failure_kind
+from agentevo.store.store import StepRecord, TrajectorySummary
+from agentevo.ui.index.database import MAX_TEXT_BYTES
+from agentevo.ui.index.derived import Derived, judge_gap, unpacked
+
+MAX_WORDS = 2_000
+"""Words that filters choose from; further ones are `other`."""
+OTHER = "other"
+_LISTED = set(TrajectorySummary.__struct_fields__)
+_GIVEN = (*sorted(_LISTED - {"id"}), "seq", "agent", "error_kind", "reason", "judge_gap")
+"""Columns of a row that a summary gives, but for the id."""
+_LEDGER = ("state", "trained_step", "drop_reason", "reason")
+_SAME = "seq = excluded.seq AND written_at = excluded.written_at"
+_NULL = dict.fromkeys(("lowest_logprob", "mean_logprob", "lowest_version"), "NULL")
+_OF_CONTENT = {"is_read": "0", "kind": "0", **_NULL}
+"""Columns that are read out of the turns -> what they hold before."""
+_UPSERT = (
+    f"INSERT INTO attempts (id, change, {', '.join(_GIVEN)}) "
+    f"VALUES (:id, :change, {', '.join(f':{name}' for name in _GIVEN)}) "
+    "ON CONFLICT (id) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _GIVEN)
+    + ", change = excluded.change, alive = 1, "
+    + ", ".join(
+        f"{name} = CASE WHEN {_SAME} THEN {name} ELSE {empty} END"
+        for name, empty in _OF_CONTENT.items()
+    )
+    + f", advantage = CASE WHEN {_SAME} AND trained_step IS excluded.trained_step THEN advantage "
+    f"END WHERE NOT (alive AND {_SAME} AND "
+    + " AND ".join(f"{name} IS excluded.{name}" for name in _LEDGER)
+    + ")"
+)
+
+
+class Writer:
+    """See the module. `rewards`: as in `derived.judge_gap`."""
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        rewards: Mapping[str, tuple[float, bool]],
+        *,
+        max_text_bytes: int = MAX_TEXT_BYTES,
+    ) -> None:
+        self._db, self._rewards, self._max_bytes = connection, rewards, max_text_bytes
+        self._words = {
+            row["text"]: row["number"] for row in self._db.execute("SELECT * FROM words")
+        }
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of the block or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            self._words = {
+                row["text"]: row["number"] for row in self._db.execute("SELECT * FROM words")
+            }
+            raise
+        self._db.execute("COMMIT")
+
+    def fact(self, name: str) -> Any:
+        row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def set_facts(self, **facts: Any) -> None:
+        self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", list(facts.items()))
+
+    def put(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
+        """Writes (seq, summary) of rows as the store has them now; what is there already stays."""
+        self._forget_clashes(rows)
+        change = self._next_change()
+        self._db.executemany(
+            _UPSERT, [self._values(seq, row) | {"change": change} for seq, row in rows]
+        )
+
+    def _forget_clashes(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
+        """Another row that has the number of one of these is gone from the store."""
+        if not rows:
+            return
+        there = self._db.execute(
+            "SELECT place, id, seq FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
+            (rows[0][0], rows[-1][0]),
+        )
+        names = {seq: row.id for seq, row in rows}
+        self.bury([one["place"] for one in there if names.get(one["seq"], one["id"]) != one["id"]])
+
+    def _values(self, seq: int, row: TrajectorySummary) -> dict[str, Any]:
+        values = {name: getattr(row, name) for name in _LISTED}
+        agent = row.group_id.rpartition("@")[2].partition(":")[2]
+        kind = failure_kind(row.error) if row.status != "completed" else ""
+        return values | {
+            "metrics": json.dumps(row.metrics),
+            "seq": seq,
+            "agent": self.word(agent),
+            "error_kind": self.word(kind),
+            "reason": self.word(row.drop_reason or ""),
+            "judge_gap": judge_gap(row.metrics, self._rewards) if self._rewards else None,
+        }
+
+    def word(self, text: str) -> int:
+        """The number of a word; what is one too many is OTHER."""
+        text = text[:200]
+        number = self._words.get(text)
+        if number is None:
+            if len(self._words) >= MAX_WORDS and text != OTHER:
+                return self.word(OTHER)
+            number = len(self._words)
+            self._db.execute("INSERT INTO words VALUES (?, ?)", (number, text))
+            self._words[text] = number
+        return number
+
+    def bury(self, places: Iterable[int]) -> None:
+        """Marks rows that the store has no more, and forgets what was said in them."""
+        change = self._next_change()
+        for place in places:
+            self._forget_text(place)
+            self._db.execute(
+                "UPDATE attempts SET alive = 0, is_read = 0, change = ? WHERE place = ?",
+                (change, place),
+            )
+
+    def read(self, rows: Sequence[tuple[int, Derived, str]]) -> None:
+        """Writes (place, what was read out of the turns, kind of the task)."""
+        change, has_room = self._next_change(), self.has_room()
+        for place, found, _ in rows:
+            self._forget_text(place)
+            if has_room:
+                self._db.execute("INSERT INTO texts VALUES (?, ?)", (place, found.text))
+                text = unpacked(found.text)
+                self._db.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (place, text))
+        self._db.executemany(
+            "UPDATE attempts SET is_read = 1, lowest_logprob = ?, mean_logprob = ?, "
+            "lowest_version = ?, kind = ?, change = ? WHERE place = ?",
+            [(*found[:3], self.word(kind), change, place) for place, found, kind in rows],
+        )
+
+    def has_room(self) -> bool:
+        """Whether texts are still taken in."""
+        pages = self._db.execute("PRAGMA page_count").fetchone()[0]
+        size = self._db.execute("PRAGMA page_size").fetchone()[0]
+        return bool(pages * size < self._max_bytes)
+
+    def _forget_text(self, place: int) -> None:
+        row = self._db.execute("SELECT text FROM texts WHERE place = ?", (place,)).fetchone()
+        if row is not None:
+            self._db.execute(
+                "INSERT INTO search (search, rowid, text) VALUES ('delete', ?, ?)",
+                (place, unpacked(row["text"])),
+            )
+            self._db.execute("DELETE FROM texts WHERE place = ?", (place,))
+
+    def put_steps(self, records: Iterable[StepRecord]) -> None:
+        """Remembers steps with which the rows agree; `mark` of one is a step's identity."""
+        self._db.executemany(
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, 0)",
+            [
+                (
+                    record.step,
+                    record.committed_at,
+                    mark_of(record),
+                    record.num_trajectories,
+                    json.dumps(_plan_facts(record)),
+                )
+                for record in records
+            ],
+        )
+
+    def forget_steps(self, after: int) -> None:
+        """Of later steps nothing is left, nor of what they made of their attempts."""
+        self._db.execute("DELETE FROM steps WHERE step > ?", (after,))
+        self._db.execute(
+            "UPDATE attempts SET advantage = NULL, change = ? WHERE trained_step > ?",
+            (self._next_change(), after),
+        )
+
+    def put_advantages(self, step: int, largest: Mapping[str, float]) -> None:
+        """`largest`: id -> the advantage of its tokens that is farthest from 0, with its sign."""
+        change = self._next_change()
+        self._db.executemany(
+            "UPDATE attempts SET advantage = ?, change = ? WHERE id = ? AND trained_step = ?",
+            [(value, change, name, step) for name, value in largest.items()],
+        )
+        self._db.execute("UPDATE steps SET has_advantages = 1 WHERE step = ?", (step,))
+
+    def _next_change(self) -> int:
+        newest = self._db.execute("SELECT max(change) FROM attempts").fetchone()[0] or 0
+        return int(newest) + 1
+
+    def note_gaps(self, seqs: Sequence[int], after: int, times: Sequence[float]) -> None:
+        """Remembers numbers that were skipped before rows which were written a short time ago."""
+        now = time.time()
+        for seq, written_at in zip(seqs, times, strict=True):
+            if seq > after + 1 and now - written_at < GAP_S:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?)", (after + 1, seq - 1, now)
+                )
+            after = seq
+
+
+GAP_S = 600.0
+"""How long a transaction that has numbers may take to commit: longer than any store allows."""
+
+
+def mark_of(record: StepRecord) -> str:
+    """What tells one commit of a step from another one."""
+    return f"{record.committed_at!r} {record.record.get('chain', '')}"
+
+
+def _plan_facts(record: StepRecord) -> dict[str, Any]:
+    """What a page says of a step's plan without the store."""
+    plan = record.record.get("plan")
+    if not isinstance(plan, dict):
+        return {}
+    dropped = plan.get("dropped")
+    counts = {k: len(v) for k, v in dropped.items()} if isinstance(dropped, dict) else {}
+    rest = {k: plan[k] for k in ("staleness", "policy", "credit", "masked_tokens") if k in plan}
+    return rest | {"dropped": counts}

@@ -1,0 +1,62 @@
+"""The indexes of the stores that are shown: each kept up to date while somebody asks for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from agentevo.ui.index.indexer import Indexer
+from agentevo.ui.index.reader import IndexAway, IndexReader, State
+
+IDLE_S = 600.0
+"""An index that nobody has asked for so long is left as it is."""
+
+
+class _Kept:
+    def __init__(self, url: str, folder: Path | None) -> None:
+        self.indexer = Indexer(url, folder)
+        self.reader = IndexReader(self.indexer.path)
+        self.used_at = time.monotonic()
+        self.indexer.start()
+
+
+class Indexes:
+    """May be asked by any thread."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._lock = threading.Lock()
+
+    def reader(self, url: str, folder: Path | None) -> IndexReader:
+        """The index of the store at `url`, which is kept up to date from now on."""
+        with self._lock:
+            for other, kept in list(self._kept.items()):
+                if other != url and time.monotonic() - kept.used_at > IDLE_S:
+                    del self._kept[other]
+                    threading.Thread(target=kept.indexer.stop, daemon=True).start()
+            if url not in self._kept:
+                self._kept[url] = _Kept(url, folder)
+            self._kept[url].used_at = time.monotonic()
+            return self._kept[url].reader
+
+    def state(self, url: str) -> tuple[State, str]:
+        """How far the index is, and what keeps it from going on."""
+        with self._lock:
+            kept = self._kept.get(url)
+        if kept is None:
+            return State("listing", 0, 0, 0.0, ""), ""
+        try:
+            return kept.reader.state(), kept.indexer.trouble
+        except IndexAway as error:
+            return State("listing", 0, 0, 0.0, ""), kept.indexer.trouble or str(error)
+
+    def close(self) -> None:
+        """Ends all of them; blocks until they have."""
+        with self._lock:
+            kept = list(self._kept.values())
+            self._kept.clear()
+        for one in kept:
+            one.indexer.stop(0.0)
+        for one in kept:
+            one.indexer.stop(5.0)

@@ -1,0 +1,74 @@
+"""Server-sent events: `GET /live?run=KEY&run=...` tells of each change of these runs.
+
+    event: run
+    data: {"run": "coins", "version": 12, "step": 8, "state": "running"}
+
+A page then asks for its parts again, so whatever it shows by its URL (filters, a metric) stays. A
+line without meaning comes every BEAT_S, or a client that is gone would never be noticed. A stream
+ends after LONGEST_S; browsers open it again by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from agentevo.ui.context import dashboard
+from agentevo.ui.watching import Watcher
+
+BEAT_S = 15.0
+LONGEST_S = 3600.0
+MAX_STREAMS = 200
+MAX_RUNS = 500
+"""Runs of one stream."""
+
+router = APIRouter()
+
+
+@router.get("/live", include_in_schema=False)
+async def live(request: Request) -> Response:
+    """See the module."""
+    watcher = dashboard(request).watcher
+    keys = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_RUNS]
+    if watcher.num_streams >= MAX_STREAMS:
+        return PlainTextResponse("too many pages are open: close some\n", status_code=503)
+    return StreamingResponse(
+        _events(request, watcher, keys),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+    )
+
+
+async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncIterator[bytes]:
+    ends = time.monotonic() + LONGEST_S
+    beat = time.monotonic()
+    yield b"retry: 1000\n\n"
+    async for view in watcher.news(keys):
+        now = time.monotonic()
+        if view is not None:
+            told = {
+                "run": view.key,
+                "version": view.version,
+                "step": view.step,
+                "state": view.state,
+            }
+            yield f"event: run\ndata: {json.dumps(told)}\n\n".encode()
+            beat = now
+        elif now - beat > BEAT_S:
+            yield b": still here\n\n"
+            beat = now
+        if now > ends or await _is_gone(request):
+            return
+
+
+async def _is_gone(request: Request) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            return await request.is_disconnected()
+    except TimeoutError:
+        return False

@@ -1,0 +1,80 @@
+"""Every metric of a run, `/runs/{run}/metrics`, and the numbers of one as JSON,
+`/runs/{run}/series`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from starlette.responses import Response
+
+from agentevo.event_loop import in_thread
+from agentevo.pages.drawing import for_json
+from agentevo.pages.navigation import run_url
+from agentevo.ui.context import NotFoundError, is_part, part, run_of
+from agentevo.ui.run_page import run_page
+from agentevo.ui.run_state import RunView
+from agentevo.ui.series import NAMES, Axis, chart_of
+
+router = APIRouter()
+
+MOST_SHOWN = 400
+"""Charts of one page."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One metric of the page."""
+
+    name: str
+    values: list[float]
+    latest: float | None
+    url: str
+
+
+@router.get("/runs/{run}/metrics", response_class=HTMLResponse)
+async def metrics(
+    request: Request, run: str, q: str = "", x: Axis = "step", smooth: float = 0.0
+) -> HTMLResponse:
+    """All metrics by their names, searched."""
+    view = await run_of(request, run)
+    names = [name for name in sorted(view.table.columns) if _is_like(name, q)]
+    groups: dict[str, list[Shown]] = {}
+    for name in names[:MOST_SHOWN]:
+        groups.setdefault(name.partition("/")[0], []).append(_shown(view, name, x))
+    data = {
+        "groups": groups,
+        "q": q,
+        "x": x,
+        "axes": NAMES,
+        "smooth": min(max(smooth, 0.0), 0.99),
+        "num_left_out": max(len(names) - MOST_SHOWN, 0),
+        "total": len(view.table.columns),
+    }
+    if is_part(request):
+        return part("metrics_list.html", view=view, **data)
+    return run_page(request, "metrics.html", view, "metrics", **data)
+
+
+@router.get("/runs/{run}/series")
+async def series(request: Request, run: str, metric: str, x: Axis = "step") -> Response:
+    """The numbers of one metric, as charts.js takes them."""
+    view = await run_of(request, run)
+    chart = await in_thread(chart_of, view, metric, "", x)
+    if chart is None:
+        raise NotFoundError(f"This run has logged no {metric[:100]}.")
+    text = json.dumps(for_json(chart.told), separators=(",", ":"), allow_nan=False)
+    return Response(text.encode("utf-8", "replace"), media_type="application/json")
+
+
+def _is_like(name: str, q: str) -> bool:
+    return all(word in name.lower() for word in q.lower().split())
+
+
+def _shown(view: RunView, name: str, x: Axis) -> Shown:
+    _, values = view.table.series(name)
+    url = f"{run_url(view.key, 'series')}?{urlencode({'metric': name, 'x': x})}"
+    return Shown(name, list(values), view.table.latest(name), url)

@@ -1,0 +1,145 @@
+"""What a run does at this moment and has come to, as plain data: facts, time left, failures by
+kind, where the time goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentevo.pages import words
+from agentevo.ui.run_state import OF_A_STEP, RunView
+
+PACE_STEPS = 20
+"""The last so many steps say how fast the run is."""
+SHOWN_STEPS = 40
+"""Of the timeline."""
+PHASES = (
+    ("gen", "sampling"),
+    ("adv", "rewards and advantages"),
+    ("update_actor", "update"),
+    ("update_weights", "publishing weights"),
+)
+"""(metric below timing_s/, words) in the order of a step."""
+NOW = (
+    ("Reward", "critic/score/mean", words.number, ""),
+    ("Success", "train/success", words.percent, ""),
+    ("Loss", "sft/loss", words.number, ""),
+    ("Tokens a second", "perf/throughput", words.count, ""),
+    ("MFU", "perf/mfu", words.percent, ""),
+    ("Seconds a step", "timing_s/step", words.number, ""),
+    ("Entropy", "actor/entropy", words.number, "nats"),
+    ("Gradient norm", "actor/grad_norm", words.number, ""),
+    ("Staleness", "staleness/mean", words.number, "versions"),
+    ("Engines", "engine/engines", words.count, ""),
+    ("Waiting requests", "engine/waiting", words.count, ""),
+    ("Groups under way", "sampler/groups_running", words.count, ""),
+    ("Memory", "perf/cpu_memory_used_gb", words.number, "GiB"),
+)
+"""(label, metric, how it is written, unit) of what is shown where it was logged."""
+
+
+def facts(view: RunView) -> list[tuple[str, str, str]]:
+    """(label, value, unit) of the newest step."""
+    found = []
+    for label, metric, written, unit in NOW:
+        value = view.table.latest(metric)
+        if value is not None:
+            found.append((label, written(value), unit))
+    return found
+
+
+def seconds_left(view: RunView, now: float | None = None) -> float | None:
+    """By the pace of the last steps, what lies between them included; None of a run that does not
+    run, or has no end."""
+    if view.state != "running" or not view.planned or view.step >= view.planned:
+        return None
+    rows, lasted = view.table.series(OF_A_STEP)
+    if not rows:
+        return None
+    ends = [view.table.times[row] for row in rows[-PACE_STEPS:]]
+    pace = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else lasted[-1]
+    if not math.isfinite(pace) or pace <= 0:
+        return None
+    gone = max((time.time() if now is None else now) - ends[-1], 0.0)
+    return max((view.planned - view.step) * pace - gone, 0.0)
+
+
+def counts_below(view: RunView, prefix: str) -> list[tuple[str, float, float]]:
+    """(kind, in the newest step, in all) of the counts that are logged as PREFIX/kind, the most
+    frequent first."""
+    newest, _ = view.table.series(OF_A_STEP)
+    found = []
+    for name in sorted(view.table.columns):
+        if not name.startswith(prefix):
+            continue
+        _, values = view.table.series(name)
+        total = sum(value for value in values if math.isfinite(value))
+        last = view.table.value_at(name, newest[-1]) if newest else None
+        if total:
+            found.append((name.removeprefix(prefix), last or 0.0, total))
+    return sorted(found, key=lambda one: -one[2])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of time of one step's phase."""
+
+    step: int
+    phase: str
+    place: int
+    """The number of the phase, which gives its colour."""
+    start_s: float
+    lasted_s: float
+
+
+def timeline(view: RunView) -> list[Segment]:
+    """The phases of the last SHOWN_STEPS steps, each where it happened; seconds count from the
+    first of them. Between steps lie evaluations and checkpoints."""
+    rows, lasted = view.table.series(OF_A_STEP)
+    shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
+    segments: list[Segment] = []
+    for row, whole in shown:
+        end = view.table.times[row]
+        if not (math.isfinite(end) and math.isfinite(whole)):
+            continue
+        at = end - whole
+        for place, (name, words_of_it) in enumerate(PHASES):
+            value = view.table.value_at(f"timing_s/{name}", row)
+            if value is None or value <= 0:
+                continue
+            segments.append(Segment(view.table.steps[row], words_of_it, place, at, value))
+            at += value
+    segments += _evaluations(view, shown)
+    first = min((one.start_s for one in segments), default=0.0)
+    return [
+        Segment(one.step, one.phase, one.place, one.start_s - first, one.lasted_s)
+        for one in segments
+    ]
+
+
+def _evaluations(view: RunView, shown: Sequence[tuple[int, float]]) -> list[Segment]:
+    if not shown:
+        return []
+    begins = view.table.times[shown[0][0]] - shown[0][1]
+    rows, lasted = view.table.series("timing_s/testing")
+    return [
+        Segment(view.table.steps[row], "evaluation", len(PHASES), end - seconds, seconds)
+        for row, seconds in zip(rows, lasted, strict=False)
+        if math.isfinite(end := view.table.times[row])
+        and math.isfinite(seconds)
+        and end - seconds >= begins
+    ]
+
+
+def shares(segments: Sequence[Segment]) -> list[tuple[str, int, float]]:
+    """(phase, its colour's number, its share of the time that the segments take)."""
+    total = sum(one.lasted_s for one in segments)
+    sums: dict[tuple[str, int], float] = {}
+    for one in segments:
+        sums[one.phase, one.place] = sums.get((one.phase, one.place), 0.0) + one.lasted_s
+    return [
+        (phase, place, seconds / total)
+        for (phase, place), seconds in sorted(sums.items(), key=lambda item: item[0][1])
+    ]

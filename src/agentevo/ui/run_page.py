@@ -1,0 +1,82 @@
+"""One run: `/runs/{run}` (what happens now) and `/config` below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.event_loop import in_thread
+from agentevo.pages.drawing import timeline
+from agentevo.pages.navigation import TABS
+from agentevo.parsing import read_text
+from agentevo.ui import run_now
+from agentevo.ui.context import NotFoundError, page, run_of
+from agentevo.ui.run_state import RunView
+from agentevo.ui.runs_page import row_of
+from agentevo.ui.series import chart_of
+
+router = APIRouter()
+
+FIRST = (
+    ("critic/score/mean", "Reward"),
+    ("train/success", "Success in training"),
+    ("sft/loss", "Loss"),
+    ("actor/entropy", "Entropy, nats a token"),
+    ("actor/grad_norm", "Gradient norm"),
+    ("actor/ppo_kl", "KL to the policy that drew"),
+    ("response_length/mean", "Tokens of a completion"),
+    ("group/zero_std_ratio", "Groups without spread"),
+    ("perf/throughput", "Tokens a second"),
+    ("staleness/mean", "Staleness, versions"),
+)
+"""(metric, title) of the charts that come first, where they were logged."""
+SHOWN_WARNINGS = 20
+
+
+@router.get("/runs/{run}", response_class=HTMLResponse)
+async def now(request: Request, run: str) -> HTMLResponse:
+    """What happens now."""
+    view = await run_of(request, run)
+    charts = [chart for name, title in FIRST if (chart := chart_of(view, name, title))]
+    segments = run_now.timeline(view)
+    drawn = [
+        (
+            one.start_s,
+            one.lasted_s,
+            one.place,
+            f"step {one.step}: {one.phase}, {one.lasted_s:.1f} s",
+        )
+        for one in segments
+    ]
+    return run_page(
+        request,
+        "run.html",
+        view,
+        "now",
+        row=row_of(view),
+        charts=charts,
+        facts=run_now.facts(view),
+        left=run_now.seconds_left(view),
+        warnings=view.warnings[:SHOWN_WARNINGS],
+        failures=run_now.counts_below(view, "rollout/failed/"),
+        drops=run_now.counts_below(view, "rollout/dropped/"),
+        timeline=timeline(drawn),
+        shares=run_now.shares(segments),
+    )
+
+
+@router.get("/runs/{run}/config", response_class=HTMLResponse)
+async def config(request: Request, run: str) -> HTMLResponse:
+    """config.yaml as it is written."""
+    view = await run_of(request, run)
+    path = view.source.file("config.yaml")
+    if path is None:
+        raise NotFoundError("This run has no config.yaml here: it is known by its store alone.")
+    return run_page(request, "config.html", view, "config", text=await in_thread(read_text, path))
+
+
+def run_page(request: Request, template: str, view: RunView, tab: str, **data: Any) -> HTMLResponse:
+    """A page of a run, with its heading and tabs; `tab`: the name of its own in TABS."""
+    return page(request, template, news=[view.key], view=view, tab=tab, tabs=TABS, **data)

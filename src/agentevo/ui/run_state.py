@@ -1,0 +1,229 @@
+"""One run as its folder tells it: state, progress, numbers, warnings. Reading never raises: what
+can't be read becomes a sentence in `RunView.problem`."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from agentevo.config import sources as yaml_sources
+from agentevo.errors import AgentEvoError
+from agentevo.observability.collapse import LOSS, SMOOTHED, CollapseMonitor
+from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.summary import read_summary
+from agentevo.runs.folder import command_of
+from agentevo.runs.lock import LOCK
+from agentevo.ui.sources import RunSource
+
+State = Literal["running", "finished", "interrupted", "damaged", "unknown"]
+
+OF_A_STEP = "timing_s/step"
+"""A metric that every step has, and no evaluation."""
+WATCHED = {*SMOOTHED, LOSS, "rollout/in"}
+COUNTED = ("rollout/dropped/", "rollout/failed/")
+_AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
+PIECE_S = 1.0
+"""How long one reading may take, before what was read so far is shown."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What is known of a run at one moment."""
+
+    source: RunSource
+    version: int = 0
+    """Grows whenever something has changed; 0: not read yet."""
+    state: State = "unknown"
+    problem: str = ""
+    """What can't be read, and what to do about it."""
+    step: int = 0
+    planned: int | None = None
+    command: str = "train"
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty before the end of the run."""
+    table: MetricsTable = field(default_factory=lambda: MetricsTable(Path("metrics.jsonl")))
+    num_rows: int = 0
+    warnings: tuple[tuple[int | None, str], ...] = ()
+    """(step, what was seen and what to do), the newest first."""
+    changed_at: float | None = None
+    """Unix time of the newest row."""
+    is_behind: bool = False
+    """Whether metrics.jsonl has more that is being read."""
+
+    @property
+    def key(self) -> str:
+        return self.source.key
+
+    @property
+    def name(self) -> str:
+        """The run's own name, or its folder's."""
+        given = self.summary.get("name") or self.setting("run", "name")
+        return given if isinstance(given, str) and given else self.source.name
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of config.yaml as it was written; None where there is none."""
+        values = self.config.get(section)
+        return values.get(key) if isinstance(values, dict) else None
+
+
+class RunReader:
+    """Reads one run, again and again. One caller at a time; `view` may be read by anybody."""
+
+    def __init__(self, source: RunSource) -> None:
+        self.view = RunView(source)
+        self._table = MetricsTable(source.file("metrics.jsonl") or Path(os.devnull))
+        self._signs = Signs()
+        self._config: dict[str, Any] = {}
+        self._summary: dict[str, Any] = {}
+        self._signatures: dict[str, object] = {}
+        self._problems: dict[str, str] = {}
+
+    def read(self) -> None:
+        """Reads what has changed since, for about PIECE_S at most."""
+        source = self.view.source
+        if source.folder is None:
+            return
+        ends, changed, is_behind = time.monotonic() + PIECE_S, False, False
+        try:
+            while self._table.read_more():
+                changed = True
+                if time.monotonic() > ends:
+                    is_behind = True
+                    break
+            if self._table.is_replaced:
+                self._table, changed = MetricsTable(self._table.path), True
+                self._signs = Signs()
+                self._table.read_more()
+            self._signs.observe(self._table)
+            self._problems.pop("metrics.jsonl", None)
+        except OSError as error:
+            self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
+        changed |= self._read_file("config.yaml", self._read_config)
+        changed |= self._read_file("summary.json", self._read_summary)
+        seen = replace(self.view, **self._facts(source), is_behind=is_behind)
+        if changed or seen != self.view:
+            self.view = replace(seen, version=self.view.version + 1)
+
+    def _facts(self, source: RunSource) -> dict[str, Any]:
+        table = self._table
+        planned = self._summary.get("planned_steps")
+        if planned is None:
+            trainer = self._config.get("trainer")
+            planned = trainer.get("steps") if isinstance(trainer, dict) else None
+        problems = list(self._problems.values())
+        if table.num_bad_lines:
+            problems.append(
+                f"metrics.jsonl: {table.num_bad_lines:,} lines are no rows and left out, "
+                f"the first of them line {table.first_bad_line:,}"
+            )
+        step = max(table.last_step, int(self._summary.get("steps") or 0))
+        planned = planned if isinstance(planned, int) else None
+        return {
+            "state": self._state(source, step, planned),
+            "problem": "; ".join(problems),
+            "step": step,
+            "planned": planned,
+            "config": self._config,
+            "summary": self._summary,
+            "table": table,
+            "num_rows": table.num_rows,
+            "warnings": self._warnings(),
+            "changed_at": table.times[-1] if table.num_rows else None,
+        }
+
+    def _warnings(self) -> tuple[tuple[int | None, str], ...]:
+        """Those of the summary, which has all; before the end those that the numbers give."""
+        if not self._summary:
+            return tuple(reversed(self._signs.found))
+        found: list[tuple[int | None, str]] = []
+        for text in self._summary.get("warnings") or []:
+            match = _AT_STEP.match(str(text))
+            found.append((int(match[1]), match[2]) if match else (None, str(text)))
+        return tuple(reversed(found))
+
+    def _state(self, source: RunSource, step: int, planned: int | None) -> State:
+        folder = source.folder
+        if folder is None or not self._config:
+            return "damaged" if "config.yaml" in self._problems else "unknown"
+        if is_locked(folder):
+            return "running"
+        if self._summary and (planned is None or step >= planned):
+            return "finished"
+        return "interrupted"
+
+    def _read_file(self, name: str, read: Any) -> bool:
+        """Whether the file is another than at the last look; then it was read."""
+        path = self.view.source.file(name)
+        signature: object = None
+        try:
+            if path is not None:
+                what = path.stat()
+                signature = (what.st_ino, what.st_size, what.st_mtime_ns)
+        except OSError:
+            signature = None
+        if name in self._signatures and self._signatures[name] == signature:
+            return False
+        self._signatures[name] = signature
+        self._problems.pop(name, None)
+        try:
+            read(path if signature is not None else None)
+        except (AgentEvoError, OSError) as error:
+            self._problems[name] = str(error)
+        return True
+
+    def _read_config(self, path: Path | None) -> None:
+        if path is None:
+            self._config = {}
+            self._problems["config.yaml"] = (
+                "config.yaml is gone: was the folder moved or deleted? Put it back, or start "
+                "`agentevo ui` with the folder's new place"
+            )
+            return
+        self._config = yaml_sources.read_yaml(path)
+        command = command_of(path.parent)
+        self.view = replace(self.view, command=command or "train")
+
+    def _read_summary(self, path: Path | None) -> None:
+        self._summary = {}
+        if path is not None:
+            self._summary = read_summary(path)
+
+
+class Signs:
+    """What the monitor of a run says of its numbers (observability/collapse.py), read on."""
+
+    def __init__(self) -> None:
+        self._monitor, self._seen = CollapseMonitor(), 0
+        self.found: list[tuple[int | None, str]] = []
+
+    def observe(self, table: MetricsTable) -> None:
+        """Looks at the rows since the last call."""
+        steps = table.columns.get(OF_A_STEP)
+        rows = list(steps.rows[bisect_left(steps.rows, self._seen) :]) if steps else []
+        names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]
+        for row in rows:
+            values = {name: table.value_at(name, row) for name in names if table.has(name, row)}
+            warnings = self._monitor.observe(table.steps[row], values)
+            self.found += [(warning.step, warning.message) for warning in warnings]
+        self._seen = table.num_rows
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine trains in that folder. Nothing is locked to find out: that
+    could get into the way of a trainer that starts at this moment."""
+    try:
+        what = (folder / LOCK).stat()
+    except OSError:
+        return False
+    name = f"{os.major(what.st_dev):02x}:{os.minor(what.st_dev):02x}:{what.st_ino}"
+    try:
+        locks = Path("/proc/locks").read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return any(name in line.split() for line in locks.splitlines())

@@ -1,0 +1,119 @@
+"""The list of all runs: `GET /`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from agentevo.observability.collapse import SCORE
+from agentevo.observability.metrics import read_evaluations
+from agentevo.ui.context import dashboard, is_part, page, part
+from agentevo.ui.run_state import RunView
+
+router = APIRouter()
+
+SORTS = {
+    "newest": ("Newest", lambda row: -(row.view.changed_at or 0)),
+    "name": ("Name", lambda row: row.view.name.lower()),
+    "result": ("Result", lambda row: -(row.after if row.after is not None else -math.inf)),
+    "progress": ("Progress", lambda row: -row.share),
+}
+STATES = ("running", "finished", "interrupted", "damaged")
+MOST_LIVE = 500
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run as the list shows it."""
+
+    view: RunView
+    before: float | None
+    after: float | None
+    random: float | None
+    optimal: float | None
+    rewards: list[float]
+    about: str
+
+    @property
+    def share(self) -> float:
+        return self.view.step / self.view.planned if self.view.planned else 0.0
+
+
+@router.get("/", response_class=HTMLResponse)
+async def runs(
+    request: Request, q: str = "", state: str = "", sort: str = "newest"
+) -> HTMLResponse:
+    """All runs, searched by name, environment, model and state, and sorted."""
+    shared = dashboard(request)
+    rows = [row_of(view) for view in await shared.watcher.views()]
+    words = q.lower().split()
+    chosen = [
+        row
+        for row in rows
+        if (not state or row.view.state == state)
+        and all(word in f"{row.view.key} {row.view.name} {row.about}".lower() for word in words)
+    ]
+    chosen.sort(key=SORTS.get(sort, SORTS["newest"])[1])
+    counts = {name: sum(row.view.state == name for row in rows) for name in STATES}
+    data: dict[str, Any] = {
+        "rows": chosen,
+        "total": len(rows),
+        "q": q,
+        "state": state,
+        "sort": sort if sort in SORTS else "newest",
+        "sorts": {name: title for name, (title, _) in SORTS.items()},
+        "counts": {name: number for name, number in counts.items() if number},
+        "shown": shared.sources.shown,
+        "is_cut": shared.sources.is_cut,
+    }
+    if is_part(request):
+        return part("runs_table.html", **data)
+    news = [row.view.key for row in chosen if row.view.state == "running"] or [
+        row.view.key for row in chosen
+    ]
+    return page(request, "runs.html", news=news[:MOST_LIVE] or None, **data)
+
+
+def row_of(view: RunView) -> Row:
+    """What the list says of a run: from its summary, else from its newest numbers."""
+    scores = view.summary.get("eval") or {}
+    figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
+    if not view.summary:
+        figures |= newest_evaluation(view)
+    _, rewards = view.table.series(SCORE)
+    environment = view.summary.get("environment") or view.setting("environment", "type")
+    model = view.summary.get("model") or view.setting("model", "name")
+    about = [environment, model, view.setting("algorithm", "name")]
+    return Row(
+        view=view,
+        rewards=list(rewards),
+        about=" · ".join(str(one)[:60] for one in about if one),
+        **{
+            name: value if isinstance(value, (int, float)) else None
+            for name, value in figures.items()
+        },
+    )
+
+
+def newest_evaluation(view: RunView) -> dict[str, float | None]:
+    """Success before and now, and that of the two players, of a run under way."""
+    first: dict[str, float | None] = {}
+    last: dict[str, float | None] = {}
+    for name in list(view.table.columns):
+        if name.startswith(("val-core/", "val-aux/")):
+            _, values = view.table.series(name)
+            if values:
+                first[name], last[name] = values[0], values[-1]
+    opening, newest = read_evaluations(first), read_evaluations(last)
+    if not newest:
+        return {}
+    return {
+        "before": opening[0].success,
+        "after": newest[0].success,
+        "random": newest[0].random,
+        "optimal": newest[0].optimal,
+    }

@@ -1,0 +1,77 @@
+"""`agentevo ui`: listens, prints the URL with the token, and serves until it is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentevo.console import to_stderr
+from agentevo.event_loop import in_thread, run_coroutine
+from agentevo.inference.admission import Limits
+from agentevo.inference.http_server import serving, url_of
+from agentevo.processes.client_door import ClientDoor, client_door
+from agentevo.signals import LOOK_S, asked_to_stop
+from agentevo.ui.access import Access, names_of_this_machine
+from agentevo.ui.app import make_app
+from agentevo.ui.sources import Sources
+
+MAX_CONNECTIONS = 512
+IDLE_S = 60.0
+
+
+def serve_dashboard(
+    words: Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    tls: bool | None = None,
+    tell: Callable[[str], None] = print,
+    note: Callable[[str], None] = to_stderr,
+) -> None:
+    """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
+    `tls`: whether it encrypts; None does so where it is reached from other machines. `tell` gets
+    the URL with the token, which is said nowhere else. Raises ConfigError before it listens."""
+    sources = Sources(words)
+    sources.check()
+    with (
+        asked_to_stop() as stop,
+        tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
+        client_door(Path(folder), host, port, tls) as door,
+    ):
+        run_coroutine(_serve(sources, door, host, stop, tell, note))
+
+
+async def _serve(
+    sources: Sources,
+    door: ClientDoor,
+    host: str,
+    stop: Callable[[], bool],
+    tell: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
+    context = door.server_context()
+    base = url_of(door.listener, encrypted=context is not None)
+    access = Access(hosts={host, *names_of_this_machine()}, secure=context is not None)
+    app, shared = make_app(sources, access)
+
+    async def close() -> None:
+        await shared.watcher.close()
+        await shared.stores.close()
+        await in_thread(shared.indexes.close)
+
+    settings: dict[str, Any] = {
+        "ws": "none",
+        "interface": "asgi3",
+        "timeout_keep_alive": int(IDLE_S),
+    }
+    limits = Limits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
+    async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
+        tell(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
+        if context is not None:
+            note("the certificate is this process's own: a browser asks once whether to trust it")
+        while not stop():
+            await asyncio.sleep(LOOK_S)
+    note("stopped")

@@ -1,0 +1,181 @@
+"""Which runs are shown: those in the folders that were given, and stores by their URL.
+
+A folder is a run's, a sweep's, or one that holds such folders. Links are not followed, and nothing
+outside of the given folders is read: a file of a run that is a link to elsewhere is not there, and
+a store outside has to be given by its URL. What is gone or damaged stays a run with a sentence that
+says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentevo.credentials import without_password
+from agentevo.errors import ConfigError
+from agentevo.paths import name_problem
+from agentevo.runs.folder import is_run_folder, is_sweep_folder, run_store_url
+
+MAX_DEPTH = 5
+"""Folders within the given one in which runs are looked for."""
+MAX_LOOKED = 50_000
+"""Folders that are looked into."""
+MAX_RUNS = 5_000
+SCAN_S = 2.0
+"""How old the list of runs may be."""
+NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """One run, or one store without a folder."""
+
+    key: str
+    """What it is called in URLs: its folder from the given one, `~` for each slash."""
+    name: str
+    folder: Path | None
+    url: str | None = None
+    """Of the store, where there is no folder."""
+    sweep: str | None = None
+    """The key of the sweep whose run it is: that of its folder."""
+
+    def file(self, name: str) -> Path | None:
+        """A file of the run's folder; None where there is no folder, or a link that leads out of
+        it."""
+        if self.folder is None:
+            return None
+        path = self.folder / name
+        try:
+            inside = os.path.realpath(path).startswith(os.path.realpath(self.folder) + os.sep)
+        except (OSError, ValueError):
+            return None
+        return path if inside else None
+
+
+class Sources:
+    """See the module. Raises ConfigError for words that can be no run, folder or store. Without
+    `stores` a store's URL is none either."""
+
+    def __init__(self, words: Sequence[str], *, stores: bool = True) -> None:
+        self._roots: list[Path] = []
+        self._urls: list[str] = []
+        for word in words or ["runs"]:
+            if _URL.match(word):
+                if not stores:
+                    raise ConfigError(
+                        f"{without_password(word)[:60]}: runs are followed in their folders: give "
+                        "one, or one that holds some, such as `runs` (`agentevo ui` shows stores)"
+                    )
+                self._urls.append(word)
+                continue
+            if problem := name_problem(word):
+                raise ConfigError(f"{word[:60]!r} {problem}")
+            self._roots.append(Path(word).expanduser().absolute())
+        self._runs: dict[str, RunSource] = {}
+        self._scanned_at = -SCAN_S
+        self.is_cut = False
+        """Whether there are more folders than are looked into."""
+
+    def check(self) -> None:
+        """Raises ConfigError if nothing that was given is there. A folder may come to be later, as
+        long as it was not asked for by name alone."""
+        missing = [root for root in self._roots if not os.path.isdir(root)]
+        if missing:
+            raise ConfigError(
+                f"{missing[0]}: is no folder: give a run's folder, one that holds runs, such as "
+                "`runs`, or the URL of a store"
+            )
+
+    @property
+    def shown(self) -> str:
+        """What is shown, in words."""
+        return ", ".join([*map(str, self._roots), *map(without_password, self._urls)])
+
+    def runs(self) -> dict[str, RunSource]:
+        """All runs by their key, newly looked for where the last look is older than SCAN_S. Looks
+        at disks: on a thread."""
+        if time.monotonic() - self._scanned_at >= SCAN_S:
+            found: dict[str, RunSource] = {}
+            for source in self._find():
+                key, number = source.key, 2
+                while key in found:
+                    key, number = f"{source.key}-{number}", number + 1
+                found[key] = (
+                    source
+                    if key == source.key
+                    else RunSource(key, source.name, source.folder, source.url, source.sweep)
+                )
+                if len(found) >= MAX_RUNS:
+                    self.is_cut = True
+                    break
+            self._runs, self._scanned_at = found, time.monotonic()
+        return self._runs
+
+    def store_url(self, source: RunSource) -> str:
+        """The URL of a run's store. Raises ConfigError for one outside of what was given."""
+        url = source.url or run_store_url(source.folder or Path())
+        if not url.startswith(_SQLITE) or url in self._urls:
+            return url
+        real = os.path.realpath(os.path.expanduser(url.removeprefix(_SQLITE)))
+        allowed = [os.path.realpath(root) for root in self._roots]
+        allowed += [
+            os.path.realpath(os.path.expanduser(one.removeprefix(_SQLITE)))
+            for one in self._urls
+            if one.startswith(_SQLITE)
+        ]
+        if any(real == place or real.startswith(place + os.sep) for place in allowed):
+            return url
+        raise ConfigError(
+            f"the store of this run lies outside of the folders that are shown: start "
+            f"`agentevo ui` with {without_password(url)} as well"
+        )
+
+    def _find(self) -> Iterator[RunSource]:
+        left = [MAX_LOOKED]
+        for root in self._roots:
+            prefix = "" if len(self._roots) + len(self._urls) == 1 else root.name
+            yield from self._below(root, root, prefix, MAX_DEPTH, left)
+        for url in self._urls:
+            name = without_password(url).rstrip("/").rpartition("/")[2].partition("?")[0] or "store"
+            yield RunSource(_key(name), name, None, url)
+        self.is_cut = left[0] <= 0
+
+    def _below(
+        self, root: Path, folder: Path, prefix: str, depth: int, left: list[int]
+    ) -> Iterator[RunSource]:
+        left[0] -= 1
+        if left[0] <= 0:
+            return
+        inner = folder.relative_to(root).as_posix()
+        path = "/".join(part for part in (prefix, "" if inner == "." else inner) if part)
+        if is_run_folder(folder):
+            sweep = _key(path.rpartition("/")[0]) if is_sweep_folder(folder.parent) else None
+            yield RunSource(_key(path or folder.name), folder.name, folder, sweep=sweep or None)
+            return
+        if depth == 0:
+            return
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(
+                    entry.name
+                    for entry in entries
+                    if not entry.name.startswith(".")
+                    and entry.name not in NEVER_RUNS
+                    and entry.is_dir(follow_symlinks=False)
+                )
+        except OSError:
+            return
+        for name in names:
+            yield from self._below(root, folder / name, prefix, depth - 1, left)
+
+
+def _key(path: str) -> str:
+    """Fit for one part of a URL's path, and as readable as it can be."""
+    text = path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return re.sub(r"[^\w.~+=,@-]", "_", text.replace("/", "~"))[:300] or "run"

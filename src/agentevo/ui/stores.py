@@ -1,0 +1,114 @@
+"""The stores of the runs that are shown: each opened once, for all pages, and closed when nobody
+has asked for a while. Only what reads is passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+from agentevo.errors import AgentEvoError
+from agentevo.event_loop import in_thread
+from agentevo.runs.store_opening import open_run_store
+from agentevo.store import Store
+from agentevo.ui.sources import RunSource, Sources
+
+CALL_S = 10.0
+"""The deadline of each call: a page that takes longer says so."""
+OPENING_S = 5.0
+IDLE_S = 60.0
+READS = frozenset(
+    {
+        "task",
+        "stored_task",
+        "tasks",
+        "trajectory",
+        "trajectories",
+        "summaries",
+        "ready_groups",
+        "outstanding",
+        "steps",
+        "last_step",
+        "counts",
+        "calls",
+        "num_calls",
+        "size_bytes",
+        "written",
+        "written_summaries",
+    }
+)
+"""The operations of a store that change nothing."""
+
+
+class ReadOnlyStore:
+    """A store without what changes it; typed as one, for its readers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in READS:
+            raise AttributeError(f"the dashboard only reads: {name} is not one of {sorted(READS)}")
+        return getattr(self._store, name)
+
+
+class _Opened:
+    def __init__(self, store: Store) -> None:
+        self.store, self.used_at, self.users = store, time.monotonic(), 0
+
+
+class Stores:
+    """See the module. Belongs to the dashboard's event loop."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._opened: dict[str, _Opened] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._sweeping: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def reading(self, source: RunSource) -> AsyncIterator[Store]:
+        """The run's store, for reading. Raises AgentEvoError with what to do where it can't be
+        opened: ConfigError, StoreError and those below."""
+        url = await in_thread(self._sources.store_url, source)
+        async with self._locks.setdefault(url, asyncio.Lock()):
+            opened = self._opened.get(url)
+            if opened is None:
+                store = await open_run_store(
+                    url,
+                    create=False,
+                    timeout_s=CALL_S,
+                    within_s=OPENING_S,
+                    tell=lambda _: None,
+                    remedy="start the database, and load this page again",
+                )
+                opened = self._opened[url] = _Opened(store)
+            opened.users += 1
+        if self._sweeping is None:
+            self._sweeping = asyncio.ensure_future(self._sweep())
+        try:
+            yield cast(Store, ReadOnlyStore(opened.store))
+        finally:
+            opened.users -= 1
+            opened.used_at = time.monotonic()
+
+    async def _sweep(self) -> None:
+        """Closes what nobody uses."""
+        while True:
+            await asyncio.sleep(IDLE_S / 4)
+            for url, opened in list(self._opened.items()):
+                if not opened.users and time.monotonic() - opened.used_at > IDLE_S:
+                    del self._opened[url]
+                    with suppress(AgentEvoError, OSError):
+                        await opened.store.close()
+
+    async def close(self) -> None:
+        """Closes all of them."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for opened in self._opened.values():
+            with suppress(AgentEvoError, OSError):
+                await opened.store.close()
+        self._opened.clear()

@@ -1,0 +1,154 @@
+"""What is known of each run, kept up to date while somebody looks at it.
+
+A run's files are read by one task, however many look: when a page asks for a run that was not read
+within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens on threads, in
+pieces, so a file of any size holds up nothing else. Without viewers nothing is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+
+from agentevo.event_loop import in_thread
+from agentevo.ui.run_state import RunReader, RunView
+from agentevo.ui.sources import RunSource, Sources
+
+POLL_S = 0.5
+FRESH_S = 0.4
+FIRST_S = 1.5
+"""How long a list waits for runs that are read for the first time."""
+MAX_READERS = 1000
+"""Runs that are remembered while nobody looks at them."""
+
+
+class UnknownRunError(Exception):
+    """No run goes by that key, or no longer."""
+
+
+class Watcher:
+    """See the module. Belongs to the dashboard's event loop."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self._readers: dict[str, _Watched] = {}
+        self._changed = asyncio.Condition()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._viewers: dict[str, int] = {}
+        self.is_closed = False
+        self.num_streams = 0
+
+    async def source(self, key: str) -> RunSource:
+        """Raises UnknownRunError."""
+        runs = await in_thread(self.sources.runs)
+        if key not in runs:
+            raise UnknownRunError(key)
+        return runs[key]
+
+    async def view(self, key: str) -> RunView:
+        """What is known of a run now. Raises UnknownRunError."""
+        return await self._watched(await self.source(key)).fresh()
+
+    async def views(self) -> list[RunView]:
+        """Of all runs. Those that can't be read within FIRST_S are there without their numbers."""
+        runs = await in_thread(self.sources.runs)
+        watched = [self._watched(source) for source in runs.values()]
+        tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
+        if tasks:
+            await asyncio.wait(tasks, timeout=FIRST_S)
+        return [
+            task.result() if task.done() and task.exception() is None else one.reader.view
+            for task, one in zip(tasks, watched, strict=True)
+        ]
+
+    def version(self, key: str) -> int:
+        """Of what is known of a run; 0 where nothing is."""
+        watched = self._readers.get(key)
+        return watched.reader.view.version if watched else 0
+
+    def _watched(self, source: RunSource) -> _Watched:
+        watched = self._readers.pop(source.key, None)
+        if watched is None or watched.reader.view.source != source:
+            watched = _Watched(RunReader(source))
+        self._readers[source.key] = watched  # the newest last
+        for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
+            if key not in self._viewers:
+                del self._readers[key]
+        return watched
+
+    async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | None]:
+        """What changes of these runs, all that are known first; None at least every POLL_S, so
+        that the listener can see to itself. Ends when the dashboard does."""
+        known: dict[str, int] = {}
+        self.num_streams += 1
+        self._look(keys, 1)
+        try:
+            while not self.is_closed:
+                for key in keys:
+                    watched = self._readers.get(key)
+                    if watched is None:
+                        continue
+                    view = watched.reader.view
+                    if view.version and known.get(key) != view.version:
+                        known[key] = view.version
+                        yield view
+                yield None
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S), self._changed:
+                        await self._changed.wait()
+        finally:
+            self.num_streams -= 1
+            self._look(keys, -1)
+
+    def _look(self, keys: Iterable[str], by: int) -> None:
+        """So many viewers more."""
+        for key in set(keys):
+            viewers = self._viewers.get(key, 0) + by
+            if viewers > 0:
+                self._viewers[key] = viewers
+                if key not in self._tasks:
+                    self._tasks[key] = asyncio.ensure_future(self._follow(key))
+            else:
+                self._viewers.pop(key, None)
+                task = self._tasks.pop(key, None)
+                if task is not None:
+                    task.cancel()
+
+    async def _follow(self, key: str) -> None:
+        """Reads one run on and on."""
+        while not self.is_closed:
+            before = self._readers.get(key)
+            version = before.reader.view.version if before else 0
+            with suppress(UnknownRunError):
+                if (await self.view(key)).version != version:
+                    async with self._changed:
+                        self._changed.notify_all()
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        """Ends all reading, and every stream of news."""
+        self.is_closed = True
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _Watched:
+    """One run, read by one caller at a time."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self.reader = reader
+        self._lock = asyncio.Lock()
+        self._read_at = -FRESH_S
+
+    async def fresh(self) -> RunView:
+        """What is known, not older than FRESH_S."""
+        async with self._lock:
+            if time.monotonic() - self._read_at >= FRESH_S:
+                await in_thread(self.reader.read)
+                self._read_at = time.monotonic()
+        return self.reader.view

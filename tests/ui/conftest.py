@@ -1,0 +1,120 @@
+"""A run that the real code has made, once for all tests here, and the dashboard over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from dashboard_visitor import Visitor, chromium, dashboard
+
+from agentevo.event_loop import in_thread
+from agentevo.ui.access import Access
+from agentevo.ui.app import make_app
+from agentevo.ui.sources import Sources
+
+TOKEN = "the-token-of-the-tests"
+
+
+@pytest.fixture(scope="session")
+def runs_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+    small_config: Callable[..., Any],
+    quiet_view: Callable[..., Any],
+) -> Path:
+    """`lake`, a finished run of two steps. Whoever changes something works on a copy."""
+    from agentevo.orchestration.run import train
+
+    folder = tmp_path_factory.mktemp("shown")
+    config = small_config(
+        folder / "lake",
+        "run.name=lake",
+        "trainer.steps=2",
+        "trainer.schedule=constant",
+        "cold_start.episodes=8",
+    )
+    train(config, view=quiet_view())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def index_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the dashboards of a test keep their indexes."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("AGENTEVO_CACHE", str(folder))
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def browsing(*words: str | Path, signed_in: bool = True) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the dashboard over these folders and stores, without a socket."""
+    app, shared = make_app(Sources([str(word) for word in words]), Access(token=TOKEN))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+        try:
+            if signed_in:
+                answer = await client.get("/", params={"token": TOKEN})
+                assert answer.status_code == 303
+            yield client
+        finally:
+            await shared.watcher.close()
+            await shared.stores.close()
+            await in_thread(shared.indexes.close)
+
+
+@pytest.fixture(scope="session")
+def browse() -> Callable[..., Any]:
+    """`browsing`, for several requests."""
+    return browsing
+
+
+@pytest.fixture(scope="session")
+def get() -> Callable[..., httpx.Response]:
+    """`get(path, folder, ...)`: the answer to one request of somebody who has the cookie."""
+
+    def ask(path: str, *words: str | Path, **settings: Any) -> httpx.Response:
+        async def asked() -> httpx.Response:
+            async with browsing(*words) as client:
+                return await client.get(path, **settings)
+
+        return asyncio.run(asked())
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Debian's chromium, shared by all tests; they are skipped where there is none."""
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def shown_url(runs_folder: Path, browser: Any) -> Iterator[str]:
+    """A dashboard over `runs_folder`, for tests that change nothing there."""
+    with dashboard(runs_folder) as url:
+        yield url
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Visitor]]:
+    """`visit(url, width=1280, color_scheme="light")`: a visitor of that dashboard."""
+    visitors: list[Visitor] = []
+
+    def make(
+        url: str, *, width: int = 1280, color_scheme: str = "light", **settings: Any
+    ) -> Visitor:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=color_scheme, **settings
+        )
+        visitors.append(Visitor(context.new_page(), url))
+        return visitors[-1]
+
+    yield make
+    for one in visitors:
+        one.page.context.close()
+    assert [text for one in visitors for text in one.wrong] == []
