@@ -19,6 +19,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,16 @@ MAX_METRICS = 20_000
 _DECODER: msgspec.json.Decoder[dict[str, float | None]] = msgspec.json.Decoder(
     dict[str, float | None]
 )
+
+
+class Measured(Protocol):
+    """A run whose numbers are read up to some row."""
+
+    @property
+    def table(self) -> MetricsTable: ...
+
+    @property
+    def num_rows(self) -> int: ...
 
 
 class Column:

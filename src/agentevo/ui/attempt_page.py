@@ -12,9 +12,9 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.event_loop import in_thread
+from agentevo.observability import attempt_tokens, attempt_view
 from agentevo.store.calls import StoredCall
 from agentevo.store.store import StoredTrajectory
-from agentevo.ui import attempt_tokens, attempt_view
 from agentevo.ui.attempt_training import Tools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of

@@ -13,12 +13,12 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.config import sources as yaml_sources
 from agentevo.event_loop import in_thread
+from agentevo.observability.chart_lines import NAMES, Axis, is_share, line_of
 from agentevo.pages.charts import Chart, Line
 from agentevo.runs.result_table import PLACE_KEYS
 from agentevo.ui.context import dashboard, page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import row_of
-from agentevo.ui.series import NAMES, Axis, is_share, line_of
 from agentevo.ui.watching import UnknownRunError
 
 router = APIRouter()

@@ -12,12 +12,12 @@ from fastapi.responses import HTMLResponse
 from starlette.responses import Response
 
 from agentevo.event_loop import in_thread
+from agentevo.observability.chart_lines import NAMES, Axis, chart_of
 from agentevo.pages.drawing import for_json
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, is_part, part, run_of
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
-from agentevo.ui.series import NAMES, Axis, chart_of
 
 router = APIRouter()
 

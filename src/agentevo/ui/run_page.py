@@ -8,14 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from agentevo.event_loop import in_thread
+from agentevo.observability import run_now
+from agentevo.observability.chart_lines import chart_of
 from agentevo.pages.drawing import timeline
 from agentevo.pages.navigation import TABS
 from agentevo.parsing import read_text
-from agentevo.ui import run_now
 from agentevo.ui.context import NotFoundError, page, run_of
 from agentevo.ui.run_state import RunView
 from agentevo.ui.runs_page import row_of
-from agentevo.ui.series import chart_of
 
 router = APIRouter()
 

@@ -4,17 +4,15 @@ can't be read becomes a sentence in `RunView.problem`."""
 from __future__ import annotations
 
 import os
-import re
 import time
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from agentevo.config import sources as yaml_sources
 from agentevo.errors import AgentEvoError
-from agentevo.observability.collapse import LOSS, SMOOTHED, CollapseMonitor
 from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.signs import Signs, told_warnings
 from agentevo.observability.summary import read_summary
 from agentevo.runs.folder import command_of
 from agentevo.runs.lock import LOCK
@@ -22,11 +20,6 @@ from agentevo.ui.sources import RunSource
 
 State = Literal["running", "finished", "interrupted", "damaged", "unknown"]
 
-OF_A_STEP = "timing_s/step"
-"""A metric that every step has, and no evaluation."""
-WATCHED = {*SMOOTHED, LOSS, "rollout/in"}
-COUNTED = ("rollout/dropped/", "rollout/failed/")
-_AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
 PIECE_S = 1.0
 """How long one reading may take, before what was read so far is shown."""
 
@@ -141,11 +134,7 @@ class RunReader:
         """Those of the summary, which has all; before the end those that the numbers give."""
         if not self._summary:
             return tuple(reversed(self._signs.found))
-        found: list[tuple[int | None, str]] = []
-        for text in self._summary.get("warnings") or []:
-            match = _AT_STEP.match(str(text))
-            found.append((int(match[1]), match[2]) if match else (None, str(text)))
-        return tuple(reversed(found))
+        return told_warnings(self._summary)
 
     def _state(self, source: RunSource, step: int, planned: int | None) -> State:
         folder = source.folder
@@ -193,25 +182,6 @@ class RunReader:
         self._summary = {}
         if path is not None:
             self._summary = read_summary(path)
-
-
-class Signs:
-    """What the monitor of a run says of its numbers (observability/collapse.py), read on."""
-
-    def __init__(self) -> None:
-        self._monitor, self._seen = CollapseMonitor(), 0
-        self.found: list[tuple[int | None, str]] = []
-
-    def observe(self, table: MetricsTable) -> None:
-        """Looks at the rows since the last call."""
-        steps = table.columns.get(OF_A_STEP)
-        rows = list(steps.rows[bisect_left(steps.rows, self._seen) :]) if steps else []
-        names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]
-        for row in rows:
-            values = {name: table.value_at(name, row) for name in names if table.has(name, row)}
-            warnings = self._monitor.observe(table.steps[row], values)
-            self.found += [(warning.step, warning.message) for warning in warnings]
-        self._seen = table.num_rows
 
 
 def is_locked(folder: Path) -> bool:

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from agentevo.observability.metrics_table import Measured
+from agentevo.observability.signs import OF_A_STEP
 from agentevo.pages import words
-from agentevo.ui.run_state import OF_A_STEP, RunView
 
 PACE_STEPS = 20
 """The last so many steps say how fast the run is."""
@@ -40,7 +42,20 @@ NOW = (
 """(label, metric, how it is written, unit) of what is shown where it was logged."""
 
 
-def facts(view: RunView) -> list[tuple[str, str, str]]:
+class UnderWay(Measured, Protocol):
+    """A run that may go on."""
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def planned(self) -> int | None: ...
+
+
+def facts(view: Measured) -> list[tuple[str, str, str]]:
     """(label, value, unit) of the newest step."""
     found = []
     for label, metric, written, unit in NOW:
@@ -50,7 +65,7 @@ def facts(view: RunView) -> list[tuple[str, str, str]]:
     return found
 
 
-def seconds_left(view: RunView, now: float | None = None) -> float | None:
+def seconds_left(view: UnderWay, now: float | None = None) -> float | None:
     """By the pace of the last steps, what lies between them included; None of a run that does not
     run, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
@@ -66,7 +81,7 @@ def seconds_left(view: RunView, now: float | None = None) -> float | None:
     return max((view.planned - view.step) * pace - gone, 0.0)
 
 
-def counts_below(view: RunView, prefix: str) -> list[tuple[str, float, float]]:
+def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
     """(kind, in the newest step, in all) of the counts that are logged as PREFIX/kind, the most
     frequent first."""
     newest, _ = view.table.series(OF_A_STEP)
@@ -94,7 +109,7 @@ class Segment:
     lasted_s: float
 
 
-def timeline(view: RunView) -> list[Segment]:
+def timeline(view: Measured) -> list[Segment]:
     """The phases of the last SHOWN_STEPS steps, each where it happened; seconds count from the
     first of them. Between steps lie evaluations and checkpoints."""
     rows, lasted = view.table.series(OF_A_STEP)
@@ -119,7 +134,7 @@ def timeline(view: RunView) -> list[Segment]:
     ]
 
 
-def _evaluations(view: RunView, shown: Sequence[tuple[int, float]]) -> list[Segment]:
+def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[Segment]:
     if not shown:
         return []
     begins = view.table.times[shown[0][0]] - shown[0][1]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from agentevo.observability.attempt_view import selected
 from agentevo.pages.text import shown
 from agentevo.types import Trajectory, Turn
-from agentevo.ui.attempt_view import selected
 
 TOKENS = 1_500
 """Drawn tokens in one part of the page."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from agentevo.observability.metrics_table import Measured
 from agentevo.pages.charts import Chart, Line
-from agentevo.ui.run_state import RunView
 
 Axis = Literal["step", "tokens", "time"]
 NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -26,7 +26,7 @@ def is_share(metric: str) -> bool:
     return any(word in metric for word in ("success", "accurac"))
 
 
-def places(view: RunView, axis: Axis) -> Sequence[float]:
+def places(view: Measured, axis: Axis) -> Sequence[float]:
     """Where each row of the table stands on the axis."""
     table, num = view.table, view.num_rows
     if axis == "time":
@@ -47,7 +47,7 @@ def places(view: RunView, axis: Axis) -> Sequence[float]:
 
 
 def line_of(
-    view: RunView, metric: str, axis: Axis = "step"
+    view: Measured, metric: str, axis: Axis = "step"
 ) -> tuple[list[float], list[float]] | None:
     """(x, values) of a metric; None where it was never a number."""
     rows, values = view.table.series(metric)
@@ -80,7 +80,7 @@ def thinned(
     return [x[place] for place in order], [values[place] for place in order]
 
 
-def chart_of(view: RunView, metric: str, title: str = "", axis: Axis = "step") -> Chart | None:
+def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") -> Chart | None:
     """The chart of one metric; None where it was never a number."""
     line = line_of(view, metric, axis)
     if line is None:

@@ -1,0 +1,50 @@
+"""The warnings of a run: those that its summary tells, or that its numbers give."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
+
+from agentevo.observability.collapse import LOSS, SMOOTHED, CollapseMonitor
+from agentevo.observability.metrics_table import MetricsTable
+
+OF_A_STEP = "timing_s/step"
+"""A metric that every step has, and no evaluation."""
+WATCHED = {*SMOOTHED, LOSS, "rollout/in"}
+COUNTED = ("rollout/dropped/", "rollout/failed/")
+_AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
+
+
+def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], ...]:
+    """(step, what was seen and what to do) of the warnings of summary.json, the newest first."""
+    found: list[tuple[int | None, str]] = []
+    for one in summary.get("warnings") or []:
+        if isinstance(one, Mapping):
+            step = one.get("step")
+            step = step if isinstance(step, int) else None
+            found.append((step, str(one.get("message", ""))))
+            continue
+        match = _AT_STEP.match(str(one))
+        found.append((int(match[1]), match[2]) if match else (None, str(one)))
+    return tuple(reversed(found))
+
+
+class Signs:
+    """What the monitor of a run says of its numbers (collapse.py), read on."""
+
+    def __init__(self) -> None:
+        self._monitor, self._seen = CollapseMonitor(), 0
+        self.found: list[tuple[int | None, str]] = []
+
+    def observe(self, table: MetricsTable) -> None:
+        """Looks at the rows since the last call."""
+        steps = table.columns.get(OF_A_STEP)
+        rows = list(steps.rows[bisect_left(steps.rows, self._seen) :]) if steps else []
+        names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]
+        for row in rows:
+            values = {name: table.value_at(name, row) for name in names if table.has(name, row)}
+            warnings = self._monitor.observe(table.steps[row], values)
+            self.found += [(warning.step, warning.message) for warning in warnings]
+        self._seen = table.num_rows
