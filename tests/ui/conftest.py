@@ -86,15 +86,18 @@ def get() -> Callable[..., httpx.Response]:
     return ask
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Debian's chromium, shared by all tests; they are skipped where there is none."""
+    """Debian's chromium, shared by the tests of a module; they are skipped where there is none.
+
+    Not by more than a module: until Playwright is stopped its event loop counts as running in this
+    thread, and whatever calls `asyncio.run` there fails."""
     with chromium() as one:
         yield one
 
 
 @pytest.fixture(scope="session")
-def shown_url(runs_folder: Path, browser: Any) -> Iterator[str]:
+def shown_url(runs_folder: Path) -> Iterator[str]:
     """A dashboard over `runs_folder`, for tests that change nothing there."""
     with dashboard(runs_folder) as url:
         yield url
