@@ -34,6 +34,8 @@ TITLES = {
     "status": "Status",
     "outcome": "Outcome",
     "kind": "Kind of task",
+    "difficulty": "Difficulty",
+    "decoding": "Decoding",
     "agent": "Agent",
     "error": "Error",
     "reason": "Dropped for",
@@ -100,6 +102,8 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
         return f"{base}?{urlencode(keys)}" if keys else base
 
     choices = []
+    if selection.task:
+        choices.append(Choice("Task", "task", selection.task, [_task(reader, selection, link)]))
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
         words = reader.words(selection, name)
@@ -174,6 +178,11 @@ async def step(request: Request, run: str, step: int) -> HTMLResponse:
             )
 
     return await _answer(request, view, url, "step.html", read, selection, base, step=step)
+
+
+def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, int, str]:
+    """The chosen task, with how many of the selected attempts are at it."""
+    return selection.task, reader.count(selection)[0], link(task=None)
 
 
 class Group(NamedTuple):

@@ -5,6 +5,7 @@
                new by it
     texts      what was said in an attempt, compressed, at most TEXT_CHARS characters of it
     words      numbers for the few words that filters choose from
+    tasks      a number for each task that was attempted, from 1 on
     search     FTS5 over `texts`, which keeps no text itself
     steps      the committed steps that the rows agree with
     gaps       numbers that were skipped a short time ago: their transaction may still commit
@@ -25,7 +26,7 @@ from pathlib import Path
 from agentevo.credentials import all_but_password
 from agentevo.files import must_write
 
-VERSION = 1
+VERSION = 2
 """Of the schema; another one is made anew."""
 BUSY_S = 30.0
 """How long a reader or the writer waits for the other's lock."""
@@ -38,6 +39,7 @@ longest kind, five million of 2,000 characters."""
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE words (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE tasks (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
 CREATE TABLE attempts (
     place INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE, seq INTEGER NOT NULL,
@@ -48,7 +50,8 @@ CREATE TABLE attempts (
     num_turns INTEGER NOT NULL, num_completion_tokens INTEGER NOT NULL,
     started_at REAL NOT NULL, duration_s REAL NOT NULL, written_at REAL NOT NULL,
     agent INTEGER NOT NULL, error_kind INTEGER NOT NULL, reason INTEGER NOT NULL,
-    kind INTEGER NOT NULL DEFAULT 0,
+    task INTEGER NOT NULL, decoding INTEGER NOT NULL,
+    kind INTEGER NOT NULL DEFAULT 0, difficulty INTEGER NOT NULL DEFAULT 0,
     judge_gap REAL,
     is_read INTEGER NOT NULL DEFAULT 0,
     lowest_logprob REAL, mean_logprob REAL, lowest_version INTEGER,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from agentevo.rollout.task_stages import value_of
 from agentevo.types import REWARD_PARTS, Message, Task, Trajectory
 from agentevo.ui.index.database import TEXT_CHARS
 
@@ -79,6 +80,29 @@ def packed(text: str) -> bytes:
 
 def unpacked(data: bytes) -> str:
     return zlib.decompress(data).decode("utf-8", "replace")
+
+
+class TaskWords(NamedTuple):
+    """What a task is counted under; empty where nothing says it."""
+
+    kind: str = ""
+    difficulty: str = ""
+
+
+def task_words(task: Task) -> TaskWords:
+    """Kind and difficulty of a task."""
+    return TaskWords(task_kind(task), task_difficulty(task))
+
+
+def task_difficulty(task: Task) -> str:
+    """Its own word or number for that; numbers to two digits, so that many tasks share one."""
+    for key in ("difficulty", "level"):
+        value = value_of(task, key)
+        if isinstance(value, str) and value:
+            return value[:100]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return f"{value:.2g}" if isinstance(value, float) else str(value)[:100]
+    return ""
 
 
 def task_kind(task: Task) -> str:

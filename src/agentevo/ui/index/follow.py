@@ -23,7 +23,7 @@ from agentevo.errors import AgentEvoError, StoreError
 from agentevo.event_loop import in_thread
 from agentevo.store.store import StepRecord, Store, StoredTrajectory
 from agentevo.ui.index.advantages import Rule, largest, step_samples, without_words
-from agentevo.ui.index.derived import derived, task_kind
+from agentevo.ui.index.derived import TaskWords, derived, task_words
 from agentevo.ui.index.writer import GAP_S, Writer, mark_of
 
 ROWS = 1_000
@@ -48,7 +48,7 @@ class Follower:
         tell: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         self._store, self._db, self._writer, self._tell = store, connection, writer, tell
-        self._kinds: dict[str, str] = {}
+        self._words: dict[str, TaskWords] = {}
         self._looked_at = -1
 
     async def refresh(self, *, compare: bool = False) -> None:
@@ -216,13 +216,13 @@ class Follower:
             page = await self._store.written(range(first, last + 1), limit=limit)
             found += [stored for _, stored in page]
         found = [stored for stored in found if stored.trajectory.id in places]
-        kinds = [await self._kind_of(stored.trajectory.task_id) for stored in found]
+        words = [await self._words_of(stored.trajectory.task_id) for stored in found]
         numbers = await in_thread(lambda: [derived(stored.trajectory) for stored in found])
         with self._writer.transaction():
             self._writer.read(
                 [
-                    (places[stored.trajectory.id], read, kind)
-                    for stored, read, kind in zip(found, numbers, kinds, strict=True)
+                    (places[stored.trajectory.id], read, of)
+                    for stored, read, of in zip(found, numbers, words, strict=True)
                 ]
             )
             missing = places.keys() - {stored.trajectory.id for stored in found}
@@ -256,15 +256,15 @@ class Follower:
             self._writer.put_advantages(step, found)
         return True
 
-    async def _kind_of(self, task_id: str) -> str:
-        if task_id not in self._kinds:
-            if len(self._kinds) > 10_000:
-                self._kinds.clear()
+    async def _words_of(self, task_id: str) -> TaskWords:
+        if task_id not in self._words:
+            if len(self._words) > 10_000:
+                self._words.clear()
             try:
-                self._kinds[task_id] = task_kind(await self._store.task(task_id))
+                self._words[task_id] = task_words(await self._store.task(task_id))
             except StoreError:  # attempts whose task is not in the store
-                self._kinds[task_id] = ""
-        return self._kinds[task_id]
+                self._words[task_id] = TaskWords()
+        return self._words[task_id]
 
     def num_unread(self) -> int:
         row = self._one("SELECT count(*) FROM attempts WHERE NOT is_read AND alive")

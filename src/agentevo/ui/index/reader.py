@@ -294,6 +294,9 @@ class IndexReader:
             where &= trained | waiting
             if "split" not in selection.choices:
                 where &= table["split"] == SPLITS.index("train")
+        if selection.task:
+            number = self.ask("SELECT number FROM tasks WHERE id = ?", (selection.task,))
+            where &= table["task"] == (number[0][0] if number else NONE)
         for name, value in selection.choices.items():
             if name == "outcome":
                 where &= table["success"] == (value == "success")
@@ -343,6 +346,18 @@ class IndexReader:
             yield
         finally:
             self._local.held = None
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Name -> column of all rows; who reads them changes nothing in them."""
+        return self._table()
+
+    def words_by_number(self) -> dict[int, str]:
+        """The words that the columns `kind`, `difficulty`, `decoding`, ... have numbers of."""
+        return {int(row[0]): str(row[1]) for row in self.ask("SELECT number, text FROM words")}
+
+    def ask(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """All rows of a query on the index's tables (database.py)."""
+        return self._all(query, values)
 
     def _table(self) -> dict[str, np.ndarray]:
         held = getattr(self._local, "held", None)

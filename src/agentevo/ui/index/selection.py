@@ -36,7 +36,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "status": STATUSES,
     "outcome": ("success", "no success"),
 }
-WORDS = {"kind": "kind", "agent": "agent", "error": "error_kind", "reason": "reason"}
+WORDS = {
+    "kind": "kind",
+    "difficulty": "difficulty",
+    "decoding": "decoding",
+    "agent": "agent",
+    "error": "error_kind",
+    "reason": "reason",
+}
 """Filter by a word -> its column."""
 MAX_TEXT = 500
 
@@ -48,6 +55,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """Trained in this step, or sampled for it; of the split `train`, unless another is chosen."""
     choices: dict[str, str] = {}
     """Of CHOICES and WORDS."""
+    task: str = ""
+    """Attempts at this task alone."""
     ranges: dict[str, tuple[float, float]] = {}
     """Of RANGES: from (with), to (with)."""
     text: str = ""
@@ -77,6 +86,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             step=None if step is None else int(_number("step", step)),
             choices=choices,
+            task=query.get("task", "")[:MAX_TEXT],
             ranges=ranges,
             text=query.get("q", "")[:MAX_TEXT].strip(),
             order=order,
@@ -91,6 +101,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
             keys |= {f"{name}_from": f"{low:g}"} if math.isfinite(low) else {}
             keys |= {f"{name}_to": f"{high:g}"} if math.isfinite(high) else {}
         keys |= {"step": str(self.step)} if self.step is not None else {}
+        keys |= {"task": self.task} if self.task else {}
         keys |= {"q": self.text} if self.text else {}
         keys |= {"order": self.order} if self.order != "newest" else {}
         keys |= {name: str(value) for name, value in changes.items() if value is not None}

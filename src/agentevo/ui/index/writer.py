@@ -18,18 +18,19 @@ from typing import Any
 from agentevo.rollout.failures import failure_kind
 from agentevo.store.store import StepRecord, TrajectorySummary
 from agentevo.ui.index.database import MAX_TEXT_BYTES
-from agentevo.ui.index.derived import Derived, judge_gap, unpacked
+from agentevo.ui.index.derived import Derived, TaskWords, judge_gap, unpacked
 
 MAX_WORDS = 2_000
 """Words that filters choose from; further ones are `other`."""
 OTHER = "other"
 _LISTED = set(TrajectorySummary.__struct_fields__)
-_GIVEN = (*sorted(_LISTED - {"id"}), "seq", "agent", "error_kind", "reason", "judge_gap")
+_MADE = ("seq", "task", "agent", "decoding", "error_kind", "reason", "judge_gap")
+_GIVEN = (*sorted(_LISTED - {"id"}), *_MADE)
 """Columns of a row that a summary gives, but for the id."""
 _LEDGER = ("state", "trained_step", "drop_reason", "reason")
 _SAME = "seq = excluded.seq AND written_at = excluded.written_at"
 _NULL = dict.fromkeys(("lowest_logprob", "mean_logprob", "lowest_version"), "NULL")
-_OF_CONTENT = {"is_read": "0", "kind": "0", **_NULL}
+_OF_CONTENT = {"is_read": "0", "kind": "0", "difficulty": "0", **_NULL}
 """Columns that are read out of the turns -> what they hold before."""
 _UPSERT = (
     f"INSERT INTO attempts (id, change, {', '.join(_GIVEN)}) "
@@ -87,10 +88,25 @@ class Writer:
     def put(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Writes (seq, summary) of rows as the store has them now; what is there already stays."""
         self._forget_clashes(rows)
-        change = self._next_change()
+        change, tasks = self._next_change(), self._numbers_of_tasks(rows)
+        given = [
+            self._values(seq, row) | {"task": tasks[row.task_id], "change": change}
+            for seq, row in rows
+        ]
+        self._db.executemany(_UPSERT, given)
+
+    def _numbers_of_tasks(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> dict[str, int]:
+        names = list({row.task_id for _, row in rows})
         self._db.executemany(
-            _UPSERT, [self._values(seq, row) | {"change": change} for seq, row in rows]
+            "INSERT OR IGNORE INTO tasks (id) VALUES (?)", [(name,) for name in names]
         )
+        found: dict[str, int] = {}
+        for start in range(0, len(names), 500):
+            some = names[start : start + 500]
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT id, number FROM tasks WHERE id IN ({marks})"
+            found.update((row["id"], row["number"]) for row in self._db.execute(query, some))
+        return found
 
     def _forget_clashes(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Another row that has the number of one of these is gone from the store."""
@@ -111,6 +127,7 @@ class Writer:
             "metrics": json.dumps(row.metrics),
             "seq": seq,
             "agent": self.word(agent),
+            "decoding": self.word(decoding_of(row)),
             "error_kind": self.word(kind),
             "reason": self.word(row.drop_reason or ""),
             "judge_gap": judge_gap(row.metrics, self._rewards) if self._rewards else None,
@@ -138,8 +155,8 @@ class Writer:
                 (change, place),
             )
 
-    def read(self, rows: Sequence[tuple[int, Derived, str]]) -> None:
-        """Writes (place, what was read out of the turns, kind of the task)."""
+    def read(self, rows: Sequence[tuple[int, Derived, TaskWords]]) -> None:
+        """Writes (place, what was read out of the turns, what the task is counted under)."""
         change, has_room = self._next_change(), self.has_room()
         for place, found, _ in rows:
             self._forget_text(place)
@@ -149,8 +166,11 @@ class Writer:
                 self._db.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (place, text))
         self._db.executemany(
             "UPDATE attempts SET is_read = 1, lowest_logprob = ?, mean_logprob = ?, "
-            "lowest_version = ?, kind = ?, change = ? WHERE place = ?",
-            [(*found[:3], self.word(kind), change, place) for place, found, kind in rows],
+            "lowest_version = ?, kind = ?, difficulty = ?, change = ? WHERE place = ?",
+            [
+                (*found[:3], self.word(of.kind), self.word(of.difficulty), change, place)
+                for place, found, of in rows
+            ],
         )
 
     def has_room(self) -> bool:
@@ -218,6 +238,14 @@ class Writer:
 
 GAP_S = 600.0
 """How long a transaction that has numbers may take to commit: longer than any store allows."""
+
+
+def decoding_of(row: TrajectorySummary) -> str:
+    """How a held-out attempt was decoded (`greedy`, `sampled`), as the run's own evaluation has
+    written it into the group's id, with what tells two evaluations of a step apart; else empty."""
+    label = row.group_id.rpartition("@")[0].rpartition("/")
+    known = row.split == "eval" and bool(label[1])
+    return label[2] if known and label[2].endswith(("greedy", "sampled")) else ""
 
 
 def mark_of(record: StepRecord) -> str:
