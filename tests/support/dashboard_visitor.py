@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +33,16 @@ SEEN_MS = 20_000
 
 @contextmanager
 def dashboard(*words: str | Path) -> Iterator[str]:
-    """The URL, with its token, of a dashboard that runs meanwhile."""
+    """The URL, with its token, of a dashboard that runs meanwhile, with indexes of its own."""
     command = [sys.executable, "-m", "agentevo", "ui", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    cache = tempfile.TemporaryDirectory(prefix="agentevo-index-")
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"AGENTEVO_CACHE": cache.name},
+    )
     try:
         assert process.stdout is not None
         printed = process.stdout.readline() + process.stdout.readline()
@@ -43,6 +52,7 @@ def dashboard(*words: str | Path) -> Iterator[str]:
     finally:
         process.terminate()
         _, errors = process.communicate(timeout=STARTED_S)
+        cache.cleanup()
     assert "Traceback" not in errors, errors
     assert process.returncode == 0
 
@@ -90,6 +100,14 @@ class Visitor:
         self.until("Boolean(window.agentevo && window.htmx && window.uPlot)")
         return self.page
 
+    def whole_index(self, path: str) -> Any:
+        """Opens a list of attempts when its index has read all that was said."""
+        ends = time.monotonic() + SEEN_MS / 1000
+        while self.go(path).locator("#index-state[hx-get]").count():
+            assert time.monotonic() < ends, "the index never became whole"
+            self.page.wait_for_timeout(100)
+        return self.page
+
     def until(self, expression: str) -> None:
         """Waits until this is true on the page. (Playwright's own way needs `eval` in the page,
         which the page's policy forbids.)"""
@@ -109,4 +127,4 @@ class Visitor:
             for one in found["violations"]
             if one["impact"] in ("serious", "critical")
         ]
-        assert serious == [], self.page.url
+        assert not serious, f"{self.page.url}: {serious}"

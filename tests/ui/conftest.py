@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import shown_attempts
 from dashboard_visitor import Visitor, chromium, dashboard
 
 from agentevo.event_loop import in_thread
@@ -100,6 +102,23 @@ def browser() -> Iterator[Any]:
 def shown_url(runs_folder: Path) -> Iterator[str]:
     """A dashboard over `runs_folder`, for tests that change nothing there."""
     with dashboard(runs_folder) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def busy_folder(runs_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`lake` once more, with a third step of 120 attempts that differ in all that can be filtered
+    (`shown_attempts`)."""
+    folder = tmp_path_factory.mktemp("busy")
+    shutil.copytree(runs_folder / "lake", folder / "lake")
+    shown_attempts.add_many(shown_attempts.store_of(folder / "lake"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def busy_url(busy_folder: Path) -> Iterator[str]:
+    """A dashboard over `busy_folder`, for tests that change nothing there."""
+    with dashboard(busy_folder) as url:
         yield url
 
 

@@ -21,7 +21,7 @@ from agentevo.pages.histograms import Bar, histogram
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
 from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, Row
-from agentevo.ui.index.selection import ORDERS, Selection
+from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
@@ -40,6 +40,8 @@ TITLES = {
     "error": "Error",
     "reason": "Dropped for",
 }
+NOT_OF_ALL = ("error", "reason")
+"""Filters of which most attempts have no word: one is already a choice."""
 WHY_NOT = {
     "advantage": "no attempt here was trained on, or its advantages can't be made again",
     "unlikely": "no drawn token here, or the log-probs are not read yet",
@@ -107,7 +109,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
         words = reader.words(selection, name)
-        if len(words) > 1 or chosen:
+        if len(words) > 1 or chosen or (words and name in NOT_OF_ALL):
             links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
             choices.append(Choice(title, name, chosen, links))
     has = reader.has_values(selection)
@@ -124,17 +126,14 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in HISTOGRAMS:
         edges = (f"{name}_from", f"{name}_to")
         low, high = selection.ranges.get(name, (math.nan, math.nan))
-        bars = [
-            Bar(
-                bar.low,
-                bar.high,
-                bar.size,
-                bar.good,
-                link(**{edges[0]: f"{bar.low:.9g}", edges[1]: f"{bar.high:.9g}"}),
-                is_chosen=low <= bar.low + 1e-9 and bar.high - 1e-9 <= high,
-            )
-            for bar in reader.histogram(selection, name)
-        ]
+        counted = reader.histogram(selection, name)
+        bars = []
+        for bar in counted:
+            # A value at an edge is counted by the bar that begins there, or by the last one.
+            highest = bar.high if bar is counted[-1] else math.nextafter(bar.high, -math.inf)
+            href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
+            is_chosen = low <= bar.low and highest <= high
+            bars.append(Bar(bar.low, bar.high, bar.size, bar.good, href, is_chosen=is_chosen))
         picture = histogram(title, bars, is_whole=name != "reward")
         back = link(**dict.fromkeys(edges)) if name in selection.ranges else ""
         pictures.append((title, picture, back))

@@ -89,7 +89,8 @@ async def compare(
     names = sorted({name for view in views for name in view.table.columns})
     wanted = [name for name in FIRST if name in names]
     if q:
-        wanted = [name for name in names if all(word in name for word in q.split())]
+        words = q.lower().split()
+        wanted = [name for name in names if all(word in name.lower() for word in words)]
     charts = await in_thread(
         lambda: [one for name in wanted[:MOST_CHARTS] if (one := chart_of(lines, name, x))]
     )

@@ -98,14 +98,20 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
         order begins at the first page."""
         keys: dict[str, str] = dict(self.choices)
         for name, (low, high) in self.ranges.items():
-            keys |= {f"{name}_from": f"{low:g}"} if math.isfinite(low) else {}
-            keys |= {f"{name}_to": f"{high:g}"} if math.isfinite(high) else {}
+            keys |= {f"{name}_from": exact(low)} if math.isfinite(low) else {}
+            keys |= {f"{name}_to": exact(high)} if math.isfinite(high) else {}
         keys |= {"step": str(self.step)} if self.step is not None else {}
         keys |= {"task": self.task} if self.task else {}
         keys |= {"q": self.text} if self.text else {}
         keys |= {"order": self.order} if self.order != "newest" else {}
         keys |= {name: str(value) for name, value in changes.items() if value is not None}
         return {name: value for name, value in keys.items() if changes.get(name, "") is not None}
+
+
+def exact(value: float) -> str:
+    """A number in an address: read again it is the very same, so that an attempt at the edge of a
+    range stays within it."""
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def cursor(value: float, seq: int) -> str:
