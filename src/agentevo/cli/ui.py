@@ -28,9 +28,17 @@ def ui(
             help="Encrypt, with a certificate of its own. Default: unless --host is this machine."
         ),
     ] = None,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control",
+            help="Print a second URL: whoever opens it may change something. Default: it only "
+            "reads.",
+        ),
+    ] = False,
 ) -> None:
-    """Show runs in a browser, live: curves, comparisons, every attempt. It only reads, and prints
-    the URL to open."""
+    """Show runs in a browser, live: curves, comparisons, every attempt. It only reads, unless
+    --control is given, and prints the URL to open."""
     from agentevo.ui.server import serve_dashboard
 
-    serve_dashboard(runs or [], host=host, port=port, tls=tls)
+    serve_dashboard(runs or [], host=host, port=port, tls=tls, control=control)

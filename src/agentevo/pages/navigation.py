@@ -19,6 +19,7 @@ TABS: tuple[Tab, ...] = (
     Tab("metrics", "Metrics", "/metrics"),
     Tab("attempts", "Attempts", "/attempts"),
     Tab("config", "Configuration", "/config"),
+    Tab("control", "Changes", "/control"),
 )
 
 

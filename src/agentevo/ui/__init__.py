@@ -1,7 +1,10 @@
-"""The dashboard in the browser: `agentevo ui`. It reads runs and stores and changes nothing.
+"""The dashboard in the browser: `agentevo ui`. It reads runs and stores, and changes
+something only with --control.
 
 server.py    listens, prints the URL, ends on a signal
-access.py    who may see anything: token, cookie, host
+access.py    who may see anything, and who may change something: tokens, cookies, host
+forms.py     the one kind of request that changes something
+changes.py   what a handler of such a request needs: who, what, asked twice, recorded
 app.py       puts the pages together
 sources.py   which runs and stores there are, and their stores, opened once
 watching.py  what is known of each run, kept up to date while somebody looks

@@ -1,11 +1,15 @@
-"""Who may see the dashboard: whoever has the token, from a host that is this one, by GET.
+"""Who may see the dashboard, and who may change something.
+
+Whoever has the token sees it, from a host that is this one, by GET.
 
 The token comes once, in the first URL (`/?token=...`), and is exchanged for a cookie by a redirect
 to the same URL without it: no page has it in its address, so no referrer, bookmark or log has it
 either. Everything needs the cookie, static files too. A name in `Host` that is not ours is refused,
 by which a page elsewhere can't reach this server under a name of its own (DNS rebinding).
 
-Nothing is changed by any request: GET and HEAD alone are answered.
+GET and HEAD change nothing, and without `control` nothing else is answered. With it there is a
+second token, with a URL (`/?control=...`) and a cookie of its own: who has it may POST forms of our
+own pages (forms.py). Who has the first alone is told 403, and sees no buttons.
 """
 
 from __future__ import annotations
@@ -23,8 +27,21 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-TOKEN = "token"
+from agentevo.ui.forms import (
+    FORM_TOKEN,
+    Form,
+    FormRefusedError,
+    Visitor,
+    check_from_here,
+    read_form,
+    received,
+)
+
+TOKEN, CONTROL = "token", "control"
+"""The names in the two URLs."""
 METHODS = ("GET", "HEAD")
+VISITOR, FORM = "agentevo.visitor", "agentevo.form"
+"""The keys of a request's scope: who asks, and what a POST has brought."""
 ENDLESS = "/live"
 """The one path whose answer goes on (live.py)."""
 LONGEST_S = 60.0
@@ -57,15 +74,25 @@ class Access:
     `secure`: whether it encrypts."""
 
     def __init__(
-        self, *, hosts: Iterable[str] = (), secure: bool = False, token: str | None = None
+        self,
+        *,
+        hosts: Iterable[str] = (),
+        secure: bool = False,
+        token: str | None = None,
+        control: str | bool = False,
     ) -> None:
-        self.token = token or secrets.token_urlsafe(24)
+        """`control`: whether anything may be changed, or the token of who may."""
+        self.token = token or new_token()
+        self.control = "" if control is False else new_token() if control is True else control
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
-        self._secure = secure
-        self._pass = hashlib.sha256(f"agentevo ui {self.token}".encode()).hexdigest()
+        self.secure = secure
+        self._pass = _sealed("ui", self.token)
         """What the cookie holds: whoever reads it there does not know the token."""
+        self._control_pass = _sealed("control", self.control)
+        self._form_token = _sealed("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
         """Cookies are shared by all ports of a host, so each dashboard has a name of its own."""
+        self.control_cookie = f"agentevo-control-{self._control_pass[:8]}"
 
     def is_our_host(self, host: str) -> bool:
         """Whether a `Host` header names us: an address can't be somebody else's name for us."""
@@ -83,23 +110,40 @@ class Access:
         """Takes as long for any wrong one."""
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
 
+    def is_control_token(self, given: str) -> bool:
+        """Never, where nothing may be changed."""
+        known = self.control.encode()
+        return bool(known) and hmac.compare_digest(given.encode("utf-8", "replace"), known)
+
     def has_pass(self, cookies: str) -> bool:
         """Whether the `Cookie` header holds our cookie."""
-        try:
-            held = SimpleCookie(cookies).get(self.cookie)
-        except CookieError:
-            return False
-        given = "" if held is None else held.value
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self._pass.encode())
+        return _holds(cookies, self.cookie, self._pass)
 
-    def set_cookie(self) -> str:
-        """The header that gives the cookie."""
-        secure = "; Secure" if self._secure else ""
-        return f"{self.cookie}={self._pass}; Path=/; HttpOnly; SameSite=Strict{secure}"
+    def visitor(self, cookies: str, address: str) -> Visitor:
+        """Who has these cookies."""
+        if not self.control or not _holds(cookies, self.control_cookie, self._control_pass):
+            return Visitor(address)
+        return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
+
+    def is_form_token(self, given: str) -> bool:
+        """Whether a form was made by a page of this dashboard for somebody who may change."""
+        known = self._form_token.encode()
+        return bool(self.control) and hmac.compare_digest(given.encode("utf-8", "replace"), known)
+
+    def set_cookies(self, *, control: bool) -> list[str]:
+        """The headers that give the cookie, or both."""
+        held = [(self.cookie, self._pass)]
+        held += [(self.control_cookie, self._control_pass)] if control else []
+        secure = "; Secure" if self.secure else ""
+        return [f"{name}={text}; Path=/; HttpOnly; SameSite=Strict{secure}" for name, text in held]
 
     def url(self, base: str) -> str:
         """What a person opens first."""
         return f"{base}/?{TOKEN}={self.token}"
+
+    def control_url(self, base: str) -> str:
+        """What a person opens who may change something."""
+        return f"{base}/?{CONTROL}={self.control}"
 
 
 class Guard:
@@ -107,55 +151,109 @@ class Guard:
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app, self._access = app, access
+        self._headers = dict(HEADERS)
+        if access.control:  # without a referrer browsers don't say either where a form is from
+            self._headers["referrer-policy"] = "same-origin"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = _headers_of(scope)
         connection: Any = (scope.get("state") or {}).get("connection")
+        sending = _with_headers(send, self._headers)
         answer = self._refusal(scope, headers)
         if answer is not None:
-            await _send(send, *answer, is_head=scope["method"] == "HEAD")
+            await _send(sending, *answer, is_head=scope["method"] == "HEAD")
             return
         if connection is not None and not connection.admit():
-            await _send(send, 503, {}, b"too many connections: close some pages, and try again\n")
+            await _send(
+                sending, 503, [], b"too many connections: close some pages, and try again\n"
+            )
             return
         try:
+            visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
+            scope = {**scope, VISITOR: visitor, FORM: Form()}
+            if scope["method"] == "POST":
+                form, body = await self._form(receive, headers, visitor)
+                scope[FORM], receive = form, received(body)
             async with asyncio.timeout(None if scope["path"] == ENDLESS else LONGEST_S):
-                await self._app(scope, receive, _with_headers(send))
+                await self._app(scope, receive, sending)
+        except FormRefusedError as refused:
+            text = f"nothing was changed: {refused}\n".encode()
+            await _send(sending, refused.status, [("connection", "close")], text)
         except Exception:  # noqa: BLE001 (app.py has told of it, and answered)
             pass
         finally:
             if connection is not None:
                 connection.leave()
 
+    async def _form(
+        self, receive: Receive, headers: dict[str, str], visitor: Visitor
+    ) -> tuple[Form, bytes]:
+        """Of a request that may change something. Raises FormRefusedError for any other."""
+        if not visitor.may_change:
+            raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
+        check_from_here(headers, secure=self._access.secure)
+        form, body = await read_form(receive, headers)
+        if not self._access.is_form_token(form.by_name.get(FORM_TOKEN, "")):
+            raise FormRefusedError(403, "the form is an old one: load its page again")
+        return form, body
+
     def _refusal(
         self, scope: Scope, headers: dict[str, str]
-    ) -> tuple[int, dict[str, str], bytes] | None:
+    ) -> tuple[int, list[tuple[str, str]], bytes] | None:
         """The answer to a request that gets no further."""
-        access = self._access
+        access, method = self._access, scope["method"]
         if not access.is_our_host(headers.get("host", "")):
-            return 421, {}, b"this server does not go by that name: open the URL that was printed\n"
-        if scope["method"] not in METHODS:
-            return 405, {"allow": ", ".join(METHODS)}, b"only GET: this dashboard changes nothing\n"
+            return 421, [], b"this server does not go by that name: open the URL that was printed\n"
+        methods = (*METHODS, "POST") if access.control else METHODS
+        if method not in methods:
+            allowed = [("allow", ", ".join(methods))]
+            return 405, allowed, b"only GET: this dashboard changes nothing\n"
         query = scope["query_string"].decode("latin-1")
         pairs = parse_qsl(query, keep_blank_values=True)
-        given = [value for name, value in pairs if name == TOKEN]
-        if given:
-            if not access.is_token(given[0]):
+        tokens = [value for name, value in pairs if name == TOKEN]
+        controls = [value for name, value in pairs if name == CONTROL]
+        if (tokens or controls) and method in METHODS:
+            is_control = bool(controls) and access.is_control_token(controls[0])
+            if not is_control and (controls or not access.is_token(tokens[0])):
                 return 401, _HTML, CLOSED_PAGE
-            rest = urlencode([pair for pair in pairs if pair[0] != TOKEN])
+            rest = urlencode([pair for pair in pairs if pair[0] not in (TOKEN, CONTROL)])
             # One slash at the beginning: two would be another host.
             path = "/" + quote(scope["path"].lstrip("/"), safe="/~:@!$&'()*+,;=-._")
             place = f"{path}?{rest}" if rest else path
-            more = {"location": place, "set-cookie": access.set_cookie()}
-            return 303, more | {"cache-control": "no-store"}, b""
+            cookies = [("set-cookie", one) for one in access.set_cookies(control=is_control)]
+            return 303, [("location", place), ("cache-control", "no-store"), *cookies], b""
         if not access.has_pass(headers.get("cookie", "")):
             return 401, _HTML, CLOSED_PAGE
         return None
 
 
-_HTML = {"content-type": "text/html; charset=utf-8", "cache-control": "no-store"}
+def new_token() -> str:
+    """One that nobody guesses."""
+    return secrets.token_urlsafe(24)
+
+
+def _sealed(purpose: str, token: str) -> str:
+    return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
+
+
+def _holds(cookies: str, name: str, text: str) -> bool:
+    """Whether a `Cookie` header has this one."""
+    try:
+        held = SimpleCookie(cookies).get(name)
+    except CookieError:
+        return False
+    given = "" if held is None else held.value
+    return hmac.compare_digest(given.encode("utf-8", "replace"), text.encode())
+
+
+def _address_of(scope: Scope) -> str:
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
+_HTML = [("content-type", "text/html; charset=utf-8"), ("cache-control", "no-store")]
 
 
 def names_of_this_machine() -> set[str]:
@@ -175,7 +273,7 @@ def _headers_of(scope: Scope) -> dict[str, str]:
     return headers
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, more: dict[str, str]) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
             has = {name.lower() for name, _ in message["headers"]}
@@ -183,7 +281,7 @@ def _with_headers(send: Send) -> Send:
                 *message["headers"],
                 *(
                     (name.encode(), value.encode())
-                    for name, value in HEADERS.items()
+                    for name, value in more.items()
                     if name.encode() not in has
                 ),
             ]
@@ -194,18 +292,24 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _send(
-    send: Send, status: int, headers: dict[str, str], body: bytes, *, is_head: bool = False
+    send: Send,
+    status: int,
+    headers: list[tuple[str, str]],
+    body: bytes,
+    *,
+    is_head: bool = False,
 ) -> None:
-    plain = {"content-type": "text/plain; charset=utf-8", "content-length": str(len(body))}
-    guarded = _with_headers(send)
-    await guarded(
+    length = ("content-length", str(len(body)))
+    kind = ("content-type", "text/plain; charset=utf-8")
+    named = {name for name, _ in headers}
+    await send(
         {
             "type": "http.response.start",
             "status": status,
             "headers": [
                 (name.encode(), value.encode("latin-1"))
-                for name, value in (plain | headers).items()
+                for name, value in (*headers, length, *([] if kind[0] in named else [kind]))
             ],
         }
     )
-    await guarded({"type": "http.response.body", "body": b"" if is_head else body})
+    await send({"type": "http.response.body", "body": b"" if is_head else body})

@@ -19,6 +19,7 @@ from agentevo.ui import (
     attempt_page,
     attempts_page,
     compare_page,
+    control_page,
     live,
     metrics_page,
     run_page,
@@ -39,6 +40,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     live.router,
     attempts_page.router,
     attempt_page.router,
+    control_page.router,
 )
 FOR_GOOD = "private, max-age=31536000, immutable"
 

@@ -10,7 +10,8 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from agentevo.pages import render
-from agentevo.ui.access import Access
+from agentevo.ui.access import VISITOR, Access
+from agentevo.ui.forms import Visitor
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.run_state import RunView
 from agentevo.ui.sources import Sources
@@ -46,6 +47,12 @@ async def run_of(request: Request, run: str) -> RunView:
     return await dashboard(request).watcher.view(run)
 
 
+def visitor(request: Request) -> Visitor:
+    """Who asks, and whether they may change something."""
+    found: Visitor = request.scope[VISITOR]
+    return found
+
+
 def is_part(request: Request) -> bool:
     """Whether htmx asks, for a part of the page."""
     return request.headers.get("hx-request") == "true"
@@ -68,6 +75,7 @@ def page(
         template,
         theme=theme if theme in THEMES else "",
         news=about,
+        visitor=visitor(request),
         versions={key: readers.version(key) for key in news or ()},
         **data,
     )

@@ -28,12 +28,14 @@ def serve_dashboard(
     host: str = "127.0.0.1",
     port: int = 0,
     tls: bool | None = None,
+    control: bool = False,
     tell: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
     """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
-    `tls`: whether it encrypts; None does so where it is reached from other machines. `tell` gets
-    the URL with the token, which is said nowhere else. Raises ConfigError before it listens."""
+    `tls`: whether it encrypts; None does so where it is reached from other machines. `control`:
+    whether something may be changed, by a URL of its own. `tell` gets the URLs with their tokens,
+    which are said nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
     sources.check()
     with (
@@ -41,20 +43,22 @@ def serve_dashboard(
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         client_door(Path(folder), host, port, tls) as door,
     ):
-        run_coroutine(_serve(sources, door, host, stop, tell, note))
+        run_coroutine(_serve(sources, door, host, control, stop, tell, note))
 
 
 async def _serve(
     sources: Sources,
     door: ClientDoor,
     host: str,
+    control: bool,
     stop: Callable[[], bool],
     tell: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
     context = door.server_context()
     base = url_of(door.listener, encrypted=context is not None)
-    access = Access(hosts={host, *names_of_this_machine()}, secure=context is not None)
+    hosts = {host, *names_of_this_machine()}
+    access = Access(hosts=hosts, secure=context is not None, control=control)
     app, shared = make_app(sources, access)
 
     async def close() -> None:
@@ -70,6 +74,8 @@ async def _serve(
     limits = Limits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
         tell(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
+        if control:
+            tell(f"and whoever opens this may change something:\n  {access.control_url(base)}")
         if context is not None:
             note("the certificate is this process's own: a browser asks once whether to trust it")
         while not stop():

@@ -1,0 +1,81 @@
+"""Files of a run's folder to which lines of JSON are added: what people have changed in a run.
+
+A line is added whole, by one write at the end of the file, and outlasts a power cut from then on;
+what a killed writer left of one stays a line that nobody reads. Nothing is ever changed or deleted.
+Several processes may add at once. A link is not followed, for reading neither.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from agentevo.errors import ConfigError
+
+CHANGES = "changes.jsonl"
+"""Who has changed what in a run, through the dashboard or at the command line."""
+MAX_LINE = 1_000_000
+"""Bytes of a line; longer ones are neither written nor read."""
+MAX_READ = 64_000_000
+"""Bytes of a file that are read: the last ones."""
+
+
+def add_record(path: Path, record: dict[str, Any]) -> None:
+    """One line more. Raises ConfigError where the file is no file, can't be written, or the line is
+    too long."""
+    line = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    data = line.encode("utf-8", "backslashreplace") + b"\n"
+    if len(data) > MAX_LINE:
+        raise ConfigError(f"this has {len(data):,} bytes, and at most {MAX_LINE:,} are kept")
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+        try:
+            what = os.fstat(handle)
+            if not stat.S_ISREG(what.st_mode):
+                raise OSError(errno.EINVAL, "it is no file")
+            if what.st_size and os.pread(handle, 1, what.st_size - 1) != b"\n":
+                data = b"\n" + data  # somebody was killed within a line
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, "the disk is full")
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be written ({error.strerror or error}), so nothing was changed: make "
+            "room, or make the folder writable"
+        ) from error
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All that were added, the oldest first, without lines that are none; empty where there is no
+    file. Of a file beyond MAX_READ its end. Raises ConfigError for what can't be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror or error})") from error
+    with os.fdopen(handle, "rb") as file:
+        what = os.fstat(handle)
+        if not stat.S_ISREG(what.st_mode):
+            raise ConfigError(f"{path} is no file: move it away")
+        file.seek(max(0, what.st_size - MAX_READ))
+        lines = file.read(MAX_READ).split(b"\n")
+    found = []
+    for line in lines[:-1]:  # after the last newline is what somebody is writing
+        if not line or len(line) > MAX_LINE:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found

@@ -1,0 +1,132 @@
+"""For pages that change something: what a handler of a POST needs.
+
+`agentevo ui --control` alone answers POST, and only to somebody who has the cookie of control, by
+a form of our own pages (access.py and forms.py see to it before any handler is called). A page:
+
+    {{ ui.change(visitor, run_url(view.key, "control"), "Stop", {"do": "stop"}) }}   a button,
+    nothing for who may not use it; or a form of its own inside of
+    {% if visitor.may_change %}<form method="post" action="...">{{ ui.form_token(visitor) }}...
+
+    @router.post("/runs/{run}/control")
+    async def change_it(request: Request, run: str) -> Response:
+        view, change = await run_of(request, run), changes(request)
+        if not change.is_sure:
+            return ask_again(request, change, "Stop this run?", "It ends after ...", back=url)
+        ...                                        # do it; change.id makes doing it twice harmless
+        await change.record(view, "stop after the step", outcome="asked")
+        return see(url)                            # a redirect: reloading asks for nothing again
+
+`visitor` is in every page (`page(...)`); pass `visitor=visitor(request)` to `part(...)`. A script
+sends the same form by `fetch` or htmx, with the field `form` from any form of the page. What was
+confirmed are these very fields at this very address: `sure` is made of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import RedirectResponse, Response
+
+from agentevo.event_loop import in_thread
+from agentevo.runs.records import CHANGES, add_record, read_records
+from agentevo.ui.access import FORM
+from agentevo.ui.context import NotFoundError, page, visitor
+from agentevo.ui.forms import FORM_TOKEN, Form, Visitor
+from agentevo.ui.run_state import RunView
+
+SURE, ID = "sure", "id"
+WRITE_S = 10.0
+"""The deadline of a disk."""
+MAX_ID = 64
+SHOWN_RECORDS = 200
+
+
+class Change:
+    """One request to change something, by somebody who may."""
+
+    def __init__(self, who: Visitor, form: Form, path: str) -> None:
+        self.visitor, self.path = who, path
+        self.fields: tuple[tuple[str, str], ...] = tuple(
+            (name, text) for name, text in form.fields if name not in (FORM_TOKEN, SURE, ID)
+        )
+        self._form = form
+        self.id = form.by_name.get(ID, "")[:MAX_ID] or uuid.uuid4().hex
+        """The same for every try to send one form."""
+
+    def get(self, name: str, default: str = "") -> str:
+        """The text of a field, the first of that name."""
+        return self._form.by_name.get(name, default)
+
+    def get_all(self, name: str) -> list[str]:
+        return [text for key, text in self.fields if key == name]
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether exactly this was shown to somebody who has then confirmed it."""
+        return hmac.compare_digest(self.get(SURE).encode(), self.seal().encode())
+
+    def seal(self) -> str:
+        """What the form of `ask_again` sends to confirm this."""
+        about = repr((self.path, self.fields, self.id)).encode("utf-8", "backslashreplace")
+        return hmac.new(self.visitor.form_token.encode(), about, hashlib.sha256).hexdigest()
+
+    async def record(self, view: RunView, what: str, **details: Any) -> None:
+        """Adds who did what, and when, to the run's changes.jsonl. Raises ConfigError."""
+        folder = view.source.folder
+        if folder is None:
+            raise NotFoundError("This run has no folder here, so nothing of it can be changed.")
+        record = {
+            "at": time.time(),
+            "who": self.visitor.who,
+            "address": self.visitor.address,
+            "id": self.id,
+            "what": what,
+            **details,
+        }
+        async with asyncio.timeout(WRITE_S):
+            await in_thread(add_record, folder / CHANGES, record)
+
+
+def changes(request: Request) -> Change:
+    """What a POST wants to change. Only for handlers of POST: see the module."""
+    form = request.scope[FORM]
+    assert isinstance(form, Form)
+    return Change(visitor(request), form, request.url.path)
+
+
+def ask_again(
+    request: Request, change: Change, heading: str, text: str, *, back: str, do: str = "Yes, do it"
+) -> Response:
+    """The page that asks whether that is really wanted; its form sends the same fields again.
+    `heading` and `text`: what will happen, and to what; `do`: the words of the button."""
+    return page(
+        request,
+        "confirm.html",
+        heading=heading,
+        text=text,
+        back=back,
+        do=do,
+        action=change.path,
+        fields=[*change.fields, (ID, change.id), (SURE, change.seal())],
+    )
+
+
+def see(url: str) -> Response:
+    """Leads to a page of ours once the change is made."""
+    return RedirectResponse(url, status_code=303)
+
+
+async def records_of(folder: Path | None) -> Sequence[dict[str, Any]]:
+    """The newest changes of a run, the newest first."""
+    if folder is None:
+        return []
+    async with asyncio.timeout(WRITE_S):
+        return (await in_thread(read_records, folder / CHANGES))[: -SHOWN_RECORDS - 1 : -1]

@@ -1,0 +1,111 @@
+"""The one kind of request that may change something: a form of our own pages, by POST.
+
+It comes from a page of this server (`Sec-Fetch-Site`, `Origin`), has at most MAX_BODY bytes, all of
+which are there within BODY_S, and the token of our forms, which no other site can know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl
+
+from starlette.types import Message, Receive
+
+FORM_TOKEN = "form"
+"""The field, in every form, that has `Visitor.form_token`."""
+MAX_BODY = 1_000_000
+BODY_S = 10.0
+MAX_FIELDS = 1000
+KIND = "application/x-www-form-urlencoded"
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Who asks."""
+
+    address: str = ""
+    who: str = ""
+    """Which token it has, as a record names it; empty without that of control."""
+    form_token: str = ""
+    """What every form has to have; empty for somebody who may change nothing."""
+
+    @property
+    def may_change(self) -> bool:
+        return bool(self.form_token)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What was sent: texts by the names of their fields, a name several times where it came so."""
+
+    fields: tuple[tuple[str, str], ...] = ()
+    by_name: dict[str, str] = field(default_factory=dict)
+
+
+class FormRefusedError(Exception):
+    """A request that changes nothing: its status, and why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
+    """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
+    that says nothing at all is refused, too: every browser of today says where a POST is from."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    ours = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
+    is_ours = origin is not None and origin.lower() == ours
+    if site not in (None, "same-origin") or not is_ours:
+        raise FormRefusedError(403, "this was not sent by a page of this dashboard")
+
+
+async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, bytes]:
+    """The form of a request, and its bytes. Raises FormRefusedError."""
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
+        raise FormRefusedError(415, f"a form is {KIND}")
+    length = headers.get("content-length", "0")
+    too_long = FormRefusedError(413, f"a form has at most {MAX_BODY:,} bytes")
+    if length.isdecimal() and (len(length) > 12 or int(length) > MAX_BODY):
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise FormRefusedError(400, "the connection has ended within the form")
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY:
+                    raise too_long
+                if not message.get("more_body"):
+                    break
+    except TimeoutError:
+        raise FormRefusedError(408, f"a form has to be here within {BODY_S:.0f} s") from None
+    try:
+        pairs = parse_qsl(
+            body.decode("ascii"),
+            keep_blank_values=True,
+            errors="strict",
+            max_num_fields=MAX_FIELDS,
+        )
+    except ValueError:
+        raise FormRefusedError(400, "this is no form in UTF-8") from None
+    fields = tuple((name, text.replace("\r\n", "\n")) for name, text in pairs)
+    return Form(fields, dict(reversed(fields))), bytes(body)
+
+
+def received(body: bytes) -> Receive:
+    """Gives a body that was read already to whoever asks for it."""
+    told = False
+
+    async def receive() -> Message:
+        nonlocal told
+        if told:
+            await asyncio.sleep(3600.0)
+            return {"type": "http.disconnect"}
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
